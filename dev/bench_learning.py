@@ -46,7 +46,8 @@ import torch
 from tqdm import tqdm
 
 from dev.measure import SHARED, tell_about
-from nanochat.common import Parser, run_main, write_json
+from nanochat.cli import Parser, run_main
+from nanochat.common import write_json
 from nanochat.dataset import find_files, scan
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes

@@ -45,7 +45,7 @@ from dev.measure import (
     tell_about,
     tell_ratios,
 )
-from nanochat.common import Parser, quiet_gc, run_main
+from nanochat.cli import Parser, quiet_gc, run_main
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_files, scan
 from nanochat.order import StreamConfig

@@ -175,7 +175,7 @@ def compare(python: str, work: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
-    from nanochat.common import Parser
+    from nanochat.cli import Parser
 
     parser = Parser(description=__doc__)
     parser.add_argument("--python", required=True, help="of an environment with gpt-simple")

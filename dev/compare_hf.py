@@ -180,7 +180,7 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare; 1 on a difference."""
-    from nanochat.common import Parser
+    from nanochat.cli import Parser
 
     parser = Parser(description=__doc__)
     parser.add_argument("--hf-python", required=True, help="Python of an environment with transformers and lm-eval")

@@ -30,7 +30,7 @@ import torch
 
 from dev import peers
 from dev.measure import digests_of
-from nanochat.common import Parser, run_main
+from nanochat.cli import Parser, run_main
 from nanochat.integrations.megatron import (
     GPTDataset,
     GPTDatasetConfig,

@@ -181,7 +181,7 @@ def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str |
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare and print."""
-    from nanochat.common import Parser
+    from nanochat.cli import Parser
 
     p = Parser(description=__doc__)
     p.add_argument("--nanochat", type=Path, required=True, help="a checkout of it")

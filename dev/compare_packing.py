@@ -30,7 +30,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dev.measure import SHARED, anonymous_mb, in_process, tell_about
-from nanochat.common import Parser, run_main, table, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import table
 from nanochat.dataloader import DataLoader
 from nanochat.dataset import find_buckets, find_files, scan
 from nanochat.order import StreamConfig

@@ -30,7 +30,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat.common import Parser, run_main, table
+from nanochat.cli import Parser, run_main
+from nanochat.common import table
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^<!-- not run here: ([^>]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -58,7 +58,8 @@ from nanochat import (
     text_kinds,
     tokens,
 )
-from nanochat.common import Parser, as_path, begin_launch, hash_bytes, run_main, table, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import as_path, begin_launch, hash_bytes, table
 from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import (

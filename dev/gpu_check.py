@@ -54,7 +54,8 @@ from dev.make_sample_corpus import Settings as CorpusSettings
 from dev.make_sample_corpus import make_sample_corpus
 from dev.measure import find_tokenizer, seconds, tell_about
 from nanochat.attention import attention, make_masks
-from nanochat.common import Parser, run_main, table, write_json
+from nanochat.cli import Parser, run_main
+from nanochat.common import table, write_json
 from nanochat.config import Settings
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig

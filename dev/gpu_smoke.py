@@ -31,7 +31,8 @@ import torch
 
 from dev import gpu_check
 from dev.gpu_check import Bench, Figure, Job, attention_errors, judge, prepare, train
-from nanochat.common import Parser, run_main, table
+from nanochat.cli import Parser, run_main
+from nanochat.common import table
 from nanochat.config import Settings
 from nanochat.dist import compute_init, versions
 from nanochat.engine import Engine

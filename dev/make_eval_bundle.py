@@ -19,7 +19,8 @@ from typing import Any
 import torch
 import yaml
 
-from nanochat.common import Parser, run_main, write_bytes
+from nanochat.cli import Parser, run_main
+from nanochat.common import write_bytes
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
 

@@ -38,7 +38,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from dev.repackage_data_reference import PARQUET, WAY_OUT
-from nanochat.common import Parser, as_local_path, get_base_dir, read_json, run_main, write_json
+from nanochat.cli import Parser, run_main
+from nanochat.common import as_local_path, get_base_dir, read_json, write_json
 from nanochat.dataset import index_to_filename
 from scripts.export import new_folder
 

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.common import Parser, run_main, table
+from nanochat.cli import Parser, run_main
+from nanochat.common import table
 from nanochat.dist import compute_cleanup, compute_init, gather_all, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.reduce import LeafAccumulator, Message, Part, Reduce, add_in_tree_order, reduce_over_nodes, tree_reduce

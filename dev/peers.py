@@ -106,6 +106,6 @@ def start(main: Callable[[], int], there: Mapping[str, Step]) -> None:
     if len(sys.argv) == 3 and sys.argv[1].startswith("--there="):
         there[sys.argv[1].removeprefix("--there=")](Path(sys.argv[2]))
         return
-    from nanochat.common import run_main
+    from nanochat.cli import run_main
 
     run_main(main)

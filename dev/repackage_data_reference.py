@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, run_main, whole
+from nanochat.cli import Parser, run_main, whole
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, SUFFIXES, Selection, add_text_flags
 from nanochat.text_kinds import read_documents

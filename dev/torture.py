@@ -33,7 +33,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, run_main, table, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import table
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
 from tests import training
 

@@ -1,6 +1,6 @@
 """
 What every other module may need: where files go, how a file is written so that a crash can never
-leave half of it, fingerprints, and how a script begins and ends.
+leave half of it, JSON, fingerprints, text for people, and permutations by counters.
 
 Importing it does nothing and is quick: environment variables are read when a function is called
 (`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`),
@@ -8,30 +8,22 @@ and PyTorch, which takes seconds to load, stays in nanochat/dist.py. Commands an
 that only touch files and text start without it.
 """
 
-import argparse
 import contextlib
-import difflib
-import errno
-import faulthandler
 import fcntl
-import gc
 import hashlib
-import io
 import itertools
 import json
-import logging
 import os
 import re
 import secrets
-import signal
 import sys
 import threading
 import time
 import typing
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -290,7 +282,7 @@ def _misfit(value: Any, shape: Any, where: str) -> str | None:
         if type(value) not in kinds and not (type(value) is int and float in kinds):
             wanted = " or ".join(KINDS[kind] for kind in kinds)
             return f"{where or 'the whole'}: expected {wanted}, got {KINDS.get(type(value), 'something else')}"
-    problems = (_misfit(item, inner, place) for place, item, inner in inside)
+    problems = (_misfit(item, inner, as_path) for as_path, item, inner in inside)
     return next(filter(None, problems), None)
 
 
@@ -341,115 +333,6 @@ if not typing.TYPE_CHECKING:
         return getattr(dist, name)
 
 
-# ---- settings and flags -------------------------------------------------------------------------
-
-def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
-    """A field of a dataclass of settings: its default, what --help says of it, and why a run may
-    never change it (`fixed`) or what people should know of a change (`note`). `more` is for
-    nanochat/config.py, which makes flags of such fields. It stands here so that the room which
-    owns a default can declare it."""
-    return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Shows every default that says something, numbers too."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = action.help or ""
-        nothing = action.default in (None, "", argparse.SUPPRESS) or action.nargs == 0
-        return text if nothing or "default" in text else f"{text} (default: %(default)s)".strip()
-
-
-class Parser(argparse.ArgumentParser):
-    """The command line of every script. Flags are written in full, with `-` or `_` as one likes;
-    --help shows the defaults; what is wrong is told in one line, with the flag that was probably
-    meant."""
-
-    instead: Mapping[str, str] = {}  # flags that people know from elsewhere, and what to do here
-    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # what a run's config.json says of our flags
-    where = ""  # what an error begins with
-
-    def __init__(self, **kwargs: Any):
-        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, but an unknown flag is told before a missing one, which it may be
-        meant for. Those of a subcommand are known to its own parser. A URL that may hold a secret
-        is refused before anything shows it."""
-        given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        for word in given:
-            refuse_secrets(word)
-        if self._subparsers is None:  # else the parser of the subcommand does it
-            given = self._with_file(given)
-        for word in given:
-            if self._subparsers is None and re.match("--.", word):
-                self.known(word.partition("=")[0])
-        found, rest = super().parse_known_args(given, namespace)
-        if "config" in found:
-            del found.config
-        if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
-            self.error(f"{rest[0]}: this word has no place here; --model-tag={rest[0]} names a run, "
-                       f"--config=RUN/config.json takes the flags of one")
-        return found, rest
-
-    def _with_file(self, given: list[str]) -> list[str]:
-        """The words of a command line, behind those of the file that its --config names."""
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        finder.add_argument("--config", nargs="?")
-        if path := finder.parse_known_args(given)[0].config:
-            from nanochat.flag_file import read_words
-
-            self.where = f"--config {path}: "  # until all that the file says has been seen alone
-            words = read_words(self, path)
-            for word in words:
-                refuse_secrets(word)
-            needed = [action for action in self._actions if action.required]
-            for action in needed:
-                action.required = False
-            super().parse_known_args(words)
-            for action in needed:
-                action.required = True
-            self.where = ""
-            given = [*words, f"--config={path}", *given]
-        if "--config" not in self._option_string_actions:  # the file itself can name none
-            self.add_argument("--config", metavar="FILE", help="take flags from a .yaml, .toml or .json file, such as "
-                              "a run's config.json; those of the command line win")
-        return given
-
-    def known(self, name: str) -> argparse.Action:
-        """The action of a flag. One that is unknown ends the program, with a guess at what is meant."""
-        known = self._option_string_actions
-        if name not in known:
-            guess = f"there is no such flag{did_you_mean(name, known)}"
-            takes_run = any(action.dest == "run" for action in self._get_positional_actions())
-            if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
-                guess = f"a run is named without a flag, as in d12 and not {name}=d12"
-            self.error(f"{name}: {self.instead.get(name, guess)}")
-        return known[name]
-
-    def error(self, message: str) -> Any:
-        self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
-
-
-def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
-    """The type of a flag: a whole number of at least so much, or the one that stands for something else."""
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least and value != also:
-            other = "" if also is None else f", or {also}"
-            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}{other}")
-        return value
-
-    number.__name__ = "int"  # what argparse calls it where a text is no number
-    return number
-
-
-def _dashed(word: str) -> str:
-    """A flag whose name is written with underscores, with dashes."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
-
-
 # ---- for people ---------------------------------------------------------------------------------
 
 def show(value: Any) -> str:
@@ -470,12 +353,6 @@ def visible(text: str) -> str:
     """A text that is safe to show on a terminal: control characters other than tabs and newlines, and marks that
     reverse the direction of writing, become \\u001b and the like, which JSON reads as the same characters."""
     return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about a name that is unknown: a guess at the one that is meant, or nothing."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -523,7 +400,7 @@ def permutation(n: int, *key: Any) -> np.ndarray:
     return np.argsort(words(n, *key), kind="stable")
 
 
-# ---- scripts ------------------------------------------------------------------------------------
+# ---- names that forks of nanochat import --------------------------------------------------------
 
 class DummyWandb:
     """Stands in for a wandb run when wandb is off."""
@@ -533,77 +410,3 @@ class DummyWandb:
     def log(self, *args: Any, **kwargs: Any) -> None: ...
 
     def finish(self) -> None: ...
-
-
-class _Aside(logging.StreamHandler):
-    """Writes a line to stderr, above a progress bar that is there: `warning: ...`, and what is only told as it is."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        said = visible(public(super().format(record)))
-        return said if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {said}"
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with LAUNCH.aside():
-            super().emit(record)
-
-
-def setup_logging() -> None:
-    """Scripts call this once: warnings and up from every rank, info from rank 0, to stderr; and the stacks of a process
-    that dies of a signal, as by SIGBUS where a file is cut short while it is mapped."""
-    faulthandler.enable(2)
-    level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
-    logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
-
-
-def quiet_gc() -> None:
-    """Let Python's collector rest: what is there now is not looked at again, and nothing is until
-    100,000 more objects are alive than now. For loops whose rounds leave no cycles: it took a
-    tenth of the loader's time to find none."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000)
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt here, as Ctrl-C does: for work that may be killed at any
-    point anyhow, where setting a flag would only make it wait."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _base_hint(e: Exception) -> str:
-    """The end of an error about a file below the base directory that may not be written."""
-    if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return ""
-    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
-    below = isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
-    return WRITABLE_BASE if below else ""
-
-
-def run_main(main: Callable[[], int | None]) -> None:
-    """The last line of every script: `main()`'s value is the exit code; bad input (ValueError,
-    OSError) becomes one sentence on stderr and exit code 1. Where nobody reads our output any more
-    (`| head`), it ends without a word. Any other exception is our bug and keeps its traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what the terminal cannot encode is escaped
-            stream.reconfigure(errors="backslashreplace")
-    try:
-        code = main() or 0
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what waits to be printed
-        code = 128 + signal.SIGPIPE
-    except (ValueError, OSError) as e:
-        print(f"error: {visible(public(str(e)))}{_base_hint(e)}", file=sys.stderr, flush=True)
-        code = EXIT_FAILED
-    except StopAsked as e:
-        print(f"stopped: {visible(public(str(e)))}", file=sys.stderr, flush=True)
-        code = 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        code = 130
-    sys.exit(code)

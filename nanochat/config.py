@@ -29,17 +29,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from nanochat.attention import MODES
-from nanochat.common import Parser, check_shape, parse_json, setting
-from nanochat.curriculum import Curriculum, load
+from nanochat.cli import Parser, setting
+from nanochat.common import check_shape, parse_json
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS, StreamConfig
 from nanochat.packing import VERSION
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
+
+if TYPE_CHECKING:
+    from nanochat.curriculum import Curriculum
 
 SHAPE = "the shape of the model"
 STREAM = "decides which tokens come in which order"
@@ -321,9 +324,9 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         return asdict(self)
 
     @property
-    def mix(self) -> Curriculum | None:
-        """The curriculum. ValueError if config.json holds none."""
-        return None if self.curriculum is None else Curriculum.from_json(self.curriculum)
+    def mix(self) -> "Curriculum | None":
+        """The curriculum, None without one. ValueError if config.json holds something else."""
+        return None if self.curriculum is None else read_curriculum(self.curriculum)
 
     @property
     def curriculum_tokens(self) -> int:
@@ -346,6 +349,13 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         """Those that are not their defaults."""
         return {name: getattr(self, name) for name, f in FIELDS.items()
                 if getattr(self, name) != f.default}
+
+
+def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
+    """The curriculum in a file, or in a run's config.json. The module is loaded here, because most runs have none."""
+    from nanochat.curriculum import load
+
+    return load(source)
 
 
 FIELDS = {f.name: f for f in fields(Settings)}
@@ -430,7 +440,7 @@ def from_flags(args: argparse.Namespace) -> Settings:
     if args.curriculum is not None:
         # what begins so is the curriculum itself, from a file of flags
         given_inline = args.curriculum.startswith("{")
-        mix = load(parse_json(args.curriculum, "--curriculum", dict) if given_inline else args.curriculum)
+        mix = read_curriculum(parse_json(args.curriculum, "--curriculum", dict) if given_inline else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
         given["allow_budget_mismatch"] |= mix.allow_budget_mismatch

@@ -38,10 +38,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanochat.cli import read_yaml
 from nanochat.common import check_shape, get_base_dir, get_dist_info, parse_json, print0, write_bytes
 from nanochat.dist import gather_all, gather_results
 from nanochat.lifecycle import join_reasons
-from nanochat.yaml_file import read_yaml
 
 GROUP = 32  # items whose prompts are made, sorted and run together
 BATCH_TOKENS = 8192  # of one forward pass, unless a single item has more
@@ -311,7 +311,7 @@ def write_csv(path: Path, result: Mapping[str, Any]) -> None:
                               for task, accuracy, centered in rows).encode())
 
 
-def look(run: Any) -> None:
+def log_core(run: Any) -> None:
     """Collective. The CORE metric of a model in training, a `trainer.Trainer`: told to people, to the log and,
     under nanochat's names, to the trackers. Raises Stop on all ranks, between two tasks, where one is asked to stop."""
     from nanochat.trainer import LONG_S, Stop

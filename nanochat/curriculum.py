@@ -46,8 +46,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, did_you_mean, permutation
-from nanochat.yaml_file import read_yaml
+from nanochat.cli import did_you_mean, read_yaml
+from nanochat.common import check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer makes of a curriculum
 BLOCK = 256  # rows
@@ -160,6 +160,10 @@ class Curriculum:
                                  f"row of each lane (T * V = {T:,} * {V:,} = {T * V:,}); lengthen it, or use fewer "
                                  f"--lanes")
         return [phase.duration_tokens // (T * V) for phase in self.phases]
+
+    def mixer(self, *, T: int, V: int, seed: int) -> "Mixer":
+        """What says which bucket each row of each lane comes from."""
+        return Mixer(self, T=T, V=V, seed=seed)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""

@@ -37,11 +37,12 @@ from nanochat.common import block, get_dist_info
 from nanochat.dataset import list_parquet_files, scan
 from nanochat.order import StreamConfig
 from nanochat.sources import Source, open_source
-from nanochat.stream import Cursor, Row, Stream, open_stream
+from nanochat.stream import Cursor, LaneState, Row, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches that are ready ahead
+NUM_PROMPTS, PROMPT_TOKENS = 6, 12  # of samples that continue validation documents
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def default_leaves(world_size: int, V: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StepLayout:
     """Who owns which rows of a step: the rank's leaves and their micro-batches. ValueError names
     the flag to mend."""
 
@@ -165,12 +166,12 @@ class Slot:
 
     def batch(self) -> MicroBatch:
         """Start the copies to the device, and record the event that says when the slot may be filled again."""
-        def there(tensor: torch.Tensor) -> torch.Tensor:
+        def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True, copy=True)
 
         inputs, targets = self.tokens.to(self.device, non_blocking=True).to(torch.int64)
-        doc_ids = None if self.doc_ids is None else there(self.doc_ids)
-        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, there(self.buckets))
+        doc_ids = None if self.doc_ids is None else on_device(self.doc_ids)
+        batch = MicroBatch(inputs, targets, doc_ids, self.num_docs, on_device(self.buckets))
         if self.device.type == "cuda":
             self.copied = torch.cuda.Event(blocking=True)
             self.copied.record()
@@ -178,7 +179,7 @@ class Slot:
 
 
 # a slot that is full, the digest of its step, and with the last micro-batch of a step (steps done, state of the stream)
-Filled = tuple[Slot, int, tuple[int, Any] | None]
+Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
 
 
 class DataLoader:
@@ -194,7 +195,7 @@ class DataLoader:
                  world_size: int = 1, num_leaves: int = 1, cursors: Sequence[Cursor] | None = None,
                  start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False,
                  drop_dry: bool = False):
-        self.layout = Layout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
+        self.layout = StepLayout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
         self.config, self.device = config, torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint,
@@ -290,14 +291,13 @@ class DataLoader:
 
     def dropped(self) -> dict[str, int]:
         """{bucket: how many of this rank's lanes have dropped it by the end of the last complete step}."""
-        lanes = [dropped for _, _, dropped, _ in self._ends[self.step]]
-        return {bucket: sum(bucket in dropped for dropped in lanes) for bucket in self.buckets}
+        return {bucket: sum(bucket in lane.dropped for lane in self._ends[self.step]) for bucket in self.buckets}
 
     @property
     def phase(self) -> int | None:
         """The phase of the curriculum that this rank's first lane is in, from 1; None without one."""
         mixer, ends = self.stream.mixer, self._ends[self.step]
-        return mixer.phase_of(ends[0][1])[0] + 1 if mixer is not None and ends else None
+        return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
 
     def close(self) -> None:
         """Stop the thread and the stream's pool, and wait for both; what the thread is packing is given up."""
@@ -334,7 +334,7 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
     config, B = validation_config(source, T), device_batch_size
     if rank >= config.V:
         return
-    layout = Layout(config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V))
+    layout = StepLayout(config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V))
     slot = Slot(B, T, tokenizer.get_bos_token_id(), torch.device(device), with_doc_ids=with_doc_ids)
     for lanes in layout.leaves:
         stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
@@ -350,6 +350,18 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
                 slot.fill(rows[:B], ["val"])
                 del rows[:B]
                 yield slot.batch()
+
+
+def validation_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, T: int) -> list[list[int]]:
+    """The beginnings, BOS first, of the documents at the start of a few rows of the first validation source."""
+    source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
+    prompts = []
+    for batch in validation_loader(source, tokenizer=tokenizer, T=T, device="cpu", device_batch_size=NUM_PROMPTS,
+                                   num_tokens=NUM_PROMPTS * T):
+        for row in batch.inputs.tolist():
+            tokens = row[:min(PROMPT_TOKENS, T // 2)]
+            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # of the first document only
+    return prompts[:NUM_PROMPTS]
 
 
 # ---- nanochat's loaders --------------------------------------------------------------------------
@@ -394,6 +406,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
                     device=device or dist.autodetect_device_type(), rank=rank, world_size=world_size,
                     num_threads=tokenizer_threads, cursors=state["cursors"]) as loader:
+        assert isinstance(loader.stream, Stream)
         for batch in loader:
             cursors = loader.cursors()
             at = cursors[0]["buckets"][split]

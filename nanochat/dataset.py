@@ -37,10 +37,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanochat.cli import did_you_mean, run_main
 from nanochat.common import (
     as_path,
     check_shape,
-    did_you_mean,
     each,
     etag_of,
     get_base_dir,
@@ -49,7 +49,6 @@ from nanochat.common import (
     local_copy,
     make_local_copies,
     read_json,
-    run_main,
 )
 from nanochat.text import (
     ALL,

@@ -30,7 +30,8 @@ import requests
 from tqdm import tqdm
 from urllib3.util import Retry
 
-from nanochat.common import Parser, each, fsync_dir, get_base_dir, public, setup_logging, write_json
+from nanochat.cli import Parser, setup_logging
+from nanochat.common import each, fsync_dir, get_base_dir, public, write_json
 from nanochat.dataset import (
     DATASETS,
     HUB,

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanochat.attention import KVCache
 from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, find_checkpoint
+from nanochat.common import print0
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import Tokenizer, get_tokenizer
@@ -155,3 +156,19 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
     meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
             "trainer_state": checkpoint.trainer_state}
     return model.eval(), tokenizer, meta
+
+
+# ---- between the steps of a run ------------------------------------------------------------------
+
+def log_samples(run: Any) -> None:
+    """Print and log the likeliest continuation of each prompt, for a model in training, a `trainer.Trainer`. For
+    rank 0 alone."""
+    from nanochat.dataloader import validation_prompts
+
+    engine, texts = Engine(run.model, run.data.tokenizer), []
+    for prompt in validation_prompts(run.data.val, run.data.tokenizer, run.settings.max_seq_len):
+        run.dog.beat()
+        tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
+        texts.append(run.data.tokenizer.decode(tokens[1:]))  # without <|bos|>
+        print0(f"  > {texts[-1]!r}")
+    run.journal.event("samples", texts=texts)

@@ -194,7 +194,7 @@ class StopWatch:
         """The run is over: no wait for object storage lasts from now on."""
         LAUNCH.stop = lambda: True
 
-    def look(self, run_dir: Path) -> None:
+    def check_flag(self, run_dir: Path) -> None:
         """Look for the flag file, and delete one that an earlier launch left. For the heartbeat of
         the run's owner, so that a step never waits for a disk."""
         flag, now = run_dir / FLAG_NAME, time.time()
@@ -492,7 +492,7 @@ class RunState:
             if self._closed:
                 return ""
             if self._stop is not None:
-                self._stop.look(self.owner.run_dir)
+                self._stop.check_flag(self.owner.run_dir)
             lost, state = self.owner.lost(), dict(self._state)
             if not lost and (state != self._written or time.monotonic() - self._written_at >= HEARTBEAT_S):
                 self._written, self._written_at = state, time.monotonic()
@@ -526,7 +526,7 @@ class RunState:
         self.close("failed", "ended without a status" if error is None else reason)
 
 
-def tell_completed(run_dir: Path, step: int, reason: str) -> None:
+def write_completed(run_dir: Path, step: int, reason: str) -> None:
     """Write the state of a run that no launch here trained to `step`: `reason` says where its
     checkpoint `final` comes from."""
     state = RunState(acquire(run_dir), [identify()], num_iterations=step, step=step, checkpoint="final")

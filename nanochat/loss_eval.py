@@ -51,10 +51,10 @@ def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_by
 def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
                      ) -> tuple[float, dict[str, float]]:
     """(bits per byte of all buckets' batches together, of each bucket); see `evaluate_bpb`."""
-    found = {name: _measure(model, batches, token_bytes) for name, batches in buckets.items()}
-    all_nats = [nats for row_nats, _ in found.values() for nats in row_nats]
-    together = _bits_per_byte(all_nats, sum(num_bytes for _, num_bytes in found.values()))
-    return together, {name: _bits_per_byte(*of_bucket) for name, of_bucket in found.items()}
+    measured = {name: _measure(model, batches, token_bytes) for name, batches in buckets.items()}
+    all_nats = [nats for row_nats, _ in measured.values() for nats in row_nats]
+    together = _bits_per_byte(all_nats, sum(num_bytes for _, num_bytes in measured.values()))
+    return together, {name: _bits_per_byte(*of_bucket) for name, of_bucket in measured.items()}
 
 
 def in_nats(bits: float) -> float:
@@ -98,7 +98,7 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[
 
 # ---- between the steps of a run ------------------------------------------------------------------
 
-def look(run: Any) -> None:
+def log_validation(run: Any) -> None:
     """Collective. Bits per byte of a model in training, a `trainer.Trainer`, on validation data: of each
     bucket and of all, printed and logged. Nats per token if the tokenizer does not know bytes. Raises
     Stop on all ranks if one of them is asked to stop while it waits for data."""

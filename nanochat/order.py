@@ -25,13 +25,15 @@ Permutations sort raw words of a counter-based generator, keyed by (seed, bucket
 
 import functools
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanochat.common import permutation, words
-from nanochat.curriculum import Curriculum
 from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
+
+if TYPE_CHECKING:
+    from nanochat.curriculum import Curriculum
 
 UNITS = 8  # in a lane's share of an epoch, at least, if it has as many documents
 UNIT_TOKENS = 1 << 16  # in a unit of a large bucket, about, at most
@@ -55,7 +57,7 @@ class StreamConfig:
     unit_size: int = 64  # documents read and tokenized at once, at most
     pack: bool = True  # False: one entry a row, for binned
     max_epochs: int = 0  # passes over a bucket, 0 = no limit; a curriculum has its own limits
-    curriculum: Curriculum | None = None
+    curriculum: "Curriculum | None" = None
     packer_version: int = VERSION
 
     def __post_init__(self) -> None:

@@ -15,6 +15,19 @@ keeps the ledger and answers which documents step N held.
                b # c c c c c c
     binned     a a a a a / b /      stored entries (/ is EOD), whole; what is left is padding
 
+**A new packer** is a subclass of `Packer` and a line in `LAYOUTS` at the end of this file; --packing=NAME then
+takes it. It implements:
+
+    push(key, length, start, place)    a document, or a restored piece, is pending from now on
+    next_row()                         the next row's placements; counts what it dropped, padded or repeated
+    waiting()                          {key: Piece} of all that is pending, from which `push` restores it
+    key in packer                      whether something of a document is still pending
+    ready, wants(target), pending      only where they differ from "the pending tokens fill a row"
+    of(config)                         only where it takes more settings than T
+
+`tests/test_hacks.py` adds one in 30 lines. Its rows are part of a run's identity: to place anything differently
+later, rename it or raise VERSION.
+
 A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from
 document `key`, whose token 0 is its BOS. `start` is the document's token they begin at. In
 `bestfit`, a placement with `start > 0` has a BOS of its own in front (counted in `length`), and the

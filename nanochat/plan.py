@@ -18,8 +18,9 @@ before it is tokenized: they are drawn from a few hundred documents, and what co
 called an estimate. A bucket without limit, or whose totals are far beyond what is asked of it,
 cannot run dry. It is not rehearsed; what is told of its cropping is that of some thousand rows.
 
-A plan is made once: it is kept in RUN/plan.json, and a resumed run reads it, for its settings are
-those it began with. A run in Megatron's order has none: where it has too few samples it does not start.
+A run makes a plan only when it has a curriculum, because otherwise nothing limits its epochs. It keeps the
+plan in RUN/plan.json, and a resumed run reads it there. scripts.validate makes a plan of any run but one in
+Megatron's order, which does not start if it has too few samples.
 """
 
 import logging
@@ -36,7 +37,7 @@ from nanochat.config import stream_config
 from nanochat.order import Order, StreamConfig
 from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Source
-from nanochat.stream import Cursor, Feed, Stream, feed_json, ledger, share
+from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_notes, sample_lengths, share
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,6 @@ ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  #
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
-MUCH = 0.1  # a share of cropped tokens from which on people are warned
 DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without "
             "it where it is dry (--allow-bucket-exhaustion)")
 
@@ -146,9 +146,7 @@ class Lengths:
         self.fingerprint, self.locate = source.fingerprint, source.locate
         self.sample: np.ndarray | None = None
         if not source.lengths_known:
-            spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
-            self.sample = np.array([len(ids) for group in spread.tolist() for ids in source.read(
-                group, np.arange(min(64, int(self.groups[group]))))[0]])
+            self.sample = sample_lengths(source)
         self.documents, self.tokens, self.rows = self._totals(config)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
@@ -273,7 +271,7 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
                      pool=None)
     for _ in range(rows):
         feed.pack()
-    return ledger([{"buckets": {bucket: feed_json(feed.state())}}], config.T)[bucket]
+    return ledger([{"buckets": {bucket: feed.state().to_json()}}], config.T)[bucket]
 
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:
@@ -294,11 +292,10 @@ def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int,
 # ---- for people ----------------------------------------------------------------------------------
 
 def rehearse(start: Any, data: Any) -> Plan:
-    """The plan of a run that is about to start, told to people: of plain text, which nothing limits,
-    only what they should know. ValueError for a run that would halt, unless its --plan is to warn."""
+    """Make and print the plan of a run that is about to start. ValueError for a run that would halt, unless its
+    --plan is to warn."""
     plan = make_run_plan(start, data)
-    if start.settings.curriculum is not None or start.settings.data_format != "text":
-        print0("\n".join(describe(plan)))
+    print0("\n".join(describe(plan)))
     why = problem(plan)
     if why and start.settings.plan == "error":
         raise ValueError(why)
@@ -339,18 +336,14 @@ def warnings(plan: Plan) -> list[str]:
     dry, notes, about = [], [], "about " * plan.estimate
     for name, bucket in plan.buckets.items():
         data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
-        if not bucket.max_epochs and bucket.passes > 1:
-            notes.append(f"the run reads {data} {about}{bucket.passes:.1f} times: it trains on {bucket.trained:,} "
-                         f"tokens, and {about}{bucket.tokens:,} are there")
-        if plan.crops and cropped > MUCH:
-            notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, for their documents are longer "
-                         f"than a row; --long-docs=split drops none, a longer --max-seq-len fewer")
+        notes += reading_notes(data, trained=bucket.trained, tokens=bucket.tokens, about=about,
+                               passes=0.0 if bucket.max_epochs else bucket.passes, cropped=cropped * plan.crops)
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""
         line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: {bucket.asked:,} "
                 f"tokens are asked of it, {bucket.usable:,} are usable with {plan.V} lanes")
-        if plan.crops and 0.005 < cropped <= MUCH:
+        if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
             line += f"; {cropped:.1%} are cropped, which --long-docs=split would train on"
         dry.append(f"{line}; fewer --lanes may use more of it")
     if plan.estimate and plan.halt:

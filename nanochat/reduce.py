@@ -48,7 +48,7 @@ on one GPU has the arithmetic of one on eight. Where a rank has a single micro-b
 to add: its gradients travel as bfloat16 and are widened on arrival. A gradient of None counts as
 +0.0 in both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
 
-A W that does not divide K owns a block per rank (dataloader.Layout). Then the same pairs are made
+A W that does not divide K owns a block per rank (dataloader.StepLayout). Then the same pairs are made
 with an odd part carried up: rank order, reproducible for this W, and no promise for another.
 
 **Messages.** Flattened tensors are laid out in messages of W equal chunks, and rank r owns chunk r

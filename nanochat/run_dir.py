@@ -49,7 +49,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from nanochat.common import did_you_mean, fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
+from nanochat.cli import did_you_mean
+from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
 
 log = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from nanochat.common import setting
+from nanochat.cli import setting
 
 REFERENCE_DEPTH = 12
 MOST_STEPS = 10**9  # of a run

@@ -22,15 +22,15 @@ ENOUGH = 16  # applied steps before anything is judged
 MOST_IN_A_ROW = 10  # skipped steps before the run ends
 NORMAL = 1.4826  # standard deviations in a median absolute deviation
 
-Looks = list[list[float]]  # [loss, gradient norm] of applied steps, oldest first
+Window = list[list[float]]  # [loss, gradient norm] of applied steps, oldest first
 
 
-def remember(window: Looks, loss: float, grad_norm: float) -> Looks:
+def remember(window: Window, loss: float, grad_norm: float) -> Window:
     """The window after one more applied step."""
     return [*window, [loss, grad_norm]][-WINDOW:]
 
 
-def limits(window: Looks, sigma: float) -> tuple[float, float]:
+def limits(window: Window, sigma: float) -> tuple[float, float]:
     """The loss and the gradient norm above which the next step is a spike; infinite while too few steps are known."""
     if len(window) < ENOUGH:
         return math.inf, math.inf

@@ -1,23 +1,22 @@
 """
-How a run begins or goes on: one walk from the command line to the first step.
+How a run starts or resumes: one walk from the command line to the first step.
 
     settings as given ------ command: + this machine's tokenizer, processes, device       every rank, compared
       |
-    look ------------------- + the run that is there, its newest good checkpoint          rank 0 looks, all get it
+    inspect_run ------------ + the existing run, its newest good checkpoint               rank 0 reads, all get it
       |                        + what follows: lanes, leaves, steps, batch
       |       no run yet           a new run, from step 0 or from another run's weights
       |       unfinished           changed settings are refused; newest good checkpoint, or step 0
-      |       completed, halted    say so; nothing changes
-      |       being trained        refused, naming who does
+      |       completed, halted    this is printed; nothing changes
+      |       being trained        refused, with the process that trains it
       |
     find_data -------------- files found or compared with the pinned ones, opened once    rank 0, then every rank
       |
-    own -------------------- plan, become the owner, tidy up, write config.json,          rank 0
-                             tokenizer/, data_manifest.json, plan.json
+    claim_run -------------- plan (with a curriculum), become the owner, tidy up, write    rank 0
+                             config.json, tokenizer/, data_manifest.json, plan.json
 
-What the walk finds is a `Start`, whose settings are the only ones from then on. Whatever comes
-before owning only looks, so that a command that is refused leaves no trace. scripts.validate walks
-as far as that.
+The result of the walk is a `Start`, whose settings are the only ones from then on. Everything before
+`claim_run` only reads, so a command that is refused leaves no trace. scripts.validate walks as far as that.
 """
 
 import contextlib
@@ -28,12 +27,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
-from nanochat.common import EXIT_HALTED, as_path, begin_launch, is_remote, print0, show, write_json
+from nanochat.cli import EXIT_HALTED
+from nanochat.common import as_path, begin_launch, is_remote, print0, show, write_json
 from nanochat.config import Settings, flag, go_on, stream_config
-from nanochat.dataloader import Layout, default_leaves
+from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
     DATA_MANIFEST,
     Manifest,
@@ -65,7 +66,7 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import RunData, counts_and_means, open_data
-from nanochat.stream import carry_on, open_stream, stream_identity
+from nanochat.stream import carry_on, open_stream, reading_notes, sample_lengths, stream_identity
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -79,26 +80,20 @@ WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins or goes on. `settings` are resolved; `config` is what config.json of the
-    run holds, {} for a new one; `checkpoint` is the run's own, None for step 0, where `origin`,
-    another run's, may be set; `cursors`: where the data go on, None for their beginning, and
-    `skip`: how many steps' rows are passed over from there (`find_data` does it); `notices` tell
-    which settings are others now; `last_owner`: the record of the launch that owned the run last;
-    `manifests`: the files of a new run in the order of lanes, else {}; `events`: the log's newest event
-    of each name up to this step, the last launch's alone for how it ended."""
+    """How a run starts or resumes."""
 
     run_dir: Path
-    settings: Settings
+    settings: Settings  # resolved
     horizon: Horizon
-    config: dict[str, Any]
-    checkpoint: Checkpoint | None
-    origin: Checkpoint | None
-    cursors: list[dict[str, Any]] | None
-    skip: int
-    notices: tuple[str, ...]
-    last_owner: bytes
-    manifests: Manifests
-    events: dict[str, dict[str, Any]]
+    config: dict[str, Any]  # the content of the run's config.json, {} for a new run
+    checkpoint: Checkpoint | None  # the run's own; None for step 0
+    origin: Checkpoint | None  # another run's, for a new run with --init-from at step 0
+    cursors: list[dict[str, Any]] | None  # where the data continues, None for its beginning
+    skip: int  # steps whose rows are skipped from there, by `find_data`
+    notices: tuple[str, ...]  # settings that changed, as sentences
+    last_owner: bytes  # the record of the launch that last owned the run
+    manifests: Manifests  # the files of a new run in the order of lanes, else {}
+    events: dict[str, dict[str, Any]]  # newest logged event of each name; of "completed" only the last launch's
 
     @property
     def step(self) -> int:
@@ -159,12 +154,12 @@ def command(settings: Settings, world_size: int, device_type: str
                    cpu_threads=torch.get_num_threads() if device_type == "cpu" else None), tokenizer
 
 
-# ---- the run that is there -----------------------------------------------------------------------
+# ---- the existing run ----------------------------------------------------------------------------
 
-def look(settings: Settings, device: torch.device) -> Start:
-    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError
-    for settings that changed and may not, for a run in the way of --resume=scratch, and for one
-    that another launch is at work on."""
+def inspect_run(settings: Settings, device: torch.device) -> Start:
+    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError for settings that
+    changed and may not, for --resume=scratch without --force where a run exists, and for a run that another launch
+    trains."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
@@ -177,11 +172,11 @@ def look(settings: Settings, device: torch.device) -> Start:
                              f"(--resume scratch starts anew)")
 
     agree(check_home)
-    return on_rank0(lambda: _look(run_dir, settings, device))
+    return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
-def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
-    """Rank 0's part of `look`."""
+def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
+    """Rank 0's part of `inspect_run`."""
     exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
     if exists and scratch and not settings.force:
         raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to move "
@@ -200,7 +195,7 @@ def _look(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         is_auto = settings.resume == "auto"
         checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
         own_names = (None, run_dir.name, run_dir.resolve().name)  # none: kept elsewhere; it may be a link
-        if checkpoint is not None and tell_origin(checkpoint)["run"] not in own_names:
+        if checkpoint is not None and describe_origin(checkpoint)["run"] not in own_names:
             raise ValueError(f"--resume {settings.resume}: it is of another run than {run_dir}; --init-from="
                              f"{settings.resume} begins a new run with it")
     if settings.init_from is not None and checkpoint is None:
@@ -239,7 +234,7 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     return checkpoint
 
 
-def tell_origin(checkpoint: Checkpoint) -> dict[str, Any]:
+def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
     """Where a new run's weights come from, for its config.json. Its run is None for a checkpoint
     that lies outside a run directory."""
     folder = checkpoint.path.absolute().parent
@@ -262,8 +257,8 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
     """Bytes on a GPU, by part, see `GPT.estimate_memory`; of settings whose type is known."""
-    layout = Layout(settings.lanes, settings.total_batch_size // settings.max_seq_len, settings.device_batch_size, 0,
-                    settings.world_size, settings.leaves)
+    layout = StepLayout(settings.lanes, settings.total_batch_size // settings.max_seq_len,
+                        settings.device_batch_size, 0, settings.world_size, settings.leaves)
     leaves = len(layout.leaves)
     compiled = settings.compile == "on" or (settings.compile == "auto" and settings.device_type == "cuda")
     return build_model(settings).estimate_memory(
@@ -284,7 +279,7 @@ def is_tight(settings: Settings, device: torch.device) -> bool:
     return room is not None and sum(estimate_memory(settings).values()) > room
 
 
-def largest_batch(settings: Settings, layout: Layout, room: int | None) -> int:
+def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
     """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
     which a leaf has as many. Sums of leaves may wait elsewhere."""
     of_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
@@ -329,7 +324,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
                        dtype=str(dtype).removeprefix("torch."))
     # says what does not fit
     automatic = settings.device_batch_size == -1
-    layout = Layout(lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves)
+    layout = StepLayout(lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves)
     if automatic:
         settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
     if settings.mix is not None:
@@ -423,17 +418,18 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
 
 # ---- from here on files are written --------------------------------------------------------------
 
-def own(start: Start, data: RunData) -> Owner:
-    """For rank 0: tell people what the run will take of its data, own it and make its directory.
-    ValueError, before anything is written, for a run whose plan says that it would halt, unless
-    --plan is to warn. config.json, written last, holds the resolved settings and what follows from
-    them, for people."""
+def claim_run(start: Start, data: RunData) -> Owner:
+    """For rank 0: print the plan of a run with a curriculum, become the run's owner and make its directory.
+    ValueError, before anything is written, if the plan shows that the run would halt, unless --plan=warn.
+    config.json, written last, holds the resolved settings and, for people, the figures that follow from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    if settings.plan != "off" and settings.order == "lanes":
+    if settings.plan != "off" and settings.mix is not None:
         from nanochat.plan import rehearse
 
         print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
+    elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
+        warn_about_data(start, data)
     # Megatron's order is shuffled here, once for all ranks: they find the tables in the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
@@ -448,8 +444,8 @@ def own(start: Start, data: RunData) -> Owner:
         if plan is not None:
             write_json(run_dir / PLAN_NAME, plan.to_json())
         if not (run_dir / CONFIG_NAME).exists():
-            told = {} if start.origin is None else {"origin": tell_origin(start.origin)}
-            write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **told, "derived": derive(start)})
+            origin = {} if start.origin is None else {"origin": describe_origin(start.origin)}
+            write_json(run_dir / CONFIG_NAME, {**settings.to_json(), **origin, "derived": derive(start)})
         if start.checkpoint is None and start.cursors is not None:
             keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
     except BaseException as e:
@@ -459,6 +455,20 @@ def own(start: Start, data: RunData) -> Owner:
 
 
 # ---- for people ----------------------------------------------------------------------------------
+
+def warn_about_data(start: Start, data: RunData) -> None:
+    """Warn of a run without curriculum that reads its data more than once or crops much of it, by the lengths of a
+    few hundred documents. Its data cannot run dry, so it has no plan."""
+    settings, [source] = start.settings, data.train.values()
+    T, lengths = settings.max_seq_len, sample_lengths(source)
+    crops = settings.packing == "bestfit" and settings.long_docs == "crop"
+    cropped = float(np.maximum(lengths - T - 1, 0).sum() / lengths.sum()) if crops else 0.0
+    mean = float(lengths.mean()) - 1  # without BOS
+    tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
+    taken = trained / (1 - cropped) if settings.pack else trained / T * mean  # else each row holds one entry
+    for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped):
+        log.warning("%s", line)
+
 
 def derive(start: Start) -> dict[str, Any]:
     """What follows from the settings."""
@@ -471,10 +481,10 @@ def derive(start: Start) -> dict[str, Any]:
             **{f"params_{k}": v for k, v in model.num_scaling_params().items()}}
 
 
-def tell_memory(parts: dict[str, int]) -> str:
+def describe_memory(parts: dict[str, int]) -> str:
     """An estimate in a line."""
-    told = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
-    return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({told})"
+    sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
+    return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"
 
 
 @contextlib.contextmanager
@@ -511,7 +521,7 @@ def print_split(start: Start, data: RunData) -> None:
            sep="\n")
 
 
-def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequence[str]) -> None:
+def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
     """Print what is about to run: the settings that flags or a file of them set to another value than the
     default (`typed`), what was worked out, and what follows from all of them."""
     for notice in start.notices:
@@ -526,7 +536,7 @@ def introduce(start: Start, layout: Layout, device: torch.device, typed: Sequenc
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
            f"rows; {layout.num_leaves} leaves")
     if (room := device_memory(device)) is not None:
-        print0(tell_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are there")
+        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "
                f"but other bits than with a number that does (--leaves is chosen when a run "

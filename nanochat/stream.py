@@ -28,17 +28,21 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from nanochat.common import check_shape
-from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
 from nanochat.sources import Source
 
+if TYPE_CHECKING:
+    from nanochat.curriculum import Mixer
+
 FORMAT = 5  # of cursors
+SAMPLE_DOCUMENTS = 64  # of a group, where the lengths of documents are estimated
+MUCH_CROPPED = 0.1  # a share of cropped tokens that deserves a warning
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
@@ -70,6 +74,55 @@ class Row:
         h.update(self.tokens.astype("<u4").data)
         h.update(b"\1" * (len(self.tokens) - 1) if self.live is None else self.live[1:].data)
         return int.from_bytes(h.digest(), "little")
+
+
+class FeedState(NamedTuple):
+    """One bucket of a lane at the end of a step; a copy."""
+
+    epoch: int
+    place: int  # of the next unit
+    num_documents: int
+    read: int  # tokens of these documents
+    counts: dict[str, int]  # of the packer
+    waiting: dict[Document, Piece]
+
+    def to_json(self) -> dict[str, Any]:
+        """A feed's part of a cursor."""
+        return {"epoch": self.epoch, "place": self.place, "documents": self.num_documents, "read": self.read,
+                **self.counts, "waiting": [[*key, *piece] for key, piece in self.waiting.items()]}
+
+
+class LaneState(NamedTuple):
+    """A lane at the end of a step; a copy."""
+
+    lane: int
+    row: int  # rows that it has given
+    dropped: frozenset[str]  # buckets that have run dry
+    feeds: Any  # {bucket: FeedState}; in Megatron's order its own counts
+
+
+class AnyStream(Protocol):
+    """What a loader asks of a stream, in the order of lanes (`Stream`) or in Megatron's (`SampleStream`)."""
+
+    config: Any
+    lanes: list[int]
+    buckets: list[str]
+    mixer: "Mixer | None"  # None where no curriculum mixes buckets
+
+    def next_rows(self, num_rows: int) -> list[Row]:
+        """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
+
+    def dry_bucket(self, lane: int) -> str | None:
+        """The bucket for which a lane that has no next row waits; None where all of them are dry."""
+
+    def state(self) -> list[LaneState]:
+        """All lanes as they are now: a copy, made at the end of each step."""
+
+    def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, as JSON values: now, or at an earlier `state`."""
+
+    def close(self) -> None:
+        """Stop reading, and wait for reads in progress."""
 
 
 class Packed:
@@ -120,13 +173,13 @@ class Feed:
         """A unit: (the place behind it, (group, row, length, what is kept, repeated ids) of each of its
         documents, in the order in which they are used)."""
         groups, rows, keep = self.order.unit(epoch, place, stop)
-        found: dict[int, tuple[Any, ...]] = {}
+        documents: dict[int, tuple[Any, ...]] = {}
         for group in dict.fromkeys(groups.tolist()):
             at = np.flatnonzero(groups == group)
             ids, repeated = self.source.read(group, rows[at], keep)
-            found.update((i, (group, int(rows[i]), len(ids), self._kept(ids), n))
+            documents.update((i, (group, int(rows[i]), len(ids), self._kept(ids), n))
                          for i, ids, n in zip(at.tolist(), ids, repeated))
-        return place + len(rows), [found[i] for i in range(len(rows))]
+        return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def read_ahead(self) -> None:
         """Have the pool read the next unit, unless it does, or enough documents wait."""
@@ -224,17 +277,17 @@ class Feed:
 
     # -- state
 
-    def state(self) -> tuple[Any, ...]:
-        """All that `feed_json` needs, copied."""
-        return self.epoch, self.place, self.num_documents, self.read, *self.packer.state()
+    def state(self) -> FeedState:
+        """The feed as it is now."""
+        return FeedState(self.epoch, self.place, self.num_documents, self.read, *self.packer.state())
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `feed_json` made. The pool reads the documents that wait, group by group."""
+        """Continue from what `FeedState.to_json` gave. The pool reads the documents that wait, group by group."""
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         for waiting in state["waiting"]:
-            there = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
-            if not there or waiting[2] >= self.source.groups[waiting[1]]:
+            known = len(waiting) == 6 and min(waiting) >= 0 and waiting[1] < len(self.source.groups)
+            if not known or waiting[2] >= self.source.groups[waiting[1]]:
                 raise ValueError(f"{what}: {waiting[:6]} is no document of these data; go on from "
                                  f"another checkpoint")
         self.epoch, self.share = state["epoch"], self.order.share(self.lane, state["epoch"])
@@ -254,21 +307,14 @@ class Feed:
 
     def _fetch_again(self, group: int, waiting: dict[Document, Piece]) -> dict[Document, Any]:
         """Documents of a group that a cursor names; ValueError where one is not as long as it was."""
-        found, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
-        for (key, piece), ids in zip(waiting.items(), found):
+        arrays, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
+        for (key, piece), ids in zip(waiting.items(), arrays):
             if len(ids) != (length := self.packer.whole_length(piece)):
                 name, number = self.source.locate(group)
                 raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, the "
                                  f"checkpoint says {length:,}; the data or the tokenizer changed since the "
                                  f"run began")
-        return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, found, repeated)}
-
-
-def feed_json(state: tuple[Any, ...]) -> dict[str, Any]:
-    """A feed's part of a cursor, from its `state`."""
-    epoch, place, documents, read, counts, waiting = state
-    return {"epoch": epoch, "place": place, "documents": documents, "read": read, **counts,
-            "waiting": [[*key, *piece] for key, piece in waiting.items()]}
+        return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, arrays, repeated)}
 
 
 # ---- cursors -------------------------------------------------------------------------------------
@@ -297,6 +343,27 @@ def share(account: Mapping[str, int], name: str) -> float:
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
+def sample_lengths(source: Source) -> np.ndarray:
+    """(n,) int64: the lengths, BOS included, of the first documents of up to 8 groups, spread over a source."""
+    spread = np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int)
+    return np.array([len(ids) for group in spread.tolist() for ids in source.read(
+        group, np.arange(min(SAMPLE_DOCUMENTS, int(source.groups[group]))))[0]])
+
+
+def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, about: str = "about ",
+                  ) -> list[str]:
+    """Warnings, a sentence each: a run that trains on `trained` tokens reads `data`, which has `tokens`, more than
+    once; much of it is cropped."""
+    notes = []
+    if passes > 1:
+        notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens, and {data} "
+                     f"has {about}{tokens:,}")
+    if cropped > MUCH_CROPPED:
+        notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
+                     f"than a row; --long-docs=split crops none, a longer --max-seq-len fewer")
+    return notes
+
+
 def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
     """All that decides the rows, as JSON values: equal identities, equal rows."""
     return {**config.identity(), "tokenizer": tokenizer,
@@ -315,12 +382,12 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
                              f"with the code that wrote it, or start a new run (--model-tag)")
         differ = sorted(k for k in {*theirs, *identity} if theirs.get(k) != identity.get(k))
         if differ:
-            told = "; ".join(f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in differ)
-            raise ValueError(f"cursor of lane {lane} is of another stream ({told}); start a new run "
+            diff = "; ".join(f"{k}: {theirs.get(k)} there, {identity.get(k)} here" for k in differ)
+            raise ValueError(f"cursor of lane {lane} is of another stream ({diff}); start a new run "
                              f"(--model-tag)")
-    found = sorted(cursor["lane"] for cursor in cursors)
-    if len(found) > len(set(found)) or not set(lanes) <= set(found):
-        raise ValueError(f"cursors of lanes {found}, expected one of each of {[*lanes]}; give those of all "
+    numbers = sorted(cursor["lane"] for cursor in cursors)
+    if len(numbers) > len(set(numbers)) or not set(lanes) <= set(numbers):
+        raise ValueError(f"cursors of lanes {numbers}, expected one of each of {[*lanes]}; give those of all "
                          f"ranks of one checkpoint")
 
 
@@ -328,17 +395,17 @@ def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cur
     """Cursors of another run, as those of a new one that goes on with its data: what it consumed
     stays consumed. With another curriculum each bucket goes on where it was, rows are counted from
     0, and buckets that are new begin at their beginning."""
-    found = []
+    continued = []
     for cursor in cursors:
         theirs = cursor["stream"]
         if theirs.get("curriculum") == identity.get("curriculum"):
-            found.append(cursor)
+            continued.append(cursor)
             continue
         new = {"curriculum", *(k for k in theirs.keys() ^ identity.keys() if k.startswith("data "))}
         stream = {k: v for k, v in theirs.items() if k not in new} | {k: identity[k] for k in new if k in identity}
         buckets = {b: feed for b, feed in cursor["buckets"].items() if f"data {b}" in identity}
-        found.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
-    return found
+        continued.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
+    return continued
 
 
 # ---- lanes ---------------------------------------------------------------------------------------
@@ -359,7 +426,7 @@ class Stream:
         if config.curriculum is not None:
             config.curriculum.check_buckets(sources)
             sources = {bucket: sources[bucket] for bucket in config.curriculum.buckets}
-            self.mixer = Mixer(config.curriculum, T=config.T, V=config.V, seed=config.seed)
+            self.mixer = config.curriculum.mixer(T=config.T, V=config.V, seed=config.seed)
         self.buckets = list(sources)
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # that each lane has given
@@ -414,28 +481,30 @@ class Stream:
         """The bucket for which a lane that has no next row waits; None where all of them are dry."""
         return self._bucket(lane, self.rows[lane])
 
-    def state(self) -> list[tuple[Any, ...]]:
-        """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
-        return [(lane, self.rows[lane], self.dropped[lane],
-                 {bucket: feeds[lane].state() for bucket, feeds in self.feeds.items()}) for lane in self.lanes]
+    def state(self) -> list[LaneState]:
+        """All lanes as they are now: a copy, made at the end of each step."""
+        return [LaneState(lane, self.rows[lane], self.dropped[lane],
+                          {bucket: feeds[lane].state() for bucket, feeds in self.feeds.items()})
+                for lane in self.lanes]
 
-    def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
-        """The cursors of these lanes, now or as `state` told: JSON values."""
-        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity, "dropped": sorted(dropped),
-                 "buckets": {bucket: feed_json(feed) for bucket, feed in feeds.items()}}
-                for lane, row, dropped, feeds in (self.state() if state is None else state)]
+    def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """The cursors of these lanes, as JSON values: now, or at an earlier `state`."""
+        return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
+                 "dropped": sorted(at.dropped),
+                 "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()}}
+                for at in (self.state() if state is None else state)]
 
     def close(self) -> None:
-        """Stop reading; waits for what is being read."""
+        """Stop reading, and wait for reads in progress."""
         if self.pool:
             self.pool.shutdown(cancel_futures=True)
 
 
-def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **given: Any) -> Stream:
+def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **given: Any) -> AnyStream:
     """Some lanes of the stream that a configuration describes, in the order of lanes or in
-    Megatron's. `given`: what else `Stream` takes."""
+    Megatron's. `given`: the other arguments of `Stream`."""
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **given)
     from nanochat.integrations.megatron_order import SampleStream
 
-    return SampleStream(config, sources, lanes, **given)  # type: ignore[return-value]
+    return SampleStream(config, sources, lanes, **given)

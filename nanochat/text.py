@@ -32,7 +32,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nanochat.common import as_path, is_remote, setting
+from nanochat.cli import setting
+from nanochat.common import as_path, is_remote
 
 log = logging.getLogger(__name__)
 

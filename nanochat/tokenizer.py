@@ -207,11 +207,6 @@ class Tokenizer(metaclass=_Opens):
         """The special tokens in the order of their ids."""
         return sorted(self.special_tokens, key=self.special_tokens.__getitem__)
 
-    def id_to_token(self, id: int) -> str:
-        """The text of one token, bytes of cut characters as U+FFFD; KeyError for an id without a
-        token."""
-        return self.decode([id])
-
     def encode_special(self, text: str) -> int:
         """The id of a special token; ValueError for any other text."""
         if text not in self.special_tokens:

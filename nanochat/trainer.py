@@ -27,10 +27,10 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import LAUNCH, StopAsked, duration, get_dist_info, print0, show
 from nanochat.config import Settings
-from nanochat.dataloader import DataLoader, Layout
+from nanochat.dataloader import DataLoader, StepLayout
 from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
@@ -57,8 +57,12 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.run_dir import RowLosses, TrainLog
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
-from nanochat.spikes import MOST_IN_A_ROW, Looks, limits, remember
+from nanochat.spikes import MOST_IN_A_ROW, Window, limits, remember
 from nanochat.start_run import Start, build_model
+from nanochat.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from nanochat.integrations import trackers
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +124,7 @@ class StepTotals:
         return math.fsum(self.nats[row] for row in rows) / live if live else math.nan, live
 
 
-def new_row_table(layout: Layout, device: torch.device) -> torch.Tensor:
+def new_row_table(layout: StepLayout, device: torch.device) -> torch.Tensor:
     """(R, 3) zeros for the rows of a step: of each the sum of its token losses, its live targets and
     the number of its bucket. Each rank fills in its own rows."""
     return torch.zeros((layout.rows_per_step, 3), dtype=wide_dtype(device), device=device)
@@ -153,12 +157,12 @@ def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> tup
 
 def fetch(values: torch.Tensor) -> list[float]:
     """Wait for a few numbers from the device: asleep, and not in a loop that holds a core."""
-    there = values.to("cpu", non_blocking=values.is_cuda)  # into pinned memory
+    on_host = values.to("cpu", non_blocking=values.is_cuda)  # into pinned memory
     if values.is_cuda:
         arrived = torch.cuda.Event(blocking=True)
         arrived.record()
         arrived.synchronize()
-    return there.tolist()
+    return on_host.tolist()
 
 
 # ---- what a run carries --------------------------------------------------------------------------
@@ -178,7 +182,7 @@ class Progress:
     # buckets that lanes have dropped: how many lanes
     dropped: dict[str, int] = field(default_factory=dict)
     # with --skip-spikes: what spikes are judged by, and how many steps were not applied
-    window: Looks = field(default_factory=list)
+    window: Window = field(default_factory=list)
     skipped: int = 0
     skipped_in_a_row: int = 0
 
@@ -233,14 +237,14 @@ class Trainer:
     start: Start
     data: RunData
     model: GPT
-    compiled: Any  # the model, as it is called
+    compiled: Callable[..., torch.Tensor]  # the model, as it is called
     optimizer: MuonAdamW
     leaves: LeafAccumulator
     schedule: Schedule
     loader: DataLoader
     progress: Progress
-    journal: Any  # of rank 0; Silence elsewhere
-    dog: Any  # the watchdog
+    journal: "Journal | Silence"
+    dog: Watchdog
     stop: StopWatch
     saver: Saver
     saved_at: float = field(default_factory=time.monotonic)  # of this rank's clock: the last save, or the launch
@@ -308,16 +312,16 @@ class Trainer:
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
-            told = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+            trainer_state = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
                     "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
                     "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest,
                     **more}
 
             def write() -> Path:
-                if lost := self.journal.state.owner.lost():  # the place may be another launch's by now
+                if lost := self.journal.lost():  # the place may be another launch's by now
                     raise ValueError(lost)
                 path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
-                                       cursors=cursors, trainer_state=told)
+                                       cursors=cursors, trainer_state=trainer_state)
                 prune(run_dir, step, keep_last_k=settings.keep_last_k,
                       keep_milestone_every=settings.keep_milestone_every)
                 return path
@@ -347,7 +351,7 @@ class Trainer:
 
         on_rank0(compare)
 
-    def told_save(self, *, wait: bool = False) -> Exception | None:
+    def report_save(self, *, wait: bool = False) -> Exception | None:
         """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns
         the error with which the run must end, if so. Rank 0 knows; nothing elsewhere."""
         outcome = self.saver.take(wait=wait)
@@ -386,7 +390,7 @@ class Trainer:
 
     def finish_save(self) -> None:
         """Wait for the save in flight. Raises the error with which the run must end, if so."""
-        if (error := self.told_save(wait=True)) is not None:
+        if (error := self.report_save(wait=True)) is not None:
             raise error
 
 
@@ -421,11 +425,32 @@ def take_step(run: Trainer, rows: torch.Tensor, *, dry: bool, stop: bool, unsave
 # ---- telling people ------------------------------------------------------------------------------
 
 class Silence:
-    """Stands where ranks other than 0 have no journal and no state, and runs no trackers: whatever it is
-    told, it does nothing."""
+    """Does nothing: the journal and the state on ranks other than 0, and the trackers of a run that has none."""
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
+    wandb_id: str | None = None
+
+    def started(self, world_size: int, **record: Any) -> None: ...
+
+    def event(self, name: str, **record: Any) -> None: ...
+
+    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
+
+    def ending(self, reason: str) -> None: ...
+
+    def end(self, status: str, reason: str = "") -> None: ...
+
+    def close(self, status: str = "", reason: str = "") -> None: ...
+
+    def lost(self) -> str:
+        return ""
+
+    refresh = lost  # of a `RunState`
+
+    def log(self, values: Mapping[str, Any]) -> None: ...
+
+    def at(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Journal:
@@ -453,7 +478,7 @@ class Journal:
             LAUNCH.aside = tqdm.external_write_mode
         logged_id = newest.get("wandb", {}).get("id")
         self.wandb_id = logged_id or start.state.get("wandb_id")
-        self.trackers: Any = Silence()
+        self.trackers: trackers.Trackers | Silence = Silence()
         if settings.trackers or settings.profiled:
             from nanochat.integrations.trackers import Trackers
 
@@ -462,18 +487,19 @@ class Journal:
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
 
-    def started(self, world_size: int, **told: Any) -> None:
-        """This launch is about to take its first step. `told`: what else the log should have of it."""
+    def started(self, world_size: int, **record: Any) -> None:
+        """Log that this launch is about to take its first step, with a `record` of the command."""
         self.event("started", world_size=world_size, device=self.device.type,
-                   num_iterations=self.start.horizon.num_iterations, **self.versions, **told)
+                   num_iterations=self.start.horizon.num_iterations, **self.versions, **record)
         self.trackers.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
         """Something that happened before the next step."""
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
-        told = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}  # CORE as nanochat names it
-        self.trackers.log({"step": step, **told})
+        # CORE's values have the names that nanochat gives them
+        tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
+        self.trackers.log({"step": step, **tracked})
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
         self.state.update(val_bpb=self.progress.val_bpb, **saved)
 
@@ -502,6 +528,10 @@ class Journal:
         self.bar.update()
         self.trackers.at(p.step)
 
+    def lost(self) -> str:
+        """'' as long as this launch owns the run, otherwise a sentence for people."""
+        return self.state.owner.lost()
+
     def ending(self, reason: str) -> None:
         """The run is about to end: what is left is to save it."""
         self.state.update(status="stopping", reason=reason)
@@ -524,8 +554,8 @@ def code_version() -> str:
     """The commit of this code, with a "+" where files differ from it; empty where there is no
     repository."""
     try:
-        told = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+        described = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
                               cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20)
-        return told.stdout.strip()
+        return described.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
-from nanochat.common import Parser, print0, run_main, setup_logging, whole, write_json
-from nanochat.lifecycle import tell_completed
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import print0, write_json
+from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
 from scripts.export import new_folder
 
@@ -71,7 +72,7 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
     shutil.copyfile(source / "data_manifest.json", run_dir / "data_manifest.json")
     save_checkpoint(run_dir, "final", step=newest.step, states={MODEL_NAME: average(checkpoints)},
                     model_config=newest.model_config, cursors=newest.cursors, trainer_state=state)
-    tell_completed(run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
+    write_completed(run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
     write_json(run_dir / CONFIG_NAME, read_config(source) | {"model_tag": tag})
 
 

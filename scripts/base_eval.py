@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from nanochat.checkpoint import find_checkpoint
-from nanochat.common import Parser, get_dist_info, print0, run_main, table, visible, whole, write_json
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import get_dist_info, print0, table, visible, write_json
 from nanochat.config import Settings
-from nanochat.dataloader import DataLoader, Dry, validation_loader
+from nanochat.dataloader import DataLoader, Dry, validation_loader, validation_prompts
 from nanochat.dataset import DATA_MANIFEST, read_manifests
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
@@ -36,7 +37,7 @@ from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.sources import RunData, open_data
 from nanochat.start_run import open_run
 from nanochat.tokenizer import Tokenizer
-from scripts.sample import ask_for_model, device_of, own_prompts
+from scripts.sample import ask_for_model, device_of
 
 MODES = ("core", "bpb", "sample")
 
@@ -152,7 +153,7 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, d
             result |= bits_per_byte(args, model, run_dir, opened)
         if "sample" in args.eval and rank == 0:
             data, config, _ = opened
-            result["samples"] = draw_samples(model, tokenizer, own_prompts(data, config.T))
+            result["samples"] = draw_samples(model, tokenizer, validation_prompts(data.val, tokenizer, config.T))
     return result | {"seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
 
 

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
-from nanochat.common import EXIT_HALTED, Parser, StopAsked, duration, print0, quiet_gc, run_main, setup_logging
+from nanochat.cli import EXIT_HALTED, Parser, quiet_gc, run_main, setup_logging
+from nanochat.common import StopAsked, duration, print0
 from nanochat.config import add_flags, from_flags, stream_config
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
@@ -42,26 +43,25 @@ from nanochat.dist import (
     gather_all,
     peak_memory,
 )
-from nanochat.engine import Engine
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
-from nanochat.loss_eval import look as evaluate
+from nanochat.loss_eval import log_validation
 from nanochat.reduce import LeafAccumulator
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
 from nanochat.start_run import (
     WAY_ON,
     Start,
+    claim_run,
     command,
     explain_out_of_memory,
     find_data,
-    introduce,
+    inspect_run,
     is_tight,
-    look,
-    own,
     print_split,
+    print_summary,
 )
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, make_model, new_row_table, take_step
-from scripts.sample import own_prompts
+from nanochat.watchdog import Watchdog, open_store
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -85,14 +85,16 @@ def loop(run: Trainer) -> int:
             elif p.step > run.start.step and run.save_is_due():
                 run.save(f"checkpoint-{p.step}", "running")
             if run.due(settings.eval_every, "val"):
-                run.between_steps("evaluation", evaluate)
+                run.between_steps("evaluation", log_validation)
             if run.due(settings.core_metric_every, "core") and p.step > 0:
-                from nanochat.core_eval import look as evaluate_core
+                from nanochat.core_eval import log_core
 
-                run.between_steps("CORE", evaluate_core)
+                run.between_steps("CORE", log_core)
             if run.due(settings.sample_every, "samples") and p.step > 0 and run.loader.layout.rank == 0:
+                from nanochat.engine import log_samples
+
                 with suppress(StopAsked):  # the next step sees to it
-                    run.between_steps("samples", sample)
+                    run.between_steps("samples", log_samples)
             if p.step >= last:
                 break
             one_step(run)
@@ -109,7 +111,7 @@ def loop(run: Trainer) -> int:
             f"step {p.step:,} of {last:,} is saved, the same command goes on"))
         return EXIT_HALTED if halted else 0
     except ArithmeticError as e:
-        run.told_save(wait=True)
+        run.report_save(wait=True)
         run.journal.end("failed", str(e))
         if run.loader.layout.rank != 0:
             raise SystemExit(1) from e  # all ranks know; one says so
@@ -161,7 +163,7 @@ def one_step(run: Trainer) -> None:
 
     # what all ranks must agree on, in one small reduction, and the update
     reason = run.stop.wanted()
-    unsaved = run.told_save()
+    unsaved = run.report_save()
     totals, grad_norm = take_step(run, rows, dry=not whole, stop=bool(reason), unsaved=unsaved is not None,
                                   save=run.time_to_save())
     if totals.unsaved:
@@ -169,17 +171,17 @@ def one_step(run: Trainer) -> None:
     if totals.dry and totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        why, all_dry = next(told for told in gather_all(dry) if told[0])
+        why, all_dry = next(reason for reason in gather_all(dry) if reason[0])
         raise Stop(why, "halted", all_dry=all_dry)
     if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
     run.note(totals, grad_norm)
-    tell_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
+    log_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
 
 
-def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: float, wait_s: float) -> None:
+def log_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: float, wait_s: float) -> None:
     """Count a step, and tell of it: a value that is added to the record is logged, one that is
     added to the line is printed."""
     p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
@@ -202,17 +204,6 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
                      phase=loader.phase)
 
 
-def sample(run: Trainer) -> None:
-    """Tell the likeliest continuation of some validation documents' beginnings. Rank 0 alone."""
-    engine, texts = Engine(run.model, run.data.tokenizer), []
-    for prompt in own_prompts(run.data, run.settings.max_seq_len):
-        run.dog.beat()
-        tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
-        texts.append(run.data.tokenizer.decode(tokens[1:]))  # without <|bos|>
-        print0(f"  > {texts[-1]!r}")
-    run.journal.event("samples", texts=texts)
-
-
 # ---- set-up --------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -220,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for exit codes."""
     settings = from_flags(parse_args(argv))
     words = sys.argv[1:] if argv is None else argv
-    told = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
+    launch = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
     setup_logging()
     end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
     with StopWatch(end, reserve_s=settings.walltime_reserve_seconds) as stop:
@@ -230,29 +221,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
             print0("start: reading the run directory and the data files")
-            start = look(settings, device)
+            start = inspect_run(settings, device)
             if (over := start.over()) is not None:
                 print0(over[1])
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)
-            return train(start, data, stop, told, rank, world_size, device)
+            return train(start, data, stop, launch, rank, world_size, device)
         finally:
             compute_cleanup()
 
 
-def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], rank: int, world_size: int,
+def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], rank: int, world_size: int,
           device: torch.device) -> int:
-    """Own the run, make everything, go through the loop. `told`: "command" and "typed", the names of
+    """Own the run, make everything, go through the loop. `launch`: "command" and "typed", the names of
     the settings that it changed, for the log."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
-    owner: Any = agree(lambda: own(start, data) if rank == 0 else None)
+    owner: Any = agree(lambda: claim_run(start, data) if rank == 0 else None)
     with ExitStack() as stack:
-        from nanochat.watchdog import Watchdog, open_store
-
         everyone = gather_all(identify())
-        state: Any = Silence() if rank > 0 else stack.enter_context(RunState(
+        state: RunState | Silence = Silence() if rank > 0 else stack.enter_context(RunState(
             owner, everyone, stop, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
         dog = stack.enter_context(Watchdog(
@@ -262,10 +251,10 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         print0("start: building the model")
         stack.enter_context(explain_out_of_memory(start, device))
         model, optimizer, progress = make_model(start, schedule, device)
-        compiled: Any = torch.compile(model, dynamic=False) if settings.compile == "on" or (
+        compiled = torch.compile(model, dynamic=False) if settings.compile == "on" or (
             settings.compile == "auto" and device.type == "cuda") else model
 
-        journal = Silence() if rank > 0 else Journal(start, progress, device, state)
+        journal = Journal(start, progress, device, state) if isinstance(state, RunState) else Silence()
         stack.callback(journal.close)
         config = stream_config(settings)
         loader = stack.enter_context(DataLoader(
@@ -278,8 +267,8 @@ def train(start: Start, data: RunData, stop: StopWatch, told: dict[str, Any], ra
         stack.callback(stop.ignore_stores)
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
-        introduce(start, loader.layout, device, told["typed"])
-        journal.started(world_size, **told)
+        print_summary(start, loader.layout, device, launch["typed"])
+        journal.started(world_size, **launch)
         leaves = LeafAccumulator(
             model.parameters(), len(loader.layout.leaves), on_host=is_tight(settings, device),
             micro_batches_per_leaf=loader.layout.micro_batches_per_leaf)

@@ -43,7 +43,8 @@ from nanochat.checkpoint import (
     load_checkpoint,
     read_seal,
 )
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, show, table
+from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
+from nanochat.common import show, table
 from nanochat.run_dir import find_run, is_step, read_cursors
 from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 

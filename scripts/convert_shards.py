@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import Parser, as_local_path, hash_file, run_main, write_json
+from nanochat.cli import Parser, run_main
+from nanochat.common import as_local_path, hash_file, write_json
 from nanochat.dataset import data_folder, find_files
 from nanochat.pretokenize import WRITERS
 from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, check_format, new_manifest, open_tokens, read_manifest

@@ -40,21 +40,13 @@ from torch import Tensor
 
 from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
-from nanochat.common import (
-    Parser,
-    as_local_path,
-    begin_launch,
-    fsync_dir,
-    read_json,
-    run_main,
-    setup_logging,
-    write_json,
-)
+from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.common import as_local_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
 from nanochat.dataset import DATA_MANIFEST, default_data_dir
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.gpt import GPTConfig
-from nanochat.lifecycle import tell_completed
+from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.run_reader import RunReader
 from nanochat.start_run import build_model, pin_data, resolve
@@ -415,7 +407,7 @@ def bring_in(args: argparse.Namespace) -> str:
         save_checkpoint(run_dir, "final", step=source.step, states={MODEL_NAME: source.state},
                         model_config=asdict(shape), cursors=[], trainer_state=state)
         tokenizer.save(run_dir / "tokenizer")
-        tell_completed(run_dir, source.step, f"brought in from {args.source}")
+        write_completed(run_dir, source.step, f"brought in from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
     return f"{out}: a run at step {source.step:,}, from {args.source}"
 

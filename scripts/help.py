@@ -16,7 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanochat.common import Parser, did_you_mean, run_main, table
+from nanochat.cli import Parser, did_you_mean, run_main
+from nanochat.common import table
 
 SHORT = {"scripts.base_train": "train", "scripts.base_eval": "eval", "nanochat.dataset": "dataset"}
 SHELLS = ("bash", "zsh", "tcsh")

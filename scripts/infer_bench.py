@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from nanochat.attention import KVCache
-from nanochat.common import Parser, run_main, table, whole
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import table
 from nanochat.dist import peak_memory
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT

@@ -31,13 +31,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, table, visible, whole
+from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
+from nanochat.common import table, visible
 from nanochat.config import add_flags, flag, from_flags, stream_config
-from nanochat.dataloader import Layout
+from nanochat.dataloader import StepLayout
 from nanochat.run_dir import find_run, is_run_dir
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.sources import RunData
-from nanochat.start_run import command, find_data, look, open_run
+from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     if args.run is None and given:
         settings, tokenizer = command(settings, 1, "cpu")
         settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # as of a new run
-        start, data = find_data(look(settings, torch.device("cpu")), tokenizer)
+        start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
         run_dir, settings, config, begin = start.run_dir, start.settings, stream_config(start.settings), start.cursors
     elif given:
         raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or the other")
@@ -99,7 +100,7 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
     """(step, the part of its digest that each of W ranks would have). ValueError where the data end before."""
-    lanes = [Layout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
+    lanes = [StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
     with opened.stream_at(steps.start) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)

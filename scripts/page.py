@@ -25,7 +25,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, duration, run_main, show, write_bytes
+from nanochat.cli import Parser, run_main
+from nanochat.common import duration, show, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
 from nanochat.run_reader import ENDS, RunReader, differing_settings, flat_numbers, ledger_table
 from scripts import status

@@ -24,7 +24,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, as_path, each, is_remote, read_json, run_main, sigterm_interrupts, whole
+from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
+from nanochat.common import as_path, each, is_remote, read_json
 from nanochat.integrations import object_storage as store
 from nanochat.tokens import pair_format
 

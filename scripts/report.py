@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, atomic_open, duration, run_main, show, visible, write_bytes
+from nanochat.cli import Parser, run_main
+from nanochat.common import atomic_open, duration, show, visible, write_bytes
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader, ledger_table
 

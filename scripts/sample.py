@@ -18,17 +18,14 @@ from contextlib import contextmanager
 
 import torch
 
-from nanochat.common import Parser, run_main, setup_logging, visible, whole
-from nanochat.dataloader import validation_loader
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import visible
+from nanochat.dataloader import validation_prompts
 from nanochat.dist import autodetect_device_type, compute_cleanup, compute_init, get_compute_dtype
 from nanochat.engine import Engine, load_model
-from nanochat.sources import RunData
 from nanochat.start_run import open_run
 
 log = logging.getLogger(__name__)
-
-NUM_PROMPTS = 6
-PROMPT_TOKENS = 12
 
 
 def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
@@ -68,18 +65,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def own_prompts(data: RunData, T: int) -> list[list[int]]:
-    """The beginnings, BOS first, of the documents that validation rows of `T` tokens begin with."""
-    source, bos = next(iter(data.val.values())), data.tokenizer.get_bos_token_id()
-    prompts = []
-    for batch in validation_loader(source, tokenizer=data.tokenizer, T=T, device="cpu",
-                                   device_batch_size=NUM_PROMPTS, num_tokens=NUM_PROMPTS * T):
-        for row in batch.inputs.tolist():
-            tokens = row[:min(PROMPT_TOKENS, T // 2)]
-            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # of the first document only
-    return prompts[:NUM_PROMPTS]
-
-
 def marked(prompt: str, text: str) -> str:
     """A text that begins with a prompt, with a mark where the prompt ends. Where it ends inside of a character, that
     character is the model's."""
@@ -98,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not prompts:
             try:
                 data, config, _ = open_run(meta["path"].absolute().parent.parent)
-                prompts = own_prompts(data, config.T)
+                prompts = validation_prompts(data.val, tokenizer, config.T)
             except (ValueError, OSError) as e:
                 log.warning("no validation text, so samples begin with nothing (%s)", e)
         engine = Engine(model, tokenizer)

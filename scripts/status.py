@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import Parser, duration, get_base_dir, run_main, show, table
+from nanochat.cli import Parser, run_main
+from nanochat.common import duration, get_base_dir, show, table
 from nanochat.run_dir import find_run, list_runs, run_path
 from nanochat.run_reader import RunReader
 

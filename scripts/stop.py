@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import EXIT_FAILED, Parser, get_base_dir, run_main
+from nanochat.cli import EXIT_FAILED, Parser, run_main
+from nanochat.common import get_base_dir
 from nanochat.lifecycle import is_alive_here, request_stop
 from nanochat.run_dir import find_run, list_runs, run_path
 from nanochat.run_reader import RunReader

@@ -38,7 +38,8 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import Parser, check_shape, hash_json, print0, run_main, table, write_bytes
+from nanochat.cli import Parser, run_main
+from nanochat.common import check_shape, hash_json, print0, table, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint

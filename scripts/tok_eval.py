@@ -14,7 +14,8 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanochat.common import Parser, run_main, setup_logging, table
+from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.common import table
 from nanochat.dataset import FORMATS, split_train_val
 from nanochat.text import ALL, Selection, add_text_flags
 from nanochat.text_kinds import read_texts

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from nanochat.common import Parser, as_local_path, as_path, run_main, sigterm_interrupts, whole
+from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
+from nanochat.common import as_local_path, as_path
 from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
 from nanochat.pretokenize import (
     TOKENIZER,

@@ -25,7 +25,8 @@ from typing import Any
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import Parser, as_local_path, get_base_dir, is_remote, run_main, setup_logging, whole
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import as_local_path, get_base_dir, is_remote
 from nanochat.dataset import (
     BUCKET,
     FORMATS,

@@ -22,12 +22,21 @@ import numpy as np
 import torch
 
 from nanochat.checkpoint import TIMED_KEPT
-from nanochat.common import EXIT_FAILED, Parser, run_main, setup_logging, whole
+from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
 from nanochat.run_dir import is_run_dir
-from nanochat.start_run import Start, build_model, command, estimate_memory, find_data, look, print_split, tell_memory
+from nanochat.start_run import (
+    Start,
+    build_model,
+    command,
+    describe_memory,
+    estimate_memory,
+    find_data,
+    inspect_run,
+    print_split,
+)
 
 COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
 BY_TIME = TIMED_KEPT + 1  # checkpoints on disk at once with saves by time; then `final` takes the place of one
@@ -56,16 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     refused = False
     try:
-        start = look(settings, device)
+        start = inspect_run(settings, device)
     except ValueError as e:
-        start = look(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"), device)
+        start = inspect_run(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"), device)
         refused = True
         print(f"error: {e}\na new run of these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
     if device.type == "cuda":
-        ok(f"{tell_memory(estimate_memory(start.settings))}, with --device-batch-size="
+        ok(f"{describe_memory(estimate_memory(start.settings))}, with --device-batch-size="
            f"{start.settings.device_batch_size}")
     if not refused:
         beginning = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"

@@ -38,18 +38,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.common import (
-    Parser,
-    as_path,
-    begin_launch,
-    hash_file,
-    is_remote,
-    local_copy,
-    run_main,
-    setup_logging,
-    table,
-    whole,
-)
+from nanochat.cli import Parser, run_main, setup_logging, whole
+from nanochat.common import as_path, begin_launch, hash_file, is_remote, local_copy, table
 from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader

@@ -26,7 +26,7 @@ class SlowPretokenizer(Pretokenizer):
 
 
 if __name__ == "__main__":
-    from nanochat.common import run_main
+    from nanochat.cli import run_main
     from scripts import tok_shards
     from tests import _tok_worker
 

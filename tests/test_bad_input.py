@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import checkpoint
-from nanochat.common import hash_file, run_main
+from nanochat.cli import run_main
+from nanochat.common import hash_file
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import status, tok_shards, verify

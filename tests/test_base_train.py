@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import optim, start_run, trainer
+from nanochat import dataloader, optim, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
 from nanochat.gpt import GPT
 from nanochat.run_dir import read_config
-from scripts import base_eval, base_train, sample
+from scripts import base_eval, base_train
 from tests import training
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
@@ -50,7 +50,7 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
     assert base_eval.main(["run", "--eval=bpb", "--unigram-tokens=2000", "--device-type=cpu"]) == 0
     evaluated = json.loads((training.run_dir() / "eval.json").read_text())
     assert evaluated["val_bpb"] == bpb[2] < 0.3 * evaluated["unigram_bpb"]
-    assert 1 <= outcome.out.count("  > ") <= sample.NUM_PROMPTS
+    assert 1 <= outcome.out.count("  > ") <= dataloader.NUM_PROMPTS
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
 
 
@@ -205,7 +205,7 @@ try:
 except SystemExit as end:
     code = end.code
 assert code == 0 and listing() != before
-assert not {{'wandb', 'nanochat.tokens'}} & set(sys.modules)
+assert not {{'wandb', 'nanochat.tokens', 'nanochat.plan', 'nanochat.curriculum'}} & set(sys.modules), 'of a text run'
 loaded = {{name for name in sys.modules if name.startswith('nanochat.integrations.')}}
 assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # that one only where fastokens is installed
 import nanochat.integrations.object_storage, scripts.tok_train

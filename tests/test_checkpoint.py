@@ -25,7 +25,7 @@ from nanochat import checkpoint as ckpt
 from nanochat import run_dir as rd
 from nanochat.checkpoint import Saver
 from nanochat.common import hash_bytes, hash_json
-from nanochat.start_run import tell_origin
+from nanochat.start_run import describe_origin
 from tests import faults
 from tests.toy import examples
 from tests.training import as_bytes
@@ -383,13 +383,13 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs, tmp_path
         loaded = ckpt.find_checkpoint(spec)
         assert loaded.path == two_runs / "checkpoints" / name
         checksum = json.loads((loaded.path / ckpt.STATE_NAME).read_text())["checksum"]
-        assert tell_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": checksum}
+        assert describe_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step, "checksum": checksum}
         assert as_bytes(loaded.model_state()) == as_bytes(dict(states(loaded.step)["states"][ckpt.MODEL_NAME]))
     run = rd.run_path("b@20")  # an @ may be part of a name
     for of_b in (run, f"{run}@5", "b@20@5", "b@20"):
         assert ckpt.find_checkpoint(of_b).path == run / "checkpoints/checkpoint-5"
     copy = ckpt.find_checkpoint(shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept"))
-    assert tell_origin(copy).items() >= {"run": None, "checkpoint": "kept", "step": 10}.items()
+    assert describe_origin(copy).items() >= {"run": None, "checkpoint": "kept", "step": 10}.items()
 
 
 def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs):

@@ -1,107 +1,11 @@
-"""What every module may need: the command line of all scripts, and JSON that somebody may have damaged."""
+"""What every module may need: the base directory, text that is safe to show, and JSON that may be damaged."""
 
-import errno
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from nanochat.common import Parser, as_path, duration, get_base_dir, public, read_json, run_main, show, visible, whole
-
-
-def parser():
-    p = Parser(prog="tool")
-    p.instead = {"--resume-from-step": "say --resume=PATH"}
-    p.add_argument("--input-dir", help="where text is")
-    p.add_argument("--depth", type=whole(2, also=-1), default=20, help="layers")
-    p.add_argument("--fast", action="store_true", help="without care")
-    p.add_argument("--text", required=True)
-    return p
-
-
-def commands():
-    p = Parser(prog="tool")
-    p.add_subparsers(dest="command").add_parser("rows").add_argument("--text", required=True)
-    return p
-
-
-def test_underscores_are_dashes_and_help_shows_defaults_that_say_something():
-    found = parser().parse_args(["--input_dir=a_b", "--depth", "4", "--text=x_y"])
-    assert (found.input_dir, found.depth, found.text) == ("a_b", 4, "x_y")
-    assert commands().parse_args(["rows", "--text=--x_y"]).text == "--x_y"
-    told = " ".join(parser().format_help().split())
-    assert "layers (default: 20)" in told and "where text is (" not in told and "without care (" not in told
-
-
-@pytest.mark.parametrize("argv, told", [
-    (["--dept=4"], "error: --dept: there is no such flag; did you mean --depth? (all flags: --help)"),
-    (["--input=x"], "error: --input: there is no such flag; did you mean --input-dir?"),
-    (["--zeal"], "error: --zeal: there is no such flag"), ([], "error: the following arguments are required: --text"),
-    (["--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
-    (["--text=x", "y"], "error: unrecognized arguments: y"),
-    (["rows", "--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
-    (["--resume-from-step=7"], "error: --resume-from-step: say --resume=PATH"),
-    (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'"),
-    (["--depth=1", "--text=x"], "error: argument --depth: got 1, expected at least 2, or -1")])
-def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
-    with pytest.raises(SystemExit) as end:
-        (commands() if argv[:1] == ["rows"] else parser()).parse_args(argv)
-    said = capsys.readouterr().err
-    assert end.value.code == 2 and said.startswith(told) and said.count("\n") == 1
-
-
-@pytest.mark.parametrize("word", [
-    "--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b", "S3://KEY:hidden@bucket/x",
-    "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x", "--text=https://KEY:hidden@host/x", "http://host/x?sig=hidden",
-    "-phttps://hidden@host", "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host",
-    "--text=http:/KEY:hid den@host",
-    "--config=https://u:hidden@host/a.yaml"])
-def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
-    """Regression: those of a blend, of flags that take no store, and of other schemes were shown in full."""
-    for read in (lambda: parser().parse_args([word]), lambda: as_path(word)):
-        with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
-            read()
-        assert "hid" not in str(e.value)
-        assert str(e.value).startswith(word.partition("=")[0] if word.startswith("--") else "a URL with")
-    plain = "s3://b/2024@1/x,s3://c/y"
-    assert parser().parse_args([f"--text={plain}"]).text == plain and str(as_path("a/b@c?")) == "a/b@c?"
-
-
-@pytest.mark.parametrize("lines", [3, 100_000])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_where_nobody_reads_the_output_any_more_it_ends_without_a_word(lines, unbuffered):
-    """Regression: `... | head` ended in "[Errno 32] Broken pipe"."""
-    code = f"from nanochat.common import run_main\nrun_main(lambda: print('\\n'.join(['text'] * {lines})))"
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, cwd=Path(__file__).parents[1])
-    os.close(write)
-    assert (done.returncode, done.stderr) == (141, "")
-
-
-HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
-SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
-
-
-def test_no_text_ends_a_program_or_controls_a_terminal():
-    """Regression: a character that stdout cannot encode ended a training in its last evaluation."""
-    code = """import logging
-from nanochat.common import run_main, setup_logging
-def main():
-    setup_logging()
-    print('caf\\u00e9 \\ud800')
-    logging.warning(HOSTILE + '\\u00e9 http://u:hid@h/x?hid')
-    raise ValueError(HOSTILE + 'a\\n\\u6f22 https://u:hid@h/x?hid.')
-run_main(main)""".replace("HOSTILE", ascii(HOSTILE))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1],
-                          env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
-    assert (done.returncode, done.stdout) == (1, "caf\\xe9 \\ud800\n")
-    assert done.stderr == (rf"warning: {SHOWN}\xe9 http://***@h/x?***" "\n" rf"error: {SHOWN}a" "\n"
-                           r"\u6f22 https://***@h/x?***" "\n")
+from nanochat.common import duration, get_base_dir, public, read_json, show, visible
+from tests.test_cli import HOSTILE, SHOWN
 
 
 def test_a_base_directory_in_a_store_is_refused(monkeypatch):
@@ -118,24 +22,6 @@ def test_what_is_shown_has_no_control_characters_and_keeps_all_others():
     assert visible(kept) == kept
     assert public("no s3://b/a?x, see git+ssh://me@h/x@1 or a@b?") == "no s3://b/a?*** see git+ssh://***@h/x@1 or a@b?"
 
-
-@pytest.mark.parametrize("base", ["file/base", "file"])
-def test_a_base_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, base, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / base))
-    with pytest.raises(OSError, match=r"the base directory cannot be created .*; set NANOCHAT_BASE_DIR to a folder"):
-        get_base_dir()
-
-    def denied(name):
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
-
-    for name, hint in ((f"{base}/runs/d12", True), ("elsewhere", False)):
-        with pytest.raises(SystemExit, match="1"):
-            run_main(lambda name=name: denied(name))
-        assert ("set NANOCHAT_BASE_DIR" in capsys.readouterr().err) == hint
-
-
-# ---- JSON -----------------------------------------------------------------------------------------------------------
 
 SHAPE = {"step": int, "ranks": [{"pid": int, "start": str | None}], "rate": float}
 WHOLE = '{"step": 1, "ranks": [{"pid": 2, "start": null}], "rate": 3, "more": []}'
@@ -163,13 +49,6 @@ def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, sai
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"a\.json: {said}.*; run it again"):
         read_json(path, SHAPE, way_out="run it again")
-
-
-def test_warnings_are_told_without_the_name_of_a_module():
-    code = ("import logging; from nanochat.common import setup_logging; setup_logging(); "
-            "log = logging.getLogger('nanochat.x'); log.info('%s is odd', 'it'); log.warning('%s is odd', 'it')")
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
-    assert said == "it is odd\nwarning: it is odd\n"
 
 
 def test_values_and_durations_read_well():

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanochat import config
-from nanochat.common import Parser, setting, write_json
+from nanochat.cli import Parser, setting
+from nanochat.common import write_json
 from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, go_on, settings_table
 
 RUN_DIR = Path("/runs/d4")

@@ -194,7 +194,7 @@ def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path, monkeypatch):
         assert not training.run_dir().exists(), "it is missed before anything is written"
         trackers = []
         with monkeypatch.context() as patch:
-            patch.setattr(Silence, "log", lambda self, values: trackers.append(values), raising=False)
+            patch.setattr(Silence, "log", lambda self, values: trackers.append(values))
             outcome = training.succeed(**looks, eval_bundle=bundle)
         told = training.events("core")
         assert [event["step"] for event in told] == [2, 3] and len(told[0]["centered_results"]) == 3

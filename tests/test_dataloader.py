@@ -13,7 +13,7 @@ import torch
 
 import nanochat.dataloader as module
 from nanochat.common import block, permutation
-from nanochat.dataloader import DataLoader, Dry, Layout, default_leaves, validation_config, validation_loader
+from nanochat.dataloader import DataLoader, Dry, StepLayout, default_leaves, validation_config, validation_loader
 from nanochat.order import StreamConfig
 from nanochat.stream import Stream, ledger
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
@@ -74,7 +74,7 @@ def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_
 
 
 def test_a_resting_collector_looks_at_nothing_that_was_there():
-    code = ("import gc; from nanochat.common import quiet_gc; quiet_gc(); "
+    code = ("import gc; from nanochat.cli import quiet_gc; quiet_gc(); "
             "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())")
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["100000", "True", "True", "True"]
@@ -103,7 +103,7 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
             assert len({leaf_of[i] for i in found}) <= 1
             order += found
     assert order == list(range(len(rows))) and len(counts) == 1
-    layout = Layout(8, n * 8, B, 0, W, K)
+    layout = StepLayout(8, n * 8, B, 0, W, K)
     assert layout.dead_share == pytest.approx(dead / (dead + len(rows)))
     if (W, K, B) == (1, 4, 5):
         assert dead, "the case: leaves of 6 rows in batches of 5"
@@ -136,7 +136,7 @@ def test_what_cannot_be_laid_out_names_the_flag(kwargs, what):
 
 @pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
-    assert default_leaves(W, V) == K == Layout(V, V, 1, 0, W, K).num_leaves
+    assert default_leaves(W, V) == K == StepLayout(V, V, 1, 0, W, K).num_leaves
 
 
 # ---- state ----------------------------------------------------------------------------------------------------------
@@ -400,8 +400,8 @@ def test_nanochat_loaders_put_batches_on_the_device_that_is_available(nanochat_h
 @pytest.mark.parametrize("leaves", [0, 3, 16])
 def test_leaves_that_are_no_power_of_two_or_more_than_the_lanes_name_the_flag(leaves):
     with pytest.raises(ValueError, match=r"--leaves: got .* at most the 8 lanes"):
-        Layout(8, 8, 1, num_leaves=leaves)
-    assert Layout(8, 8, 1, num_leaves=8).num_blocks == 8
+        StepLayout(8, 8, 1, num_leaves=leaves)
+    assert StepLayout(8, 8, 1, num_leaves=8).num_blocks == 8
 
 
 def test_beside_a_gpu_the_thread_works_on_its_own_one_and_sleeps_while_it_waits(monkeypatch):

@@ -29,7 +29,10 @@ def test_no_core_module_imports_an_integration_when_it_is_imported():
 
 
 def test_the_table_of_settings_is_the_one_in_the_code():
-    assert settings_table() in (ROOT / "docs/resume.md").read_text()
+    """Prints the command that writes the table anew."""
+    assert settings_table() in (ROOT / "docs/resume.md").read_text(), (
+        "docs/resume.md: its table of settings is not that of the code. Replace it with the output of "
+        "python -c 'from nanochat.config import settings_table; print(settings_table(), end=\"\")'")
 
 
 def test_hints_never_name_the_package_of_the_same_name_on_pypi():

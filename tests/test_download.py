@@ -187,7 +187,7 @@ def test_a_missing_validation_shard_is_an_error_that_names_it_and_no_other_takes
 def test_the_command_exits_non_zero_lists_every_failure_and_keeps_the_rest(server, tmp_path):
     server.files[index_to_filename(1)] = b"rubbish"
     del server.files[index_to_filename(2)]
-    code = ("from nanochat import dataset as d; from nanochat.common import run_main; "
+    code = ("from nanochat import dataset as d; from nanochat.cli import run_main; "
             f"d.DATASETS['climbmix'] = d.Dataset({server.url!r}, {LAST}); run_main(d.main)")
     done = subprocess.run([sys.executable, "-c", code, "--data-dir", str(tmp_path / "d")],
                           capture_output=True, text=True, timeout=PATIENCE_S)

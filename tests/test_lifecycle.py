@@ -216,18 +216,18 @@ def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
         request_stop(tmp_path)  # before the launch has claimed the run
         os.utime(flag, (stop._since - age_s, stop._since - age_s))
         assert stop.asked() == ""
-        stop.look(tmp_path)
+        stop.check_flag(tmp_path)
         assert stop.wanted() == stop.asked() == reason and flag.exists() == bool(reason)
     with StopWatch():
         pass
     late = StopWatch()
-    late.look(tmp_path)
+    late.check_flag(tmp_path)
     assert late.asked() == "" and not flag.exists(), "a later launch in the same process"
     flag.touch()  # by hand
     # the kernel dates a new file a few milliseconds back
     os.utime(flag, (time.time(), time.time()))
     assert late.asked() == ""
-    late.look(tmp_path)
+    late.check_flag(tmp_path)
     assert late.asked() == "asked by scripts.stop"
 
 

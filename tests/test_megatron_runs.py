@@ -8,7 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nanochat.common import read_json, run_main
+from nanochat.cli import run_main
+from nanochat.common import read_json
 from nanochat.integrations.megatron import GPTDataset, IndexedDatasetBuilder
 from nanochat.integrations.megatron_order import open_samples
 from nanochat.start_run import open_run

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from dev import make_sample_corpus
 from nanochat import dataset
-from nanochat.common import Parser
+from nanochat.cli import Parser
 from nanochat.schedule import resolve_horizon
 from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
 from tests.training import PATIENCE_S

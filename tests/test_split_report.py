@@ -51,7 +51,7 @@ def test_base_train_and_validate_report_the_split_and_the_passes(capsys):
 
 def test_a_run_prints_what_it_does_before_its_first_step():
     told = succeed(eval_every=2).out
-    at = [told.index(line) for line in ("start: reading the run directory and the data files", "start: planning",
+    at = [told.index(line) for line in ("start: reading the run directory and the data files",
                                         "start: building the model", "start: packing the first step",
                                         "start: the first evaluation", "step 00000 | validation", "step 00000/00002")]
     assert at == sorted(at)

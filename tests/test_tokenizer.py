@@ -125,7 +125,6 @@ def test_encode_keeps_nanochats_calls(tok):
     assert tok.encode(["hello", ""], prepend=0, append="<|user_end|>", num_threads=2) == [[0, *plain, end], [0, end]]
     assert tok.encode("hello", append=0) == [*plain, 0]
     assert tok.encode([]) == [] and tok.encode("") == []
-    assert tok.id_to_token(bos) == "<|bos|>" and tok.id_to_token(ord("h")) == "h"
     assert tok.decode(torch.tensor(plain)) == tok.decode(np.array(plain, np.uint16)) == "hello"
     with pytest.raises(ValueError, match=r"'<\|nope\|>'.*<\|bos\|>"):
         tok.encode_special("<|nope|>")

@@ -1,13 +1,15 @@
 """validate: what keeps a run from its last step is said before the first; nothing is written; base_train heeds it."""
 
 import json
+import re
 import shutil
 import sys
 
 import pytest
 
 from nanochat import plan as plan_module
-from nanochat.common import read_json, run_main
+from nanochat.cli import run_main
+from nanochat.common import read_json
 from nanochat.plan import Plan
 from nanochat.run_dir import PLAN_NAME, read_log
 from scripts import validate
@@ -113,6 +115,21 @@ def test_text_is_an_estimate_and_never_an_error(workplace, capsys):
     assert code == 0 and "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
     code, out, _ = checked(capsys, data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3)
     assert code == 0 and "estimated from a sample" in out and "warning" not in out
+
+
+@pytest.mark.parametrize("data_format", ["text", "shards"])
+def test_without_a_curriculum_the_same_two_warnings_come_without_a_plan(workplace, capsys, monkeypatch, data_format):
+    plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
+             "long_docs": "crop", "num_iterations": 40}
+    words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
+    validated = re.findall(words, checked(capsys, **plain)[1])
+    monkeypatch.setattr(plan_module, "make_plan", None)
+    told = training.succeed(**command(workplace, **plain))
+    assert re.findall(words, told.err) == validated and len(validated) == 2 and not (run_dir() / PLAN_NAME).exists()
+    assert "reads its data" not in training.succeed(**command(workplace, **plain)).err, "only where it begins"
+    few = {"num_iterations": 1, "long_docs": "split", "model_tag": "few"}
+    few = training.succeed(**command(workplace, **{**plain, **few}))
+    assert "its data" not in few.err
 
 
 def test_bad_input_is_one_sentence(workplace, capsys, monkeypatch):

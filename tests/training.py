@@ -34,7 +34,7 @@ import pytest
 import torch
 
 from nanochat import checkpoint as checkpoint_module
-from nanochat.common import run_main
+from nanochat.cli import run_main
 from nanochat.lifecycle import StopWatch, read_state
 from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -39,13 +39,14 @@ from nanochat.dataset import Manifest, data_folder, find_files, scan, split_trai
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.sources import Source
-from nanochat.stream import FORMAT, Cursor, Row, check_cursors, stream_identity
+from nanochat.stream import FORMAT, Cursor, LaneState, Row, check_cursors, stream_identity
 from nanochat.tokens import TokenFile, check_format
 
 if TYPE_CHECKING:
     import torch
 
     from nanochat.config import Settings
+    from nanochat.curriculum import Mixer
     from nanochat.start_run import Start
 
 SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split: Megatron's, and if validation has files of its own
@@ -312,12 +313,19 @@ class SampleRow(Row):
         return (np.cumsum(ends) - ends).astype(np.int32)
 
 
+class SampleCounts(NamedTuple):
+    """What a lane's cursor counts in Megatron's order."""
+
+    taken: int  # samples that all lanes have given
+    rows: list[int]  # of this lane, by bucket
+
+
 class SampleStream:
-    """Some lanes of a run in Megatron's order, behind the interface of `nanochat.stream.Stream`. It shuffles, or
+    """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. It shuffles, or
     opens the tables in the index cache, when it is made, unless it has no lanes. ValueError for cursors of another
     stream, and for data with too few samples."""
 
-    mixer = None
+    mixer: "Mixer | None" = None
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, **given: Any):
@@ -375,22 +383,22 @@ class SampleStream:
 
     # ---- state
 
-    def state(self) -> list[tuple[Any, ...]]:
-        """All lanes as they are now, for `cursors`: a copy, made at the end of each step."""
-        return [(lane, self.row, frozenset(), (self.taken, counts))
+    def state(self) -> list[LaneState]:
+        """As of `AnyStream`."""
+        return [LaneState(lane, self.row, frozenset(), SampleCounts(self.taken, counts))
                 for lane, counts in zip(self.lanes, self.counts.tolist())]
 
-    def cursors(self, state: list[tuple[Any, ...]] | None = None) -> list[Cursor]:
-        """The cursors of these lanes, now or as `state` told: JSON values."""
+    def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
+        """As of `AnyStream`."""
         state, T = self.state() if state is None else state, self.config.T
-        taken = self.samples.counts(state[0][3][0])
+        taken = self.samples.counts(state[0].feeds.taken)
         epochs = [n * T // part.num_tokens_per_epoch
                   for n, part in zip(taken, self.samples.datasets)]
-        return [{"format": FORMAT, "lane": lane, "row": row, "stream": self.identity,
-                 "dropped": [], "samples": samples,
+        return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
+                 "dropped": [], "samples": at.feeds.taken,
                  "buckets": {bucket: account(n, epoch, T)
-                             for bucket, n, epoch in zip(self.buckets, counts, epochs)}}
-                for lane, row, _, (samples, counts) in state]
+                             for bucket, n, epoch in zip(self.buckets, at.feeds.rows, epochs)}}
+                for at in state]
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
         """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1

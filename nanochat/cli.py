@@ -1,0 +1,379 @@
+"""
+The command line of every script: flags, settings, flags from a file, and how a command begins and ends.
+
+    Parser               argparse with whole flags only, defaults in --help, and errors of one line
+    --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
+    setting(...)         a field of a dataclass of settings, from which nanochat/config.py makes a flag
+    read_yaml(path)      a small YAML file that anyone may have written: plain values only
+    run_main(main)       the last line of a script: exit codes, and one sentence for bad input
+
+A file of flags is read as words of a command line, placed before the user's own, which win:
+
+    depth: 12                                    --depth=12
+    matrix-lr: 0.01                              --matrix-lr=0.01
+    deterministic: false                         --no-deterministic
+
+So each value goes through the same conversion and checks as a word of the command line.
+"""
+
+import argparse
+import contextlib
+import difflib
+import errno
+import faulthandler
+import gc
+import io
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanochat.common import LAUNCH, WRITABLE_BASE, StopAsked, get_dist_info, public, refuse_secrets, visible
+
+EXIT_FAILED = 1  # what a script returns after a clear error
+EXIT_HALTED = 3  # a person must decide how the run continues
+
+MAX_BYTES = 1 << 19  # PyYAML takes about five seconds for this much
+MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
+MAX_LEVELS = 20  # of lists and mappings inside each other
+
+
+# ---- settings -----------------------------------------------------------------------------------
+
+def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
+    """A field of a dataclass of settings. nanochat/config.py makes a flag, a place in config.json and a
+    rule for later launches from it. The module that owns a default declares its fields.
+
+    help: what --help says. fixed: why a run may never change this setting; empty if it may. note: what
+    a change causes, printed when a later launch changes it. Further keywords:
+
+        flag=False                   the value follows from other settings or the machine: there is no flag
+        auto=True                    the default means "choose": a later launch keeps the run's value
+        least, most, above           bounds of a value other than the default
+        of_order="lanes"             the setting means something only with this --order
+        choices, metavar, type       as for argparse's add_argument
+        also=["--other-name"]        further names of the flag
+    """
+    return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
+
+
+# ---- flags --------------------------------------------------------------------------------------
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Shows every default except empty ones and those of switches."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = action.help or ""
+        nothing = action.default in (None, "", argparse.SUPPRESS) or action.nargs == 0
+        return text if nothing or "default" in text else f"{text} (default: %(default)s)".strip()
+
+
+class Parser(argparse.ArgumentParser):
+    """The command line of every script. Flags are written in full; `-` and `_` are interchangeable. --help shows the
+    defaults. An error is one line, with a guess at the flag that was meant."""
+
+    instead: Mapping[str, str] = {}  # flags of other programs, and what to use here
+    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects our flags from a run's config.json
+    where = ""  # how an error begins
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does it, but an unknown flag is reported before a missing one, because it may be the missing
+        one misspelled. A subcommand's own parser checks its flags. A URL that may hold a secret is refused before
+        anything shows it."""
+        given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        for word in given:
+            refuse_secrets(word)
+        if self._subparsers is None:
+            given = self._with_file(given)
+            for word in given:
+                if re.match("--.", word):
+                    self.known(word.partition("=")[0])
+        namespace, rest = super().parse_known_args(given, namespace)
+        if "config" in namespace:
+            del namespace.config
+        if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
+            self.error(f"{rest[0]}: this word has no place here; --model-tag={rest[0]} names a run, "
+                       f"--config=RUN/config.json takes the flags of one")
+        return namespace, rest
+
+    def _with_file(self, given: list[str]) -> list[str]:
+        """The words of a command line, preceded by those of the file that its --config names."""
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", nargs="?")
+        if path := finder.parse_known_args(given)[0].config:
+            self.where = f"--config {path}: "  # for errors in the file, which is parsed alone first
+            words = self._words_of(path)
+            for word in words:
+                refuse_secrets(word)
+            needed = [action for action in self._actions if action.required]
+            for action in needed:
+                action.required = False
+            super().parse_known_args(words)
+            for action in needed:
+                action.required = True
+            self.where = ""
+            given = [*words, f"--config={path}", *given]
+        if "--config" not in self._option_string_actions:  # added late: a file cannot name another file
+            self.add_argument("--config", metavar="FILE", help="take flags from a .yaml, .toml or .json file, such as "
+                              "a run's config.json; those of the command line win")
+        return given
+
+    def _words_of(self, path: str) -> list[str]:
+        """A file of flags as words of a command line. A null counts as absent. Exits with a sentence for a file that
+        cannot be read or names an unknown flag."""
+        try:
+            values = _read_flags(path)
+        except OSError as e:
+            self.error(f"{e.strerror}; expected a file of flags")
+        except ValueError as e:
+            self.error(str(e))
+        words: list[str] = []
+        for key, value in (self.of_run(values) if "derived" in values else values).items():
+            name = "--" + str(key).replace("_", "-")
+            action = self.known(name)
+            is_switch = action.nargs == 0
+            if value is None:
+                continue
+            if isinstance(value, bool) != is_switch:
+                self.error(f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}")
+            if is_switch:
+                name = name if value else f"--no-{name[2:]}"
+                words += [name] if name in action.option_strings else []  # a switch that is off by default has no word
+            elif isinstance(value, list) and action.nargs is not None:
+                words += [name, *map(str, value)]
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, list) else value
+                words.append(f"{name}={json.dumps(text) if isinstance(text, dict) else text}")
+        return words
+
+    def known(self, name: str) -> argparse.Action:
+        """The action of a flag. An unknown flag exits the program, with a guess at the one that was meant."""
+        known = self._option_string_actions
+        if name not in known:
+            guess = f"there is no such flag{did_you_mean(name, known)}"
+            takes_run = any(action.dest == "run" for action in self._get_positional_actions())
+            if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
+                guess = f"a run is named without a flag, as in d12 and not {name}=d12"
+            self.error(f"{name}: {self.instead.get(name, guess)}")
+        return known[name]
+
+    def error(self, message: str) -> Any:
+        self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
+
+
+def _dashed(word: str) -> str:
+    """A flag whose name is written with underscores, with dashes."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
+    """The type of a flag: a whole number of at least `least`, or `also`, which has a meaning of its own."""
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least and value != also:
+            other = "" if also is None else f", or {also}"
+            raise argparse.ArgumentTypeError(f"got {value}, expected at least {least}{other}")
+        return value
+
+    number.__name__ = "int"  # argparse's error names the type
+    return number
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: a guess at the one that was meant, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# ---- small files written by hand ----------------------------------------------------------------
+#
+#     depth: 12          int           matrix-lr: 0.01      float         1e5, 2024-01-01, 1:30    text
+#     deterministic: no  bool          tokenizer: null      None          [..], {..}               list, dict
+#
+# Curricula, --config files and an evaluation bundle's core.yaml hold only these plain values. The rest of YAML
+# is refused: a few hundred bytes of aliases of aliases take hours or all memory, and tags such as !!float call
+# constructors that fail in ways of their own. Times such as 1:30 stay text, not the number 90.
+
+WORDS = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "false", "off"), False), "null": None}
+INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?|\.inf)|\.nan", re.I)
+
+
+def read_yaml(path: Path | str) -> Any:
+    """The value in a YAML file. OSError if it cannot be read. ValueError in one short sentence, without the
+    name of the file, if it is too large, not YAML, or holds more than plain values."""
+    data, values = _read_small(path, MAX_BYTES), list[Any]()
+    try:
+        events = yaml.parse(data, Loader=yaml.SafeLoader)
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                values.append(_yaml_value(next(events), events))
+    except (yaml.YAMLError, ValueError, OverflowError) as e:  # the last two: numbers and escapes out of range
+        mark = getattr(e, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(e, "problem", None) or " ".join(str(e).split())
+        raise ValueError(f"not valid YAML ({line}{problem[:120]})") from None
+    if len(values) > 1:
+        raise ValueError(f"not valid YAML ({len(values)} documents, expected one)")
+    return values[0] if values else None
+
+
+def _yaml_value(event: Any, events: Iterator[Any], level: int = 0) -> Any:
+    """The value that begins with an event of PyYAML's parser, which takes its other events from `events`."""
+    problem = ""
+    if isinstance(event, yaml.AliasEvent):
+        problem = f"the alias *{event.anchor:.60}"
+    elif event.tag is not None:
+        problem = f"the tag {event.tag.replace('tag:yaml.org,2002:', '!!'):.60}"
+    elif level >= MAX_LEVELS:
+        problem = f"more than {MAX_LEVELS} lists and mappings inside each other"
+    if problem:
+        raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are read", problem_mark=event.start_mark)
+    if isinstance(event, yaml.ScalarEvent):
+        return _plain(event.value) if event.implicit[0] else event.value  # else it is quoted
+    items = []
+    while not isinstance(inner := next(events), yaml.CollectionEndEvent):
+        items.append((_yaml_value(inner, events, level + 1), inner))
+    if isinstance(event, yaml.SequenceStartEvent):
+        return [value for value, _ in items]
+    mapping: dict[Any, Any] = {}
+    for (key, place), (value, _) in zip(items[::2], items[1::2]):
+        if isinstance(key, list | dict) or key in mapping:
+            problem = f"the key {key!r:.60} {'is not plain' if isinstance(key, list | dict) else 'appears twice'}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+        mapping[key] = value
+    return mapping
+
+
+def _plain(text: str) -> Any:
+    """The value of a word without quotes."""
+    if text in ("", "~"):
+        return None
+    if text.lower() in WORDS and text in (text.lower(), text.upper(), text.capitalize()):
+        return WORDS[text.lower()]
+    digits = text.replace("_", "")
+    if INT.fullmatch(text):
+        return int(digits)
+    return float(re.sub(r"\.(?=inf|nan)", "", digits, flags=re.I)) if FLOAT.fullmatch(text) else text
+
+
+def _read_flags(path: str) -> dict[str, Any]:
+    """The flags and values in a .yaml, .toml or .json file. ValueError and OSError for a file that cannot
+    be read, or holds anything else."""
+    try:
+        if Path(path).suffix.lower() == ".toml":
+            value: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
+            _check_levels(value)
+        else:
+            value = read_yaml(path)  # JSON is YAML, too
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file") from e
+    if not isinstance(value, dict):
+        raise ValueError(f"got {str(value)[:50]!r}, expected a mapping of flags' names to values, such as depth: 12")
+    return value
+
+
+def _read_small(path: Path | str, max_bytes: int) -> bytes:
+    """The bytes of a file. OSError if it cannot be read, ValueError if it has more than `max_bytes`."""
+    with open(path, "rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise ValueError(f"more than {max_bytes:,} bytes, the limit for such a file")
+    return data
+
+
+def _check_levels(value: Any, level: int = 0) -> None:
+    """ValueError if a value has more than MAX_LEVELS of lists and mappings inside each other."""
+    if level > MAX_LEVELS:
+        raise ValueError(f"more than {MAX_LEVELS} lists and mappings inside each other")
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_levels(inner, level + 1)
+
+
+# ---- how a command begins and ends --------------------------------------------------------------
+
+class _Aside(logging.StreamHandler):
+    """Writes records to stderr, above a progress bar: warnings as `warning: ...`, information as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = visible(public(super().format(record)))
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with LAUNCH.aside():
+            super().emit(record)
+
+
+def setup_logging() -> None:
+    """Scripts call this once. Warnings and errors of every rank and information of rank 0 go to stderr; so do the
+    stacks of a process that a signal kills, such as SIGBUS when a mapped file is truncated."""
+    faulthandler.enable(2)
+    level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
+
+
+def quiet_gc() -> None:
+    """Let Python's garbage collector rest: it no longer scans the objects that exist now, and runs only after 100,000
+    more have been created. For loops whose rounds leave no cycles: looking for them took a tenth of the loader's
+    time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does: for work that can be killed at any point, where setting a
+    flag would only delay the end."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _base_hint(e: Exception) -> str:
+    """The end of an error about a file below the base directory that cannot be written."""
+    if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return ""
+    base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
+    below = isinstance(e.filename, str) and Path(e.filename).absolute().is_relative_to(base)
+    return WRITABLE_BASE if below else ""
+
+
+def run_main(main: Callable[[], int | None]) -> None:
+    """The last line of every script: `main()` returns the exit code. Bad input (ValueError, OSError) becomes one
+    sentence on stderr and exit code 1. The command exits quietly when the reader closes the pipe (as with `head`).
+    Any other exception is a bug and keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot encode are escaped
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
+        code = 128 + signal.SIGPIPE
+    except (ValueError, OSError) as e:
+        print(f"error: {visible(public(str(e)))}{_base_hint(e)}", file=sys.stderr, flush=True)
+        code = EXIT_FAILED
+    except StopAsked as e:
+        print(f"stopped: {visible(public(str(e)))}", file=sys.stderr, flush=True)
+        code = 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 130
+    sys.exit(code)

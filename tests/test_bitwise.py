@@ -240,10 +240,10 @@ def batched(number, G, steps=5):
     return POLAR(G.double().repeat(number, 1, 1), steps)[0].to(G.dtype)
 
 
-def batched_update(self, parts, **scalars):
-    alike = sum(p is not None and p.param.shape == parts[0][0].param.shape for p in self._mine)
+def batched_update(self, part, param, grad, **scalars):
+    alike = sum(p is not None and p.param.shape == part.param.shape for p in self._mine)
     with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
-        UPDATE(self, parts, **scalars)
+        UPDATE(self, part, param, grad, **scalars)
 
 
 def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):

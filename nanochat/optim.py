@@ -167,11 +167,12 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     param: any shape, float32 or bfloat16; the other three the same shape, float32. The gradient
     counts `grad_scale` times; the other scalars are those of `adamw_rates`.
     """
-    grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
-    exp_avg.add_((grad - exp_avg) * weight1)
-    exp_avg_sq.add_((grad.square() - exp_avg_sq) * weight2)
-    denominator = (exp_avg_sq / bias2).sqrt() + eps
-    param.copy_(param.float() * keep - exp_avg / denominator * rate)
+    # Temporaries are reused in place: fresh memory takes a third of the time on a CPU.
+    grad = (grad * grad_scale).masked_fill_(live == 0, 0.0)
+    exp_avg.add_((grad - exp_avg).mul_(weight1))
+    exp_avg_sq.add_(grad.square_().sub_(exp_avg_sq).mul_(weight2))
+    denominator = (exp_avg_sq / bias2).sqrt_().add_(eps)
+    param.copy_((param.float() * keep).sub_((exp_avg / denominator).mul_(rate)))
 
 
 # ---- the optimizer -------------------------------------------------------------------------------

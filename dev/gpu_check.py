@@ -59,7 +59,7 @@ from nanochat.common import table, write_json
 from nanochat.config import Settings
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import adamw_rates, adamw_update, muon_batch, muon_updates
+from nanochat.optim import adamw_rates, adamw_update, muon_update
 from nanochat.run_dir import read_config
 from nanochat.start_run import estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
@@ -85,7 +85,6 @@ LIMITS = {
     "compiled model: graphs": "<= 2",
     "Muon: update, relative error": "<= 0.03",
     "AdamW: update, relative error": "<= 1e-4",
-    "Muon in batches: slots with other bits": "<= 0",
 
     "d12: MFU, %": ">= 38",
     "d20: MFU, %": ">= 43",
@@ -120,11 +119,11 @@ GPU = SimpleNamespace(
     buffer=Settings().buffer_size,  # of all runs: few documents are soon tokenized
     warm=3, timed=5,  # steps of other runs
     tests=("attention", "gpt", "optim", "checkpoint", "dataloader"),
-    windows=(128, 256, -1), attention_T=1024, width=768, draws=20, tokens=64)
+    windows=(128, 256, -1), attention_T=1024, width=768, tokens=64)
 TINY = SimpleNamespace(
     models={"d12": SMALL, "d24": SMALL}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, bits={**SMALL, "max_seq_len": 64, "total_batch_size": 8 * 64}, steps=6, warm=2, timed=3,
-    buffer=8, tests=("schedule",), windows=(16, -1), attention_T=96, width=32, draws=2, tokens=8)
+    buffer=8, tests=("schedule",), windows=(16, -1), attention_T=96, width=32, tokens=8)
 
 
 Figure = tuple[str, str, float | None]  # the measure, of what, and how much
@@ -303,16 +302,17 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
         update(tensors)
         return tensors[0].double().cpu() - before
 
-    muon, adamw = muon_updates, adamw_update
+    muon: Any = muon_update
+    adamw: Any = adamw_update
     if bench.cuda:
         muon, adamw = (torch.compile(f, fullgraph=True, dynamic=f is adamw_update) for f in (muon, adamw))
     C, cpu = bench.sizes.width, torch.device("cpu")
     polar_dtype = torch.bfloat16 if bench.cuda else torch.float32
     for rows, cols in ((C, C), (4 * C, C), (C, 4 * C)):
         mine = matrix(bench, rows, cols, seed=1)
-        wanted = updated([t.double().cpu() for t in mine], lambda tensors: muon_updates(
-            [tensors], **muon_arguments(cpu, torch.float64)))
-        got = updated(mine, lambda tensors: muon([tensors], **muon_arguments(bench.device, polar_dtype)))
+        wanted = updated([t.double().cpu() for t in mine], lambda tensors: muon_update(
+            *tensors, **muon_arguments(cpu, torch.float64)))
+        got = updated(mine, lambda tensors: muon(*tensors, **muon_arguments(bench.device, polar_dtype)))
         yield "Muon: update, relative error", f"{rows} x {cols}", relative(got, wanted)
     param, grad, average, _ = (tensor.flatten() for tensor in matrix(bench, C, C, seed=2))
     mine = param, grad, average, average.square()
@@ -325,30 +325,6 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
     wanted = updated([t.double().cpu() for t in mine], partial(adamw_with, adamw_update))
     got = updated(mine, partial(adamw_with, adamw))
     yield "AdamW: update, relative error", f"{C * C} elements", relative(got, wanted)
-
-
-def slots(bench: Bench) -> Iterator[Figure]:
-    """Whether the bits of a matrix know its place in a batch, or what is in the others."""
-    if not bench.cuda:
-        yield "Muon in batches: slots with other bits", "", None
-        return
-    update, C = torch.compile(muon_updates, dynamic=False, fullgraph=True), bench.sizes.width
-    arguments = muon_arguments(bench.device, torch.bfloat16)
-    for rows, cols in ((C, C), (4 * C, C), (C, 4 * C)):
-        differ, size = 0, muon_batch((rows, cols))
-        for draw in range(bench.sizes.draws):
-            batch = [matrix(bench, rows, cols, seed=100 * draw + i) for i in range(size)]
-            alone = [tuple(map(torch.zeros_like, batch[0]))] * (size - 1)
-
-            def mine(slot: int, others: Sequence[Any], own: Any = batch[0]) -> list[Tensor]:
-                tensors = [tuple(t.clone() for t in other) for other in (*others[:slot], own, *others[slot:])]
-                update(tensors, **arguments)
-                return list(tensors[slot])
-
-            first = mine(0, alone)
-            differ += sum(not all(map(torch.equal, first, mine(slot, batch[1:]))) for slot in range(size))
-        yield ("Muon in batches: slots with other bits",
-               f"{rows} x {cols}, {bench.sizes.draws} draws x {size} slots", differ)
 
 
 # ---- runs of scripts.base_train ------------------------------------------------------------------
@@ -597,7 +573,7 @@ def optimizer(bench: Bench) -> Iterator[Figure]:
 MODELS = ("d12", "d20", "d24")
 BITS = ("the same again", "compiled anew", "killed and resumed", "two processes", "without determinism")
 PARTS: dict[str, list[Callable[[Bench], Iterator[Figure]]]] = {
-    "correct": [tests, attention_errors, compiled_model, optimizer_errors, slots],
+    "correct": [tests, attention_errors, compiled_model, optimizer_errors],
     # what matters most comes first, in case that time runs out
     "speed": [*(partial(speed, model=m, pattern="SSSL", deterministic=True) for m in MODELS),
               partial(speed, model="d24", pattern="SSSL", deterministic=False),

@@ -46,8 +46,6 @@ alive: its relative change per step, 1 - beta2, is often below bfloat16's resolu
 
 import math
 import os
-from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NoReturn
 
 import torch
@@ -55,7 +53,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.dist import on_rank0, share, wide_dtype
-from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
+from nanochat.reduce import Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -78,19 +76,18 @@ VARIANCE_FLOOR = 1e-10
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     """The orthogonal polar factor of G, approximately: U V^T for G = U S V^T.
 
-    G: (rows, cols) or several, (n, rows, cols), float32 or bfloat16, any scale; returns the same
-    shape and dtype, computed in that dtype. After 5 steps singular values that were above 1e-3 of
-    the Frobenius norm are within 0.14 of 1; steps beyond the table repeat its last row.
+    G: (rows, cols), float32 or bfloat16, any scale; returns the same shape and dtype, computed in
+    that dtype. After 5 steps singular values that were above 1e-3 of the Frobenius norm are within
+    0.14 of 1; steps beyond the table repeat its last row.
     """
-    tall = G.size(-2) > G.size(-1)
+    tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # the Gram matrix below is then the small one
-    addmm = torch.addmm if X.ndim == 2 else torch.baddbmm
     wide = torch.promote_types(X.dtype, torch.float32)
     X = X / (X.norm(dim=(-2, -1), keepdim=True, dtype=wide) * 1.01 + NORM_FLOOR).to(X.dtype)
     for step in range(steps):
         a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
         gram = X @ X.mT
-        X = addmm(X, addmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+        X = torch.addmm(X, torch.addmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
     return X.mT if tall else X
 
 
@@ -122,34 +119,28 @@ def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
     return param * (param * update >= 0)
 
 
-def muon_updates(matrices: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], *, lr: float | Tensor,
-                 momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
-                 grad_scale: Tensor, live: Tensor, ns_steps: int = 5,
-                 polar_dtype: torch.dtype = torch.float32) -> None:
-    """One Muon step for matrices of one shape, which are orthogonalized in one batch, in place on
-    parameters and buffers; depends on nothing but its arguments.
-    Source: https://kellerjordan.github.io/posts/muon/ and the parts' papers.
+def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_momentum_buffer: Tensor, *,
+                lr: float | Tensor, momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
+                grad_scale: Tensor, live: Tensor, ns_steps: int = 5,
+                polar_dtype: torch.dtype = torch.float32) -> None:
+    """One Muon step for one matrix, in place on `param` and both buffers; depends on nothing but its
+    arguments. Source: https://kellerjordan.github.io/posts/muon/ and the parts' papers.
 
-    Of each matrix: param (rows, cols) float32 or bfloat16; gradient and momentum buffer, (rows,
-    cols) float32; second momentum buffer, see `reduce_variance`. Gradients count `grad_scale`
-    times; where `live` is 0 nothing changes.
+    param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32;
+    second_momentum_buffer: see `reduce_variance`. The gradient counts `grad_scale` times; where
+    `live` is 0 nothing changes.
     """
-    directions = []
-    for _, grad, momentum_buffer, _ in matrices:
-        grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
-        momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
-        # Nesterov: where the buffer will be after one more step
-        direction = grad + (momentum_buffer - grad) * momentum
-        directions.append(equilibrate_rows(direction).to(polar_dtype))
-    polar = (polar_express(directions[0], ns_steps)[None] if len(directions) == 1
-             else polar_express(torch.stack(directions), ns_steps))
-    rows, cols = directions[0].shape
-    for (param, _, _, second_momentum_buffer), update in zip(matrices, polar.float()):
-        update = update * (math.sqrt(min(rows, cols)) / update.norm().clamp_min(NORM_FLOOR))
-        update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
-        p = param.float()
-        rate = lr * (max(1.0, rows / cols) ** 0.5) * live
-        param.copy_(p - (update + cautious_decay(p, update) * weight_decay) * rate)
+    grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
+    momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
+    # Nesterov: where the buffer will be after one more step
+    direction = grad + (momentum_buffer - grad) * momentum
+    update = polar_express(equilibrate_rows(direction).to(polar_dtype), ns_steps).float()
+    rows, cols = update.shape
+    update = update * (math.sqrt(min(rows, cols)) / update.norm().clamp_min(NORM_FLOOR))
+    update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
+    p = param.float()
+    rate = lr * (max(1.0, rows / cols) ** 0.5) * live
+    param.copy_(p - (update + cautious_decay(p, update) * weight_decay) * rate)
 
 
 def adamw_rates(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
@@ -176,11 +167,12 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     param: any shape, float32 or bfloat16; the other three the same shape, float32. The gradient
     counts `grad_scale` times; the other scalars are those of `adamw_rates`.
     """
-    grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
-    exp_avg.add_((grad - exp_avg) * weight1)
-    exp_avg_sq.add_((grad.square() - exp_avg_sq) * weight2)
-    denominator = (exp_avg_sq / bias2).sqrt() + eps
-    param.copy_(param.float() * keep - exp_avg / denominator * rate)
+    # Temporaries are reused in place: fresh memory takes a third of the time on a CPU.
+    grad = (grad * grad_scale).masked_fill_(live == 0, 0.0)
+    exp_avg.add_((grad - exp_avg).mul_(weight1))
+    exp_avg_sq.add_(grad.square_().sub_(exp_avg_sq).mul_(weight2))
+    denominator = (exp_avg_sq / bias2).sqrt_().add_(eps)
+    param.copy_((param.float() * keep).sub_((exp_avg / denominator).mul_(rate)))
 
 
 # ---- the optimizer -------------------------------------------------------------------------------
@@ -213,26 +205,6 @@ def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
             "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
 
 
-def muon_batch(shape: Sequence[int]) -> int:
-    """How many matrices of a shape are orthogonalized at once, where they are batched: four such as
-    C x C, two of those with a side at least twice the other, such as 4C x C."""
-    return 4 if max(shape) < 2 * min(shape) else 2
-
-
-def in_batches(messages: Sequence[Message], batched: bool) -> list[list[int]]:
-    """Which messages are updated together, as runs of their indices: of matrices of one group and
-    shape as many neighbours as `muon_batch` allows, any other message alone."""
-    def kind(i: int) -> Any:
-        first = messages[i].first
-        return (id(first.group), first.param.shape) if batched and first.group["kind"] == "muon" else i
-
-    found = []
-    for key, same in groupby(range(len(messages)), key=kind):
-        run, size = list(same), 1 if isinstance(key, int) else muon_batch(key[1])
-        found += [run[at:at + size] for at in range(0, len(run), size)]
-    return found
-
-
 class MuonAdamW(torch.optim.Optimizer):
     """Muon and AdamW over parameter groups, with state and work sharded over the default process
     group (if any).
@@ -245,28 +217,24 @@ class MuonAdamW(torch.optim.Optimizer):
 
     reduce: how gradients are added over ranks (default: by the nodes that torchrun tells of).
     compiled: fuse each update with torch.compile (default: on CUDA); a model that needs
-    more graphs than torch keeps ends in an error, not in slow steps. batched: orthogonalize as many
-    matrices at once as `muon_batch` says. polar_dtype: the type of `polar_express`. Raises ValueError
-    for a group that lacks something.
+    more graphs than torch keeps ends in an error, not in slow steps. polar_dtype: the type of
+    `polar_express`. Raises ValueError for a group that lacks something.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
-                 compiled: bool | None = None, batched: bool = False,
-                 polar_dtype: torch.dtype = torch.float32) -> None:
+                 compiled: bool | None = None, polar_dtype: torch.dtype = torch.float32) -> None:
         super().__init__(param_groups, defaults={})
         self._params = self._name_params()
         self._device = self._params[0].param.device
         self._rank, self._world_size = get_rank_and_world_size()
         self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._polar_dtype = polar_dtype
-        self._batched = batched
-        self._muon_updates, self._adamw_update = muon_updates, adamw_update
+        self._muon_update, self._adamw_update = muon_update, adamw_update
         if self._device.type == "cuda" if compiled is None else compiled:
             # fullgraph: more variants than torch's recompile_limit are an error
-            self._muon_updates = torch.compile(muon_updates, dynamic=False, fullgraph=True)
+            self._muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
             self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING)
         self._messages = lay_out(self._params, self._world_size)
-        self._together = in_batches(self._messages, batched)
         self._mine = [message.parts[self._rank] for message in self._messages]
         self._num_grains, self._grains = self._place_grains()
         # the count of steps is on the device: one that is not live does not count
@@ -318,17 +286,13 @@ class MuonAdamW(torch.optim.Optimizer):
             grad_scale = grad_scale * (max_norm / norm).clamp(max=1.0)
         scalars = {id(group): self._scalars(group, live) for group in self.param_groups}
         gathers = []
-        for together in self._together:
-            packed = {i: self._messages[i].parameters() for i in together}
-            parts = []
-            for i, message in packed.items():
-                if (part := self._mine[i]) is not None:
-                    size = part.stop - part.start
-                    param = message.split(self._messages[i].chunk)[rank][:size]
-                    parts.append((part, param, chunks[i][:size]))
-            if parts:
-                self._update(parts, grad_scale=grad_scale, live=live, **scalars[id(parts[0][0].group)])
-            gathers += [self._messages[i].gather(packed[i], rank) for i in together]
+        for message, part, chunk in zip(self._messages, self._mine, chunks):
+            packed = message.parameters()
+            if part is not None:
+                size = part.stop - part.start
+                param = packed.split(message.chunk)[rank][:size]
+                self._update(part, param, chunk[:size], grad_scale=grad_scale, live=live, **scalars[id(part.group)])
+            gathers.append(message.gather(packed, rank))
         for finish in gathers:
             finish()
         self._steps += live
@@ -366,18 +330,13 @@ class MuonAdamW(torch.optim.Optimizer):
         changing = ("lr", "momentum", "weight_decay")
         return given | {key: torch.full_like(live, given[key]) for key in changing}
 
-    def _update(self, parts: list[tuple[Part, Tensor, Tensor]], **scalars: Any) -> None:
-        """Update matrices of one group and shape, or one part of AdamW. Each comes with its
-        parameter and gradient, flat."""
-        part, param, grad = parts[0]
+    def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
+        """Update a matrix, or what this rank owns of a tensor of AdamW: its elements and their gradient,
+        both flat."""
         shape, state = part.param.shape, self.state[part.param]
         if part.group["kind"] == "muon":
-            matrices = [(param.view(shape), grad.view(shape), *self.state[part.param].values())
-                        for part, param, grad in parts]
-            # always as many: the bits of a matrix do not depend on how many a rank has
-            missing = muon_batch(shape) - len(matrices) if self._batched else 0
-            matrices += [tuple(map(torch.zeros_like, matrices[0])) for _ in range(missing)]
-            self._muon_updates(matrices, **scalars, polar_dtype=self._polar_dtype)
+            self._muon_update(param.view(shape), grad.view(shape), *state.values(), **scalars,
+                              polar_dtype=self._polar_dtype)
             return
         tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)

@@ -234,16 +234,16 @@ def in_parameters_dtype(self):
     return GRADIENTS(self).to(self.first.param.dtype)
 
 
-def batched(number, G, steps=5):
-    """polar_express of one of several equal-shaped matrices, in a batch. A batched kernel may round differently from
-    a single one, depending on the CPU; this one does on every CPU, because it computes in float64."""
-    return POLAR(G.double().repeat(number, 1, 1), steps)[0].to(G.dtype)
+def batched(G, steps=5):
+    """polar_express of a matrix in a batch of several. A batched kernel may round differently from a single one,
+    depending on the CPU; this one does on every CPU, because it computes in float64."""
+    return POLAR(G.double(), steps).to(G.dtype)
 
 
-def batched_update(self, parts, **scalars):
-    alike = sum(p is not None and p.param.shape == parts[0][0].param.shape for p in self._mine)
-    with mock.patch.object(optim, "polar_express", partial(batched, alike) if alike > 1 else optim.polar_express):
-        UPDATE(self, parts, **scalars)
+def batched_update(self, part, param, grad, **scalars):
+    alike = sum(p is not None and p.param.shape == part.param.shape for p in self._mine)
+    with mock.patch.object(optim, "polar_express", batched if alike > 1 else POLAR):
+        UPDATE(self, part, param, grad, **scalars)
 
 
 def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):

@@ -19,11 +19,9 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import (
     POLAR_EXPRESS,
     MuonAdamW,
-    in_batches,
-    muon_updates,
+    muon_update,
     polar_express,
 )
-from nanochat.reduce import Message, Part
 from tests import training
 
 
@@ -119,8 +117,8 @@ def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape, scale
     param, start = randn(*shape, seed=9), randn(*shape, seed=9).double().numpy()
     state = torch.zeros(shape), torch.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1]))
     for grad in grads:
-        muon_updates([(param, grad, *state)], lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.3,
-                     grad_scale=torch.ones(()), live=torch.ones(()))
+        muon_update(param, grad, *state, lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.3,
+                    grad_scale=torch.ones(()), live=torch.ones(()))
     wanted, unscaled, undecayed = (
         muon_in_float64(start, [g.double().numpy() / by for g in grads], lr=0.1, weight_decay=decay)
         for by, decay in ((1, 0.3), (scale, 0.3), (1, 0)))
@@ -183,35 +181,6 @@ def test_bad_groups_and_states_of_another_model_are_refused():
         optimizer.load_state({"format": 2})
     with pytest.raises(RuntimeError, match="gather_state"):
         optimizer.state_dict()
-
-
-def test_matrices_in_batches_are_updated_as_each_alone():
-    """Not to the bit: that is why it has to be asked for."""
-    shapes = [(24, 16)] * 5 + [(16, 24)] * 2 + [(7, 33)]
-    results = []
-    for batched in (False, True):
-        params = [torch.nn.Parameter(randn(*shape, seed=i)) for i, shape in enumerate(shapes)]
-        groups = [muon_group([p for p in params if p.shape == shape], names=[
-            f"w{i}" for i, p in enumerate(params) if p.shape == shape], weight_decay=0.1)
-            for shape in dict.fromkeys(shapes)]
-        optimizer = MuonAdamW(groups, batched=batched)
-        for step in range(3):
-            for i, param in enumerate(params):
-                param.grad = randn(*param.shape, seed=100 * step + i)
-            optimizer.step(grad_scale=math.nan if step == 1 else 1.0)
-        results.append([*params, *optimizer.gather_state()["state"]["w6"].values()])
-    for alone, together in zip(*results):
-        torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-5)
-
-
-def test_only_neighbours_of_one_size_are_batched():
-    groups = {kind: {"kind": kind} for kind in ("adamw", "muon")}
-    def message(kind, shape):
-        return Message([None, Part("p", torch.zeros(shape), groups[kind], 0, math.prod(shape))], math.prod(shape))
-    messages = [message(*given) for given in [("adamw", (36,))] + [("muon", (6, 6))] * 6 + [("muon", (3, 12))] * 3
-                + [("muon", (4, 6))] * 2 + [("adamw", (24,))]]
-    assert in_batches(messages, False) == [[i] for i in range(13)]
-    assert in_batches(messages, True) == [[0], [1, 2, 3, 4], [5, 6], [7, 8], [9], [10, 11], [12]]
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
@@ -285,7 +254,7 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
     monkeypatch.setattr(torch, "compile", lambda function, **given: asked.setdefault(function, given) and function)
     MuonAdamW([adamw_group([torch.nn.Parameter(torch.ones(3))])], compiled=True)
     options = asked[optim.adamw_update]["options"]
-    assert "options" not in asked[optim.muon_updates]
+    assert "options" not in asked[optim.muon_update]
     with config.patch(options):
         assert config.emulate_precision_casts
         assert config.eager_numerics.division_rounding and config.eager_numerics.disable_ftz

@@ -1,0 +1,130 @@
+"""
+The time of a training step on a CPU against nanochat's (github.com/karpathy/nanochat) on the same machine.
+
+    python -m dev.bench_step --nanochat DIR
+
+DIR is a checkout of nanochat. Both projects build the same model: 6 layers, width 384, rows of 512 tokens, a vocabulary
+of 8,192, float32, two threads. Each project runs in two processes of its own, one eager and one compiled, and the four
+processes take turns step by step, so that they see the same machine. The model (forward and backward pass) and the
+optimizer are timed separately, with 4 and with 8 rows in a batch, by the wall clock and by processor time.
+
+The table shows medians of 10 steps in milliseconds and of the ratios ours / nanochat's of each round: above 1, ours is
+slower. `default` compares each project's defaults: nanochat always compiles, and ours does not compile on a CPU. On a
+busy machine, trust the ratio of processor time. The last line is one JSON object.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+T, VOCAB_SIZE, ROWS = 512, 8192, (4, 8)
+THREADS, WARM_UP, TIMED = 2, 3, 10
+MODES = {"eager": ("eager", "eager"), "compiled": ("compiled", "compiled"), "default": ("eager", "compiled")}
+
+
+# ---- in a process of its own: one project in one mode ---------------------------------------------------------------
+
+def serve(project: str, mode: str) -> None:
+    """Read numbers of rows from stdin, take a step with each, and answer with the seconds of model and optimizer."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # the projects print to stdout
+    torch.set_num_threads(THREADS)
+    if mode == "eager":  # nanochat's optimizer is compiled by decorators
+        torch.compile = lambda function=None, **_: function or (lambda f: f)  # type: ignore[assignment]
+    from nanochat.gpt import GPT, GPTConfig  # of the project that comes first in PYTHONPATH
+    from nanochat.optim import MuonAdamW
+
+    model: Any = GPT(GPTConfig(sequence_len=T, vocab_size=VOCAB_SIZE, n_layer=6, n_head=3, n_kv_head=3, n_embd=384))
+    model.init_weights(**({"seed": 0, "compute_dtype": torch.float32} if project == "ours" else {}))
+    options: dict[str, Any] = {"compiled": mode == "compiled"} if project == "ours" else {}
+    optimizer: Any = MuonAdamW(model.setup_optimizer().param_groups, **options)
+    forward: Any = torch.compile(model, dynamic=False)
+    batches = {rows: torch.randint(VOCAB_SIZE, (2, rows, T)).unbind() for rows in ROWS}
+    for line in sys.stdin:
+        inputs, targets = batches[int(line)]
+        start = clock()
+        if project == "ours":  # as scripts.base_train does it
+            (forward(inputs, targets, loss_reduction="none").sum(dim=1).sum() / targets.numel()).backward()
+        else:
+            forward(inputs, targets).backward()
+        middle = clock()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        print(json.dumps([(middle - start).tolist(), (clock() - middle).tolist()]), file=answers)
+
+
+def clock() -> Tensor:
+    """Wall clock and this process's processor time, seconds."""
+    return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+
+
+# ---- the bench ------------------------------------------------------------------------------------------------------
+
+def ask(process: "subprocess.Popen[str]", rows: int) -> list[list[float]]:
+    """Let a process take a step of so many rows. ValueError if it has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    print(rows, file=process.stdin, flush=True)
+    if not (answer := process.stdout.readline()):
+        raise ValueError(f"a process of the bench ended with {process.wait()}: its own error stands above")
+    return json.loads(answer)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print."""
+    from dev.measure import tell_about
+    from nanochat.common import Parser
+
+    p = Parser(description=__doc__)
+    p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
+    nanochat, here = p.parse_args(argv).nanochat.resolve(), Path(__file__).parents[1]
+    if not (nanochat / "nanochat" / "gpt.py").is_file():
+        raise ValueError(f"--nanochat: {nanochat} is not a checkout of nanochat; clone it and pass its folder")
+    result: dict[str, Any] = {"about": tell_about()}
+    with ExitStack() as stack:
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step.")))
+        (work / "dev").symlink_to(here / "dev")  # so that nothing else of ours can be imported beside nanochat
+        served, paths = {}, {"ours": [here], "nanochat": [nanochat, work]}
+        for project, mode in [(project, mode) for project in paths for mode in ("eager", "compiled")]:
+            env = {**os.environ, "NANOCHAT_DTYPE": "float32", "OMP_NUM_THREADS": str(THREADS),
+                   "PYTHONPATH": os.pathsep.join(map(str, paths[project]))}
+            served[project, mode] = process = stack.enter_context(subprocess.Popen(
+                [sys.executable, "-m", "dev.bench_step", f"--serve={project},{mode}"], cwd=paths[project][-1], env=env,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            stack.callback(process.kill)
+        steps: dict[Any, list[Any]] = {(*key, rows): [] for key in served for rows in ROWS}
+        for i in range(WARM_UP + TIMED):
+            for project, mode, rows in [*steps][i % len(steps):] + [*steps][:i % len(steps)]:
+                steps[project, mode, rows].append(ask(served[project, mode], rows))
+    print(f"{'':30}{'ours':>8}{'nanochat':>10}{'ratio':>8}   of processor time")
+    for name, (our_mode, their_mode) in MODES.items():
+        for rows in ROWS:
+            # (project, step, part, clock)
+            seconds = torch.tensor([steps["ours", our_mode, rows], steps["nanochat", their_mode, rows]])[:, WARM_UP:]
+            seconds = torch.cat([seconds, seconds.sum(dim=2, keepdim=True)], dim=2)
+            for i, part in enumerate(("model", "optimizer", "step")):
+                ours_ms, theirs_ms = (1000 * seconds[:, :, i, 0]).quantile(0.5, dim=1).tolist()
+                ratio, of_cpu = (seconds[0, :, i] / seconds[1, :, i]).quantile(0.5, dim=0).tolist()
+                what = f"{name}, {rows} rows, {part}"
+                print(f"{what:30}{ours_ms:8.1f}{theirs_ms:10.1f}{ratio:8.3f}{of_cpu:8.3f}")
+                result[what] = {"ours_ms": ours_ms, "nanochat_ms": theirs_ms, "ratio": ratio, "cpu_ratio": of_cpu}
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("--serve="):
+        serve(*sys.argv[1].removeprefix("--serve=").split(","))
+    else:
+        from nanochat.common import run_main
+
+        run_main(main)

@@ -4,12 +4,10 @@ import json
 import os
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.token_writer import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens
 from scripts import convert_shards, tok_shards, verify
@@ -127,30 +125,3 @@ def test_a_last_window_that_repeats_an_end_is_gone(tmp_path):
     told = json.loads((GOLDEN / "tiny.json").read_text())
     assert len(found) == told["documents"] and all(d.count(0) == 1 and d[-1] == 0 for d in found)
     assert found[0] == [*range(65, 75), 0] and found[2] == [*range(65, 73), 0]
-
-
-def test_what_cannot_be_converted_says_why_and_leaves_nothing(tmp_path):
-    def refused(folder, to, message):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            convert(tmp_path / folder, tmp_path / "out", to)
-        assert not list((tmp_path / "out").rglob("*.idx"))
-
-    write_pair(tmp_path / "prefix" / "a", [[1, 2], [3, 4, E]], [0, 1])
-    refused("prefix", "megatron", r"a\.bin: entry 1 has a prefix of 1 ids that does not repeat")
-    write_pair(tmp_path / "mixed" / "a", [[1, E]])
-    write_megatron(tmp_path / "mixed" / "b", [[[1, E]]], "<u2")
-    refused("mixed", "gpts", "mixes both")
-    (tmp_path / "large").mkdir()
-    with ShardWriter(tmp_path / "large" / "a", vocab_size=1 << 32) as writer:
-        writer.add(np.array([1 << 31]), [1], [0])
-    refused("large", "megatron", r"a\.bin: got uint32 ids 2147483648")
-    write_megatron(tmp_path / "negative" / "a", [[[-1]]], "<i4")
-    refused("negative", "gpts", r"a\.bin: got int32 ids -1")
-    write_megatron(tmp_path / "modes" / "a", [[[1]]], "<i4")
-    idx = tmp_path / "modes" / "a.idx"
-    idx.write_bytes(idx.read_bytes() + b"\3")  # the mode of its sequence
-    refused("modes", "gpts", r"a\.idx: its sequences have modes, as multimodal data has")
-    refused("none", "gpts", "no such data folder")
-    for out in (tmp_path / "large", tmp_path / "large" / "x", tmp_path):
-        with pytest.raises(ValueError, match="it is IN, or one lies in the other"):
-            convert(tmp_path / "large", out, "megatron")

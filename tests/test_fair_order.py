@@ -76,20 +76,6 @@ def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs):
         assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
 
 
-def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch):
-    push = BestFit.push
-
-    def dropping(self, key, length, *rest):
-        if length > 8 or hash(key) % 2:
-            push(self, key, length, *rest)
-
-    monkeypatch.setattr(BestFit, "push", dropping)
-    windows.cache_clear()
-    with pytest.raises(AssertionError):
-        test_a_window_has_documents_of_all_lengths_as_the_epoch_has("crop")
-    windows.cache_clear()
-
-
 # ---- a small folder of several kinds --------------------------------------------------------------------------------
 
 KINDS = ("book", "note", "page")
@@ -162,20 +148,7 @@ def test_every_window_of_a_small_mixed_folder_has_the_mix_of_shuffled_documents(
     assert largest < 4.5 and average < 0.7  # of 90 draws; a mean of 5 draws has 0.36
 
 
-def test_the_same_folder_shuffled_by_files_is_seen():
-    largest, average = misfits(False, "split")
-    assert largest > 4.5 and average > 0.7
-
-
 # ---- how many lanes -------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("documents, mean, lanes", [
-    (6_400, 700, 8),  # little data: never fewer than 8
-    (100_000, 100, 32), (1_000_000, 100, 64), (1_000_000, 20_000, 64), (20_000, 20_000, 8)])
-def test_default_lanes_follow_from_the_data(documents, mean, lanes):
-    fed = fed_lanes(np.full(10, documents // 10), np.full(10, mean), T=512)
-    assert default_lanes(256, fed=fed) == lanes
-
 
 @pytest.mark.parametrize("R, fed, W, V", [
     (64, 100, 1, 64), (64, 20, 1, 16), (64, 0, 1, 8), (64, 0, 16, 16), (60, 0, 1, 10), (60, 12, 1, 12), (4, 0, 1, 4),

@@ -9,7 +9,6 @@ import pytest
 from nanochat import checkpoint as checkpoint_module
 from nanochat.checkpoint import find_checkpoint, load_checkpoint
 from nanochat.run_dir import cursor_files, read_config, read_cursors
-from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train
 from tests import training
 from tests.training import as_bytes, die_after_step, digests, losses, refuse, succeed
@@ -148,31 +147,3 @@ def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint():
     shutil.rmtree(training.run_dir("origin"))  # from the first checkpoint on nobody needs it
     assert "at step 4" in succeed(**more).out
     assert len(digests()) == 6
-
-
-# ---- refused --------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("changed, words", [
-    ({"depth": 3}, ("another architecture", "no weight was loaded", "--model-tag", "n_layer: the checkpoint has 1,")),
-    ({"head_dim": 6}, ("another architecture", "n_head")),
-    ({"tokenizer": "other"}, ("trained with the tokenizer",)),
-    ({"lanes": 8, "init_data": "continue"}, ("--init-data continue", "of another stream", "--init-data fresh")),
-    ({"long_docs": "split", "init_data": "continue"}, ("--init-data continue", "long_docs")),
-    ({"init_from": "nobody"}, ("nobody", "origin")),
-    ({"init_from": "origin@5"}, ("'5'", "checkpoint-8, checkpoint-4")),
-    ({"init_from": "origin@4"}, ("pytorch_model.bin", "rotten"))])
-def test_what_cannot_begin_there_is_refused_before_a_weight_is_loaded(workplace, monkeypatch, changed, words):
-    damaged = checkpoint("checkpoint-4", "origin") / "model" / "pytorch_model.bin"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    if "tokenizer" in changed:
-        other = RustBPETokenizer.train_from_iterator(training.texts(150, seed=5), training.VOCAB_SIZE)
-        other.save(workplace / "other")
-        changed, words = {"tokenizer": workplace / "other"}, (*words, other.fingerprint)
-    monkeypatch.setattr("nanochat.checkpoint.load_plain", None)
-    message = refuse(**{"init_from": "origin@8", "num_iterations": 1, **changed})
-    for word in words:
-        assert word in message, message
-    assert not [path for path in training.run_dir().rglob("*") if path.is_file() and not path.name.startswith(".")]
-    monkeypatch.undo()
-    if "init_data" in changed:
-        succeed(**{"init_from": "origin@8", "num_iterations": 1, **changed, "init_data": "fresh"})

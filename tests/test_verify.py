@@ -256,12 +256,3 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_problem(trained, caps
     monkeypatch.setattr(verify, "check_checkpoint", deleting)
     code, problems, out = run(capsys, trained)
     assert (code, problems) == (0, []) and "checkpoint-10: the run deleted it meanwhile" in out
-    with pytest.raises(FileNotFoundError, match="no run 'd13'"):
-        run(capsys, "d13")
-
-
-def test_nothing_to_verify_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no such file or folder"):
-        verify.main([str(tmp_path / "no")])
-    with pytest.raises(ValueError, match=r"found nothing to verify, .*\(text has no checksums of ours\)"):
-        verify.main([str(tmp_path)])

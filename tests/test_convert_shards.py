@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens
 from scripts import convert_shards, tok_shards, verify
-from tests.token_files import GOLDEN, E, write_megatron, write_pair
+from tests.token_files import GOLDEN, E, write_pair
 from tests.toy import examples, some_texts, write_jsonl, write_parquet
 
 
@@ -105,16 +105,6 @@ def test_foreign_windows_become_the_documents_they_were_cut_from(tmp_path_factor
         convert(root / "in", root / "there", "megatron", f"--eod={E}")
         convert(root / "there", root / "back", "gpts")
     assert entries_of(root / "there" / "a.b.bin") == entries_of(root / "back" / "a.b.bin") == documents
-
-
-@given(st.lists(st.lists(st.lists(st.integers(0, 90), max_size=4), max_size=3), min_size=1, max_size=8),
-       st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]))
-@settings(max_examples=examples(0.2))
-def test_sequences_of_any_megatron_document_are_joined(tmp_path_factory, documents, dtype):
-    root = tmp_path_factory.mktemp("root")
-    write_megatron(root / "in" / "a", documents, dtype)
-    convert(root / "in", root / "there", "gpts")
-    assert entries_of(root / "there" / "a.bin") == [[i for s in d for i in s] for d in documents]
 
 
 def test_a_last_window_that_repeats_an_end_is_gone(tmp_path):

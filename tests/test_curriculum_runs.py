@@ -16,9 +16,6 @@ SMALL = {
     "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
     "data_format": "shards", "warmup_steps": 0}
 BUCKETS = {"code": 25, "tiny": 3, "web": 40}  # documents in each of the two files for training
-Mix = dict[str, float]
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """text/BUCKET with three files each, the last for validation, and shards of them: whole, and in windows."""
@@ -151,21 +148,16 @@ def test_the_file_may_allow_it_and_more_passes_keep_a_bucket_from_running_dry(wo
     assert events("dropped", "more") == []
 
 
-def test_two_processes_halt_together_and_go_on_together(workplace):
+def test_two_processes_halt_together_and_resume_together(workplace):
     mix = mix_file(DRY)
     settings = command(mix, dry=True)
     group = training.start(2, **settings)
     assert group.wait() == [3, 3], group.text()
     assert group.text().count("halted: ") == 1 and "Traceback" not in group.text()
-    step = len(digests())
-    assert checkpoints() == [f"checkpoint-{step}-shutdown"]
+    assert checkpoints() == [f"checkpoint-{len(digests())}-shutdown"]
     training.finish(2, **settings, allow_bucket_exhaustion=True)
     succeed(mix, dry=True, allow_bucket_exhaustion=True, model_tag="one")
     assert digests() == digests("one") and rows("final") == rows("final", "one")
-    two, one = ([[s[f"loss/{b}"] for b in ("code", "tiny", "web")] for s in steps(tag).values()]
-                for tag in ("run", "one"))
-    for a, b in zip(two, one, strict=True):
-        assert a == pytest.approx(b, abs=1e-3)
     lanes = [{e["bucket"]: e["lanes"] for e in events("dropped", tag)} for tag in ("run", "one")]
     assert lanes[0] == lanes[1] and lanes[0]["tiny"] >= 1, "lanes of both processes are counted"
 

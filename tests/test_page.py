@@ -111,19 +111,6 @@ def test_the_horizon_is_that_of_the_last_launch(tmp_path):
         assert f">40 / {shown}<" in write([path], tmp_path / "page.html")[0]
 
 
-def test_the_wait_of_a_resume_is_clipped_and_no_other_chart_is(tmp_path):
-    path = make_run(tmp_path / "run")
-    log = path / "logs" / "train.jsonl"
-    log.write_text(log.read_text().replace(
-        f'"digest": "{20:016x}", "loss": 6.0, "smooth_loss": 7.0, "lr": 1.0, "grad_norm": 0.5, "wait_s": 0.05',
-        f'"digest": "{20:016x}", "loss": 6.0, "smooth_loss": 7.0, "lr": 1.0, "grad_norm": 0.5, "wait_s": 9.0'))
-    text, data = write([path], tmp_path / "page.html")
-    clipped = [chart for chart in data["charts"] if "range" in chart.get("y", {})]
-    assert [chart["id"] for chart in clipped] == [page.CHARTS["wait_s"][0]] and "clipped" in clipped[0]["title"]
-    assert clipped[0]["y"]["range"] == [0, pytest.approx(75)] and "(clipped)" in text
-    assert max(curves(data["runs"][0])[page.CHARTS["wait_s"][0], "wait_s"]) == 9000
-
-
 def test_two_runs_show_what_differs_between_them(runs, tmp_path):
     write_json(runs[1] / "config.json", json.loads((runs[1] / "config.json").read_text()) | {"depth": 7})
     text, data = write(runs, tmp_path / "page.html")

@@ -14,11 +14,17 @@ import pytest
 from nanochat.common import write_json
 from nanochat.run_dir import keep_cursors, pack_cursors, read_log
 from scripts import page, report
-from tests.test_report import T, cursors
 from tests.training import PATIENCE_S
 
 EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
-STEPS, SPIKE = 40, 17
+T, STEPS, SPIKE = 15, 40, 17
+
+
+def cursors(read=96):
+    """Two lanes; of each 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
+    feed = {"epoch": 1, "documents": 4, "read": read, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
+            "padded": 0, "pending": 7}
+    return [{"lane": i, "row": 5, "buckets": {"data": feed}} for i in range(2)]
 
 
 def step(i, **more):

@@ -201,7 +201,6 @@ RESUMED = [  # a run that does not go on
     ("base_train --model-tag=run --resume=scratch --force --total-batch-size=1000", UNFINISHED,
      ("--total-batch-size",)),
     ("base_train --model-tag=run --seed=1", UNFINISHED, ("--seed", "--model-tag")),
-    ("validate --model-tag=run --seed=1", UNFINISHED, ()),
 ]
 
 READERS = [
@@ -300,8 +299,10 @@ def run_row(line: str) -> training.Outcome:
     return command(main, *argv)
 
 
-@pytest.mark.parametrize(("line", "files", "words"), [*DATA, *SHARDS, *FLAGS, *RESUMED, *READERS, *MAKERS],
-                         ids=lambda value: value if isinstance(value, str) else "")
+ROWS = [*DATA, *SHARDS, *FLAGS, *RESUMED, *READERS, *MAKERS]
+
+
+@pytest.mark.parametrize(("line", "files", "words"), ROWS, ids=[row[0] for row in ROWS])
 def test_what_is_wrong_is_one_sentence_and_changes_nothing(copied, monkeypatch, line, files, words):
     monkeypatch.chdir(copied)
     for name, content in files.items():
@@ -443,9 +444,9 @@ def test_a_mapped_file_that_is_truncated_under_a_run_is_named_by_its_status_and_
     group = training.start(hook=partial(training.after_step, 2, partial(truncate, path, 0)), **flags,
                            num_iterations=2000)
     assert group.wait() == [-signal.SIGBUS]
-    told = group.text()
-    assert "die of SIGBUS, one was cut short: scripts.status new and the next launch name it" in told
-    assert "Fatal Python error: Bus error" in told and "nanochat/tokens.py" in told
+    output = group.text()
+    assert "die of SIGBUS, one was cut short: scripts.status new and the next launch name it" in output
+    assert "Fatal Python error: Bus error" in output and "nanochat/tokens.py" in output
     assert status.main(["new"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
     assert str(path) in training.refuse(**flags)
 

@@ -100,19 +100,6 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
 
 # ---- layout ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kwargs, what", [
-    ({"world_size": 9}, r"9 processes but only 8 lanes.*--lanes"),
-    ({"rows_per_step": 25}, r"--lanes 8 does not divide the 25 rows"),
-    ({"device_batch_size": 0}, r"--device-batch-size: got 0"),
-    *(({"num_leaves": leaves}, r"--leaves: got .* at most the 8 lanes") for leaves in (0, 3, 16)),
-])
-def test_what_cannot_be_laid_out_names_the_flag(kwargs, what):
-    before = threading.active_count()
-    with pytest.raises(ValueError, match=what):
-        make_loader(**kwargs)
-    assert threading.active_count() == before
-
-
 @pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
     assert default_leaves(W, V) == K == Layout(V, V, 1, 0, W, K).num_leaves

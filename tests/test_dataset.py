@@ -74,18 +74,6 @@ def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
         list_parquet_files()
 
 
-def test_no_data_and_a_single_file_are_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*nanochat\.dataset"):
-        list_parquet_files(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError) as e:
-        list_parquet_files(tmp_path / "empty")
-    assert "--data-dir" not in str(e.value), "no advice points a download at a folder of the user's own"
-    write(tmp_path, "only.parquet")
-    with pytest.raises(ValueError, match=r"only\.parquet"):
-        next(parquets_iter_batched("train", data_dir=tmp_path))
-
-
 def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_file(tmp_path):
     write(tmp_path, "a.parquet", "b.parquet", "c.parquet", rows=250, group_size=100)
     ranks = [list(parquets_iter_batched("train", r, 2, data_dir=tmp_path)) for r in range(2)]

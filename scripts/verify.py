@@ -279,7 +279,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
     pairs: dict[Path, set[Path]] = {}
     checks: list[Check] = []  # of checkpoints and of kept cursors
-    closed: set[Path] = set()  # folders of checkpoints: the .bin files in there are no pairs
+    closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, losses of rows
     for p in [path, *sorted(below(path))]:
         hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
         if hidden or not closed.isdisjoint(p.parents):
@@ -299,6 +299,8 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
                     checks.append(partial(check_checkpoint, p))
             elif (parent, name) == ("logs", "cursors"):
                 checks.append(partial(check_cursors, p))
+            elif (parent, name) == ("logs", "rows"):
+                closed.add(p)
     if not (pairs or checks):
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or "
                          f"kept cursors at or below it (text has no checksums of ours); name another path")

@@ -39,6 +39,13 @@ def no_waits_for_the_disk():
         yield
 
 
+@pytest.fixture
+def base_dir(tmp_path, monkeypatch):
+    """The test's own base directory, which does not exist yet."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
     """The base directory of a finished run: read it, do not change it."""

@@ -30,6 +30,7 @@ from scripts import status, tok_shards, verify
 from tests import faults, training
 from tests.finished import command
 from tests.token_files import E, truncate, write_megatron, write_pair
+from tests.toy import tree
 from tests.training import as_flags, checkpoints, fingerprint, run_dir, state_of, succeed, texts, write_shard
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -175,6 +176,7 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("--window-pattern=SXL", ("window_pattern", "letters S")),
     ("--depth=0", ("--depth: got 0", "expected at least 1")),
     ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
+    ("d12", ("d12: this word has no place here; --model-tag=d12 names a run",)),
     ("--init-from=nobody", ("nobody", "run")),
     ("--init-from=run@5", ("'5'", "checkpoint-6, checkpoint-4")),
     ("--init-from=run --depth=3", ("another architecture", "no weight was loaded", "--model-tag", "n_layer")),
@@ -204,6 +206,8 @@ RESUMED = [  # a run that does not go on
 ]
 
 READERS = [
+    *((f"{script} --run=d12", {}, ("--run: a run is named without a flag, as in d12 and not --run=d12",))
+      for script in ("sample", "base_eval", "report", "infer_bench", "status")),
     ("status d2", {}, ("no run 'd2'",)),
     ("status run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
     ("status old", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("no launch told how the run stands",)),
@@ -452,10 +456,6 @@ def test_a_mapped_file_that_is_truncated_under_a_run_is_named_by_its_status_and_
 
 
 # ---- disks that cannot be written -----------------------------------------------------------------------------------
-
-def tree(folder: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
-
 
 def pretokenize(base: Path, out: Path) -> training.Outcome:
     tokenizer = next(path for path in (base / "tokenizer", base / "shards" / "tokenizer") if path.exists())

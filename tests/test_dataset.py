@@ -28,10 +28,7 @@ from nanochat.text import as_parquet, open_parquet, read_batches
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
-
-@pytest.fixture(autouse=True)
-def base_dir(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+pytestmark = pytest.mark.usefixtures("base_dir")
 
 
 def parquet_bytes(seed, rows=300, group_size=100, **columns):

@@ -19,7 +19,7 @@ from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import tok_shards
 from tests import faults
-from tests.toy import some_texts, write_jsonl, write_parquet
+from tests.toy import some_texts, tree, write_jsonl, write_parquet
 from tests.training import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -50,11 +50,6 @@ def arguments(raw, out, tokenizer, *more):
 
 def run(raw, out, tokenizer, *more, num_workers=1, **kwargs):
     return tok_shards.main([*arguments(raw, out, tokenizer, *more), "--num-workers", str(num_workers)], **kwargs)
-
-
-def tree(folder):
-    """{name: bytes} of all files."""
-    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def check_state(out):

@@ -29,6 +29,7 @@ from scripts import tok_eval, tok_train
 from tests.token_files import patch, truncate
 from tests.toy import examples
 
+pytestmark = pytest.mark.usefixtures("base_dir")
 VOCAB_SIZE = 1024
 CORPUS = [*pydoc_data.topics.topics.values(),
           *(f"{i} -> 2024 {i**3 * 7919}, naïve café 한국어 中文 🙂" for i in range(300))]
@@ -47,12 +48,6 @@ def tok():
 @pytest.fixture(scope="session")
 def other():
     return RustBPETokenizer.train_from_iterator(CORPUS, VOCAB_SIZE - 100)
-
-
-@pytest.fixture(autouse=True)
-def base_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "base"
 
 
 @pytest.fixture

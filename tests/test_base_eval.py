@@ -37,13 +37,8 @@ def run(base):
 def first_result(base):
     # more than one group, so that two ranks share a task; of the tasks those with short prompts
     make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8, labels=KINDS)
-    return evaluate("--device-batch-size=8")
-
-
-def evaluate(*flags):
-    """The result of an evaluation."""
-    argv = ["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", *flags]
-    assert base_eval.main(argv) == 0
+    assert base_eval.main(["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}",
+                           "--device-batch-size=8"]) == 0
     return json.loads((training.run_dir() / "eval.json").read_text())
 
 

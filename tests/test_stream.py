@@ -260,14 +260,10 @@ def test_of_a_long_document_split_keeps_what_is_not_used_compressed():
 
 # ---- curricula ------------------------------------------------------------------------------------------------------
 
-def mixed(V, T, **kwargs):
-    phases = [Phase(40 * T * V, {"a": 3, "b": 1}), Phase(40 * T * V, {"a": 1, "b": 1})]
-    return StreamConfig(T=T, V=V, buffer_size=4, curriculum=Curriculum(phases, **kwargs))
-
-
 def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_was():
     sources = {"a": fixed_source(), "b": fixed_source(4, 7, "other"), "c": fixed_source(6, 9, "new")}
-    old = mixed(2, 16, max_epochs={"a": 0, "b": 0})
+    old = StreamConfig(T=16, V=2, buffer_size=4, curriculum=Curriculum(
+        [Phase(40 * 32, {"a": 3, "b": 1}), Phase(40 * 32, {"a": 1, "b": 1})], max_epochs={"a": 0, "b": 0}))
     new = StreamConfig(T=16, V=2, buffer_size=4, curriculum=Curriculum(
         [Phase(40 * 32, {"b": 1, "c": 1})], max_epochs={"b": 0, "c": 0}))
     stream = Stream(old, {k: sources[k] for k in "ab"}, range(2), tokenizer="t")

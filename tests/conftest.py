@@ -39,6 +39,34 @@ def no_waits_for_the_disk():
         yield
 
 
+@pytest.fixture
+def base_dir(tmp_path, monkeypatch):
+    """The test's own base directory, which does not exist yet."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The base directory of a finished run: read it, do not change it."""
+    from tests import finished
+
+    path = tmp_path_factory.mktemp("finished").resolve()
+    finished.train(path)
+    return path
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A base directory with a copy of that run, in which this test runs."""
+    from tests import finished as module
+    from tests import training
+
+    with training.workplace(tmp_path.resolve(), **module.RUN) as path:
+        module.copy(finished, path)
+        yield path
+
+
 @pytest.fixture(scope="module")
 def running_store():
     """An object store on this machine."""

@@ -1,15 +1,11 @@
 """Evaluation of a run: its bits per byte are training's, and neither batch size nor processes move them."""
 
 import json
-import os
-import pydoc_data.topics
 import shutil
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat.core_eval import GROUP
@@ -17,58 +13,33 @@ from nanochat.engine import KVCache, load_model
 from nanochat.run_dir import find_run, read_log
 from nanochat.start_run import open_run
 from nanochat.stream import open_stream
-from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_eval, base_train, infer_bench, sample, validate
+from scripts import base_eval, infer_bench, sample
 from tests import training
-from tests.toy import write_parquet
+from tests.finished import RUN, STEPS, copy
 
-T, STEPS, EVAL_TOKENS = 32, 3, 32 * 24
-TRAIN = {"depth": 2, "aspect-ratio": 12, "head-dim": 12, "max-seq-len": T, "total-batch-size": T * 8, "lanes": 4,
-         "device-batch-size": 8, "buffer-size": 16, "overlap": 8, "num-iterations": STEPS, "warmup-steps": 1,
-         "eval-every": STEPS, "eval-tokens": EVAL_TOKENS, "sample-every": -1, "tokenizer-threads": 1,
-         "device-type": "cpu", "model-tag": "tiny"}
+T, EVAL_TOKENS = training.T, RUN["eval_tokens"]
 MODES, KINDS = "core,bpb,sample", ("choices", "schema", "text")
 
 
-def some_documents(num):
-    prose = " ".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    return [prose[i * 300:i * 300 + 40 + 13 * (i % 20)] for i in range(num)]
-
-
 @pytest.fixture(scope="module", autouse=True)
-def base(tmp_path_factory):
-    """A base directory with a run of three steps."""
-    path = tmp_path_factory.mktemp("base")
-    texts = some_documents(400)
-    for i in range(4):
-        write_parquet(path / "data" / f"shard_{i}.parquet", texts[i * 100:i * 100 + 100], 32)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(path))
-        RustBPETokenizer.train_from_iterator(texts, 300).save(path / "tokenizer")
-        assert base_train.main([f"--{k}={v}" for k, v in TRAIN.items()] + [f"--data-path={path / 'data'}"]) == 0
+def base(finished, tmp_path_factory):
+    with training.workplace(tmp_path_factory.mktemp("eval"), **RUN) as path:
+        copy(finished, path)
         yield path
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
 def run(base):
-    return base / "runs" / "tiny"
+    return base / "runs" / "run"
 
 
 @pytest.fixture(scope="module")
 def first_result(base):
     # more than one group, so that two ranks share a task; of the tasks those with short prompts
     make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8, labels=KINDS)
-    return evaluate("--device-batch-size=8")
-
-
-def evaluate(*flags):
-    """The result of an evaluation."""
-    argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", *flags]
-    assert base_eval.main(argv) == 0
-    return json.loads((Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / "tiny" / "eval.json").read_text())
+    assert base_eval.main(["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}",
+                           "--device-batch-size=8"]) == 0
+    return json.loads((training.run_dir() / "eval.json").read_text())
 
 
 def figures(result):
@@ -85,7 +56,7 @@ def test_it_says_what_training_said(run, first_result):
 @pytest.mark.parametrize("B, processes", [(5, 1), (1, 2)])
 def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, processes):
     path = base / f"other-{B}.json"
-    argv = ["tiny", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}",
+    argv = ["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}",
             f"--json={path}"]
     if processes == 1:
         assert base_eval.main(argv) == 0
@@ -99,7 +70,7 @@ def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, p
     assert len(other["core"]["results"]) == 3
     for exact in ("unigram_bpb", "samples", "core"):
         assert other[exact] == first_result[exact]
-    assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "tiny" / "eval.csv").read_bytes()
+    assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "run" / "eval.csv").read_bytes()
 
 
 def test_the_unigram_model_is_the_one_of_the_first_training_rows(run, first_result):
@@ -120,12 +91,12 @@ def test_the_unigram_model_is_the_one_of_the_first_training_rows(run, first_resu
 def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(base, first_result, capsys):
     """Regression: every model, one of code too, was asked to go on with the same six English sentences."""
     samples = first_result["samples"]
-    held_out = some_documents(400)[300:]
+    held_out = training.texts(96, seed=3)
     assert len(samples["unprompted"]) == 4 and len(samples["prompted"]) == 6
     begins = [next(n for n in range(len(text), -1, -1) if any(d.startswith(text[:n]) for d in held_out))
               for text in samples["prompted"]]
     assert min(begins) > 5, "a sample does not begin as one of the documents"
-    assert sample.main(["tiny", "--device-type=cpu", "--max-tokens=4"]) == 0
+    assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     texts = [text.strip("\n") for text in capsys.readouterr().out.split("-" * 80)[1:]]
     assert len(texts) == 6 and all(any(d.startswith(text[:5]) for d in held_out) for text in texts)
 
@@ -137,7 +108,7 @@ def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_p
     texts = [text.strip("\n")[:3] for text in capsys.readouterr().out.split("-" * 80)[1:]]
     assert texts == ["Wat", "Wat", "Air", "Air"]
     monkeypatch.setattr(sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data")))
-    assert sample.main(["tiny", "--device-type=cpu", "--max-tokens=4"]) == 0
+    assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     assert capsys.readouterr().out.count("-" * 80) == 1
 
 
@@ -150,31 +121,12 @@ def test_a_checkpoint_can_be_named_and_its_model_is_used(base, run, first_result
     assert meta["step"] == STEPS and not model.training
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["other"], "no run 'other'"), (["--eval=bpb,mmlu"], "--eval: got 'mmlu', expected some of core"),
-    (["--eval=core", "--eval-bundle=/nowhere"], "/nowhere/core.yaml: not there"), (["--dtype=int8"], "--dtype")])
-def test_bad_flags_are_clear_errors(flags, message):
-    with pytest.raises((ValueError, OSError), match=message):
-        base_eval.main(["--device-type=cpu", *flags])
-
-
-@pytest.mark.parametrize("script, flag", [
-    (base_eval, "--eval-tokens=0"), (base_eval, "--device-batch-size=-2"), (base_eval, "--unigram-tokens=0"),
-    (infer_bench, "--batch-sizes=0"), (infer_bench, "--decode-tokens=1"), (infer_bench, "--prompt-tokens=0"),
-    (infer_bench, "--rounds=0"), (validate, "--world-size=0")])
-def test_a_number_that_is_too_small_is_a_clear_error(script, flag, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        script.main([flag])
-    name, value = flag.split("=")
-    assert f"error: argument {name}: got {value}, expected at least" in capsys.readouterr().err
-
-
 def test_without_a_name_the_only_run_is_meant(base, run):
     assert find_run(None) == run
     second = base / "runs" / "second"
     (second / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     try:
-        with pytest.raises(ValueError, match=r"which run\? In .* there are 2 \(second, tiny\); name one"):
+        with pytest.raises(ValueError, match=r"which run\? In .* there are 2 \(run, second\); name one"):
             base_eval.main(["--device-type=cpu"])
     finally:
         shutil.rmtree(second)
@@ -182,11 +134,11 @@ def test_without_a_name_the_only_run_is_meant(base, run):
 
 def test_speed_is_measured_for_each_number_of_rows(base, capsys):
     flags = ["--device-type=cpu", "--decode-tokens=3", "--prompt-tokens=4", "--rounds=1"]
-    assert infer_bench.main([*flags, "tiny", "--batch-sizes", "1", "2"]) == 0
+    assert infer_bench.main([*flags, "run", "--batch-sizes", "1", "2"]) == 0
     out = capsys.readouterr().out
     assert "a prompt of 4 tokens, then 3 a row" in out and "decode tok/s" in out
     one, two = json.loads(out.splitlines()[-1])["batches"]
-    model, _, _ = load_model(base / "runs" / "tiny", "cpu")
+    model, _, _ = load_model(base / "runs" / "run", "cpu")
     assert (one["rows"], one["cache_bytes"]) == (1, KVCache(1, 7, model=model).k.nbytes * 2)
     assert two["cache_bytes"] == 2 * one["cache_bytes"] and two["decode_tokens_per_s"] == 2 / two["decode_step_s"]
     assert len([*infer_bench.times(model, [1, 2, 3], 2, 5)]) == 5, "no token ends a row"

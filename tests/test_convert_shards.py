@@ -4,16 +4,14 @@ import json
 import os
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.pretokenize import ShardWriter
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens
 from scripts import convert_shards, tok_shards, verify
-from tests.token_files import GOLDEN, E, write_megatron, write_pair
+from tests.token_files import GOLDEN, E, write_pair
 from tests.toy import examples, some_texts, write_jsonl, write_parquet
 
 
@@ -109,16 +107,6 @@ def test_foreign_windows_become_the_documents_they_were_cut_from(tmp_path_factor
     assert entries_of(root / "there" / "a.b.bin") == entries_of(root / "back" / "a.b.bin") == documents
 
 
-@given(st.lists(st.lists(st.lists(st.integers(0, 90), max_size=4), max_size=3), min_size=1, max_size=8),
-       st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]))
-@settings(max_examples=examples(0.2))
-def test_sequences_of_any_megatron_document_are_joined(tmp_path_factory, documents, dtype):
-    root = tmp_path_factory.mktemp("root")
-    write_megatron(root / "in" / "a", documents, dtype)
-    convert(root / "in", root / "there", "gpts")
-    assert entries_of(root / "there" / "a.bin") == [[i for s in d for i in s] for d in documents]
-
-
 def test_a_last_window_that_repeats_an_end_is_gone(tmp_path):
     """gpt-simple's golden shard has such windows; its documents are known by their ids."""
     shutil.copytree(GOLDEN, tmp_path / "in")
@@ -127,30 +115,3 @@ def test_a_last_window_that_repeats_an_end_is_gone(tmp_path):
     told = json.loads((GOLDEN / "tiny.json").read_text())
     assert len(found) == told["documents"] and all(d.count(0) == 1 and d[-1] == 0 for d in found)
     assert found[0] == [*range(65, 75), 0] and found[2] == [*range(65, 73), 0]
-
-
-def test_what_cannot_be_converted_says_why_and_leaves_nothing(tmp_path):
-    def refused(folder, to, message):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            convert(tmp_path / folder, tmp_path / "out", to)
-        assert not list((tmp_path / "out").rglob("*.idx"))
-
-    write_pair(tmp_path / "prefix" / "a", [[1, 2], [3, 4, E]], [0, 1])
-    refused("prefix", "megatron", r"a\.bin: entry 1 has a prefix of 1 ids that does not repeat")
-    write_pair(tmp_path / "mixed" / "a", [[1, E]])
-    write_megatron(tmp_path / "mixed" / "b", [[[1, E]]], "<u2")
-    refused("mixed", "gpts", "mixes both")
-    (tmp_path / "large").mkdir()
-    with ShardWriter(tmp_path / "large" / "a", vocab_size=1 << 32) as writer:
-        writer.add(np.array([1 << 31]), [1], [0])
-    refused("large", "megatron", r"a\.bin: got uint32 ids 2147483648")
-    write_megatron(tmp_path / "negative" / "a", [[[-1]]], "<i4")
-    refused("negative", "gpts", r"a\.bin: got int32 ids -1")
-    write_megatron(tmp_path / "modes" / "a", [[[1]]], "<i4")
-    idx = tmp_path / "modes" / "a.idx"
-    idx.write_bytes(idx.read_bytes() + b"\3")  # the mode of its sequence
-    refused("modes", "gpts", r"a\.idx: its sequences have modes, as multimodal data has")
-    refused("none", "gpts", "no such data folder")
-    for out in (tmp_path / "large", tmp_path / "large" / "x", tmp_path):
-        with pytest.raises(ValueError, match="it is IN, or one lies in the other"):
-            convert(tmp_path / "large", out, "megatron")

@@ -13,9 +13,15 @@ import torch
 
 import nanochat.dataloader as module
 from nanochat.common import block, permutation
-from nanochat.dataloader import DataLoader, Dry, StepLayout, default_leaves, validation_config, validation_loader
+from nanochat.dataloader import (
+    DataLoader,
+    StepLayout,
+    default_leaves,
+    validation_config,
+    validation_loader,
+)
 from nanochat.order import StreamConfig
-from nanochat.stream import Stream, ledger
+from nanochat.stream import ledger
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
 
 CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)
@@ -43,33 +49,21 @@ def alive(batch):
 
 # ---- batches --------------------------------------------------------------------------------------------------------
 
-def test_batches_have_the_stated_shapes_types_and_numbers():
-    with make_loader(with_doc_ids=True, start_step=5) as loader:
-        assert loader.micro_batches_per_step == 6
-        for step in (5, 6):
-            batches = take_step(loader)
-            assert loader.step == step + 1
-            for b in batches:
-                assert b.inputs.shape == b.targets.shape == b.doc_ids.shape == (4, 16)
-                assert (b.inputs.dtype, b.targets.dtype, b.doc_ids.dtype) == (torch.int64, torch.int64, torch.int32)
-        assert loader.step == 7
-    with make_loader() as loader:
-        assert next(loader).doc_ids is None
-
-
 @pytest.mark.parametrize("layout", ["crop", "split", "concat"])
 def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_says(layout):
     config = replace(CONFIG, layout="concat") if layout == "concat" else replace(CONFIG, long_docs=layout)
     off = 0
-    with make_loader(config) as loader:
+    with make_loader(config, start_step=5) as loader:
         for rows in step_rows(config, steps=3):
             batches = take_step(loader)
+            assert {(b.inputs.dtype, b.targets.dtype, b.doc_ids) for b in batches} == {(torch.int64, torch.int64, None)}
             inputs = torch.cat([b.inputs for b in batches]).numpy()
             targets = torch.cat([b.targets for b in batches]).numpy()
             for i, (tokens, live) in enumerate(rows):
                 assert inputs[i].tolist() == tokens[:-1].tolist()
                 assert targets[i].tolist() == np.where(live[1:], tokens[1:].astype(int), -100).tolist()
                 off += int((live[1:] == 0).sum())
+        assert loader.step == 8
     assert (off > 0) == (layout == "split"), "the case: repeated context"
 
 
@@ -98,6 +92,7 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
             assert batch.inputs.shape == (B, 16)
             live = alive(batch).tolist()
             assert live == sorted(live, reverse=True), "dead rows come last"
+            assert (batch.inputs[~alive(batch)] == BOS).all()
             dead += live.count(False)
             found = [rows.index(batch.inputs[i].tolist()) for i in range(B) if live[i]]
             assert len({leaf_of[i] for i in found}) <= 1
@@ -109,30 +104,7 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
         assert dead, "the case: leaves of 6 rows in batches of 5"
 
 
-def test_dead_rows_are_bos_with_all_targets_off_and_not_in_the_digest():
-    with make_loader(device_batch_size=24) as full, make_loader(device_batch_size=7, with_doc_ids=True) as padded:
-        for _ in range(3):
-            take_step(full)
-            last = take_step(padded)[-1]
-            assert alive(last).tolist() == [True] * 3 + [False] * 4
-            assert (last.inputs[3:] == BOS).all() and (last.targets[3:] == -100).all()
-            assert (last.doc_ids[3:] == 0).all()
-            assert padded.digest == full.digest != 0
-
-
 # ---- layout ---------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("kwargs, what", [
-    ({"world_size": 9}, r"9 processes but only 8 lanes.*--lanes"),
-    ({"rows_per_step": 25}, r"--lanes 8 does not divide the 25 rows"),
-    ({"device_batch_size": 0}, r"--device-batch-size: got 0"),
-])
-def test_what_cannot_be_laid_out_names_the_flag(kwargs, what):
-    before = threading.active_count()
-    with pytest.raises(ValueError, match=what):
-        make_loader(**kwargs)
-    assert threading.active_count() == before
-
 
 @pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
@@ -163,29 +135,17 @@ def test_what_was_prefetched_but_not_used_is_not_in_the_state():
 
 # ---- ends and errors ------------------------------------------------------------------------------------------------
 
-class Failing:
-    """A source that fails when a unit of one group is fetched."""
+def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins(monkeypatch):
+    before, source = set(threading.enumerate()), fixed_source(num_groups=20)
+    third, read = int(permutation(20, 0, "b", 0)[2]), source.read
 
-    def __init__(self, inner, group):
-        self.inner, self.group = inner, group
+    def failing(group, *args):
+        if group == third:
+            raise ValueError("shard_00003: cannot be read") from OSError("the disk is on fire")
+        return read(group, *args)
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def read(self, group, *args):
-        if group == self.group:
-            try:
-                raise OSError("the disk is on fire")
-            except OSError as e:
-                raise ValueError("shard_00003: cannot be read") from e
-        return self.inner.read(group, *args)
-
-
-def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins():
-    before = set(threading.enumerate())
-    third = int(permutation(20, 0, "b", 0)[2])
-    loader = make_loader(replace(CONFIG, V=1), Failing(fixed_source(num_groups=20), third), rows_per_step=1,
-                         device_batch_size=1)
+    monkeypatch.setattr(source, "read", failing)
+    loader = make_loader(replace(CONFIG, V=1), source, rows_per_step=1, device_batch_size=1)
     good = 0
     for _ in range(2):  # the second call too
         with pytest.raises(ValueError, match="shard_00003: cannot be read") as caught:
@@ -198,55 +158,28 @@ def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_jo
     assert set(threading.enumerate()) <= before
 
 
-class Gated:
-    """A source that stands still at its n-th fetch until told to go on."""
+def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read(monkeypatch):
+    config, before = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2), set(threading.enumerate())
+    source, reached, resume = fixed_source(num_groups=30, group_size=20), threading.Event(), threading.Event()
+    read = source.read
 
-    def __init__(self, inner, n):
-        self.inner, self.n, self.count = inner, n, 0
-        self.reached, self.go_on = threading.Event(), threading.Event()
+    def gated(*args):
+        if len(source.asked) == 19:
+            reached.set()
+            resume.wait(20)
+        return read(*args)
 
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def read(self, *args):
-        self.count += 1
-        if self.count == self.n:
-            self.reached.set()
-            self.go_on.wait(20)
-        return self.inner.read(*args)
-
-
-def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read():
-    config = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2)
-    source = Gated(fixed_source(num_groups=30, group_size=20), 20)
-    before = set(threading.enumerate())
+    monkeypatch.setattr(source, "read", gated)
     loader = make_loader(config, source, rows_per_step=160)
-    assert source.reached.wait(20)
+    assert reached.wait(20)
     closing = threading.Thread(target=loader.close)
     closing.start()
     while not loader.stream.pool._shutdown:
         threading.Event().wait(0.001)
-    source.go_on.set()
+    resume.set()
     closing.join(20)
     assert not closing.is_alive() and set(threading.enumerate()) <= before
-    assert source.count <= 21
-
-
-def test_the_lane_that_is_named_is_the_one_that_gave_too_few_rows():
-    """Lane 1's share holds fewer tokens than lane 0's, and it runs dry after the first of its two rows of a step."""
-    lengths = [[7] * 16 + [1] * 16]
-    for seed in range(40):  # a seed with which lane 1 has an odd number of rows, and fewer than lane 0
-        config = StreamConfig(T=8, V=2, seed=seed, layout="concat", max_epochs=1, unit_size=1)
-        stream = Stream(config, {"b": numbered(lengths)}, range(2), tokenizer="t", num_threads=1)
-        rows = Counter(row.lane for row in stream.next_rows(100))
-        stream.close()
-        if rows[1] % 2 and rows[1] < rows[0] - 1:
-            break
-    assert rows[1] % 2 and rows[1] < rows[0] - 1, "the case"
-    with make_loader(config, numbered(lengths), rows_per_step=4) as loader:
-        with pytest.raises(Dry, match=f"step {rows[1] // 2}: lane 1 "):
-            while True:
-                next(loader)
+    assert len(source.asked) <= 21
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
@@ -350,16 +283,6 @@ def test_nanochat_loaders_resume_with_the_very_next_row(nanochat_home, make):
     assert straight[130][2]["epoch"] > 1, "the case: past the first epoch"
 
 
-def test_nanochat_loaders_without_state_give_the_same_batches(nanochat_home):
-    pairs = [
-        (bos_bestfit(), module.tokenizing_distributed_data_loader_bos_bestfit(
-            ByteTokenizer(), 4, 32, "train", device="cpu", tokenizer_threads=1, buffer_size=64)),
-        (concat(), module.tokenizing_distributed_data_loader(4, 32, split="train", device="cpu", tokenizer_threads=1))]
-    for with_state, without in pairs:
-        for (x, y, _), batch in zip(some(with_state, 3), some(without, 3), strict=True):
-            assert len(batch) == 2 and torch.equal(batch[0], x) and torch.equal(batch[1], y)
-
-
 @pytest.mark.parametrize("make", [bos_bestfit, concat])
 def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_that_can(nanochat_home, monkeypatch,
                                                                                        make):
@@ -371,14 +294,11 @@ def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_t
         be_rank(monkeypatch, rank, world_size)
         with pytest.raises(ValueError, match=rf"rank 1 of 2, here is rank {rank} of {world_size}.*DataLoader"):
             next(make(resume_state_dict=state))
-
-
-def test_nanochat_loaders_refuse_an_unknown_split_and_other_settings(nanochat_home):
-    with pytest.raises(ValueError, match="split: got 'test'"):
-        next(bos_bestfit("test"))
-    state = some(bos_bestfit(), 1)[0][2]
+    be_rank(monkeypatch, 1, 2)
     with pytest.raises(ValueError, match="T: 32 there, 16 here"):
-        next(bos_bestfit(T=16, resume_state_dict=state))
+        next(make(T=16, resume_state_dict=state))
+    with pytest.raises(ValueError, match="split: got 'test'"):
+        next(make("test"))
 
 
 @pytest.mark.parametrize("make", [bos_bestfit, concat])
@@ -393,15 +313,9 @@ def test_the_state_of_nanochats_own_loaders_is_one_sentence(nanochat_home, make,
 def test_nanochat_loaders_put_batches_on_the_device_that_is_available(nanochat_home, monkeypatch):
     """Regression: the default was cuda, everywhere."""
     monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "meta")
-    loader = module.tokenizing_distributed_data_loader_bos_bestfit(ByteTokenizer(), 4, 32, "train")
-    assert [part.device.type for part in some(loader, 1)[0]] == ["meta", "meta"]
-
-
-@pytest.mark.parametrize("leaves", [0, 3, 16])
-def test_leaves_that_are_no_power_of_two_or_more_than_the_lanes_name_the_flag(leaves):
-    with pytest.raises(ValueError, match=r"--leaves: got .* at most the 8 lanes"):
-        StepLayout(8, 8, 1, num_leaves=leaves)
-    assert StepLayout(8, 8, 1, num_leaves=8).num_blocks == 8
+    for loader in (module.tokenizing_distributed_data_loader_bos_bestfit(ByteTokenizer(), 4, 32, "train"),
+                   module.tokenizing_distributed_data_loader(4, 32, split="train")):  # those without a state
+        assert [part.device.type for part in some(loader, 1)[0]] == ["meta", "meta"]
 
 
 def test_beside_a_gpu_the_thread_works_on_its_own_one_and_sleeps_while_it_waits(monkeypatch):

@@ -31,10 +31,7 @@ from nanochat.tokens import check_format
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
-
-@pytest.fixture(autouse=True)
-def base_dir(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+pytestmark = pytest.mark.usefixtures("base_dir")
 
 
 def parquet_bytes(seed, rows=300, group_size=100, **columns):
@@ -75,18 +72,6 @@ def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
     write(folder, "zzz.parquet")
     with pytest.raises(ValueError, match=r"zzz\.parquet"):
         list_parquet_files()
-
-
-def test_no_data_and_a_single_file_are_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*nanochat\.dataset"):
-        list_parquet_files(tmp_path / "nowhere")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError) as e:
-        list_parquet_files(tmp_path / "empty")
-    assert "--data-dir" not in str(e.value), "no advice points a download at a folder of the user's own"
-    write(tmp_path, "only.parquet")
-    with pytest.raises(ValueError, match=r"only\.parquet"):
-        next(parquets_iter_batched("train", data_dir=tmp_path))
 
 
 def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_file(tmp_path):

@@ -1,18 +1,18 @@
 """Generation with a cache gives what the full forward gives."""
 
-import dataclasses
 import json
 import shutil
 
 import pytest
 import torch
 
-from nanochat import checkpoint as ckpt
-from nanochat import run_dir as rd
+from nanochat.checkpoint import MODEL_CONFIG_NAME, load_checkpoint
 from nanochat.engine import Engine, KVCache, load_model, sample_next_token
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import RustBPETokenizer
-from tests.test_checkpoint import reseal, states
+from tests import training
+from tests.finished import STEPS
+from tests.test_checkpoint import reseal
 
 CONFIG = GPTConfig(sequence_len=150, vocab_size=70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32)
 BOS = 69
@@ -155,74 +155,67 @@ def test_impossible_requests_are_refused(model):
         two.prefill(one)
 
 
-# ---- a model from a checkpoint alone ----------------------------------------------------------------
+# ---- a model from a checkpoint alone --------------------------------------------------------------------------------
 
 @pytest.fixture
-def trained(tmp_path, monkeypatch):
-    """A run "tiny" whose final checkpoint holds a real model, with its tokenizer beside it."""
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    run = rd.run_path("tiny")
-    rd.open_folders(run)
-    (run / "config.json").write_text('{"depth": 1}')
-    tokenizer = RustBPETokenizer.train_from_iterator(["to be or not to be, that is the question"] * 4, 280)
-    tokenizer.save(run / "tokenizer")
-    config = GPTConfig(sequence_len=16, vocab_size=tokenizer.get_vocab_size(), n_layer=1, n_head=2, n_kv_head=2,
-                       n_embd=16)
-    model = GPT(config)
-    model.init_weights(seed=3, compute_dtype=torch.float32)
-    torch.save(model(torch.arange(8)[None]).detach(), tmp_path / "expected.pt")
-    values = {**states(4), "states": {ckpt.MODEL_NAME: ckpt.to_host(dict(model.state_dict()))},
-              "model_config": dataclasses.asdict(config),
-              "trainer_state": {"tokenizer_fingerprint": tokenizer.fingerprint}}
-    ckpt.save_checkpoint(run, "final", step=4, **values)
-    return run
+def run(copied):
+    return training.run_dir()
 
 
-def test_a_model_is_rebuilt_from_the_run_alone(trained, tmp_path):
-    expected = torch.load(tmp_path / "expected.pt")
-    for path in ("tiny", trained, trained / "checkpoints" / "final"):
+def masters(run, dtype):
+    """The final model as it was trained."""
+    checkpoint = load_checkpoint(run / "checkpoints" / "final")
+    model = GPT(GPTConfig(**checkpoint.model_config))
+    model.init_weights(seed=0, compute_dtype=dtype)
+    model.load_state_dict(checkpoint.model_state())
+    model.set_compute_dtype(dtype)
+    return model
+
+
+def test_a_model_is_rebuilt_from_the_run_alone(run):
+    expected = masters(run, torch.float32)(torch.arange(8)[None])
+    for path in ("run", run, run / "checkpoints" / "final"):
         model, tokenizer, meta = load_model(path, "cpu", compute_dtype=torch.float32)
         assert torch.equal(model(torch.arange(8)[None]), expected) and not model.training
         assert tokenizer.decode(tokenizer.encode("to be")) == "to be"
-        assert meta["step"] == 4 and meta["model_config"]["n_embd"] == 16
+        assert meta["step"] == STEPS and meta["model_config"]["n_embd"] == 24
 
 
-def test_load_model_refuses_what_does_not_fit(trained):
-    final = trained / "checkpoints" / "final"
-    config = json.loads((final / ckpt.MODEL_CONFIG_NAME).read_text())
-    for n_embd, message in ((32, "another architecture"), (16, r"tokenizer.*--model-tag")):
-        (final / ckpt.MODEL_CONFIG_NAME).write_text(json.dumps({**config, "n_embd": n_embd}))
-        reseal(final)
-        with pytest.raises(ValueError, match=message):
-            load_model(final, "cpu")
-        shutil.rmtree(trained / "tokenizer")
-        RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(trained / "tokenizer")
-    with pytest.raises(FileNotFoundError, match="runs there: tiny"):
+def test_load_model_refuses_what_does_not_fit(run):
+    final = run / "checkpoints" / "final"
+    shutil.rmtree(run / "tokenizer")
+    RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(run / "tokenizer")
+    with pytest.raises(ValueError, match=r"tokenizer.*--model-tag"):
+        load_model(final, "cpu")
+    config = json.loads((final / MODEL_CONFIG_NAME).read_text())
+    (final / MODEL_CONFIG_NAME).write_text(json.dumps({**config, "n_embd": 36}))
+    reseal(final)
+    with pytest.raises(ValueError, match="another architecture"):
+        load_model(final, "cpu")
+    with pytest.raises(FileNotFoundError, match="runs there: run"):
         load_model("huge", "cpu")
-    rd.delete_checkpoint(final)
+    shutil.rmtree(run / "checkpoints")
     with pytest.raises(FileNotFoundError, match="no checkpoint; there are: none yet"):
-        load_model("tiny", "cpu")
+        load_model("run", "cpu")
 
 
-def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(trained):
-    model, _, _ = load_model("tiny", "cpu", compute_dtype=torch.bfloat16)
-    masters = GPT(model.config)
-    masters.init_weights(seed=3, compute_dtype=torch.bfloat16)
-    assert model.lm_head.weight.dtype == torch.bfloat16 != masters.lm_head.weight.dtype
+def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(run):
+    model, _, _ = load_model("run", "cpu", compute_dtype=torch.bfloat16)
+    trained = masters(run, torch.bfloat16)
+    assert model.lm_head.weight.dtype == torch.bfloat16 != trained.lm_head.weight.dtype
     assert model.resid_lambdas.dtype == torch.float32, "only what matrices are multiplied by"
     tokens = torch.arange(8)[None]
-    assert torch.equal(model(tokens), masters(tokens))
+    assert torch.equal(model(tokens), trained(tokens))
 
 
-def test_generation_takes_two_kernels_and_leaves_the_others_as_they_were(trained, monkeypatch):
+def test_generation_takes_two_kernels_and_leaves_the_others_as_they_were(model, monkeypatch):
     """Flash and efficient: neither cuDNN's nor the plain one."""
     cuda = torch.backends.cuda
-    model, tokenizer, _ = load_model("tiny", "cpu")
     seen, forward = [], model.forward
     monkeypatch.setattr(model, "forward", lambda *args, **kwargs: (
         seen.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
                      cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())),
         forward(*args, **kwargs))[1])
-    for _ in Engine(model, tokenizer).generate([1, 2], max_tokens=3, temperature=0):
+    for _ in Engine(model, ByteTokenizer()).generate([1, 2], max_tokens=3, temperature=0):
         assert cuda.cudnn_sdp_enabled() and cuda.math_sdp_enabled()
     assert set(seen) == {(True, True, False, False)}

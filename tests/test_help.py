@@ -36,19 +36,6 @@ def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, 
         help_.main(["xyzzy"])
 
 
-@pytest.mark.parametrize("command", ["sample", "eval", "report", "infer-bench", "status"])
-def test_a_run_is_named_without_a_flag_and_who_gives_one_is_told(command, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        help_.main([command, "--run=d12"])
-    assert "--run: a run is named without a flag, as in d12 and not --run=d12" in capsys.readouterr().err
-
-
-def test_a_new_run_is_named_by_a_flag_and_who_gives_a_word_is_told(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        help_.main(["train", "d12"])
-    assert "d12: this word has no place here; --model-tag=d12 names a run" in capsys.readouterr().err
-
-
 def test_completion_knows_commands_flags_and_choices(capsys, monkeypatch):
     assert help_.main(["completion", "bash"]) == 0
     told = capsys.readouterr().out

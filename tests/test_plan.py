@@ -94,27 +94,10 @@ def test_the_plan_is_what_happens(tmp_path_factory, data):
     assert Plan.from_json(plan.to_json()) == plan and describe(plan)
 
 
-def test_training_until_a_bucket_is_dry_finds_the_step_and_the_accounts_of_the_plan(tmp_path):
-    rng = np.random.default_rng(5)
-    sources = {name: source(tmp_path / name, [rng.integers(3, 60, n).tolist()] * 2)
-               for name, n in (("big", 900), ("small", 40))}
-    config = StreamConfig(T=16, V=4, buffer_size=8, curriculum=curriculum(
-        16, 4, [40, 400], [{"big": 1}, {"big": 2, "small": 1}]))
-    halted = both(config, sources, R=8, steps=220)
-    small = halted.buckets["small"]
-    assert 20 < halted.steps < 220 and small.dry_step == halted.steps and "small" in halted.halt
-    assert small.trained <= small.usable < small.asked and "runs dry at step" in warnings(halted)[0]
-    assert "(--allow-bucket-exhaustion)" in problem(halted)
-    dropped = both(config, sources, R=8, steps=220, drop_dry=True)
-    assert dropped.buckets["small"].dry_step == halted.steps
-    assert (dropped.steps == 220) == (not dropped.halt) == (not problem(dropped))
-    assert 0.8 < dropped.buckets["small"].usable / dropped.buckets["small"].trained <= 1
-
-
 @pytest.mark.parametrize(("kwargs", "windows"), [
     ({"layout": "binned"}, True), ({"layout": "binned", "pack": False}, True), ({}, False),
     ({"long_docs": "split", "overlap": 3}, False)])
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 80), (1, 10**4), (0, 80), (0, 600)])
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 10**4), (0, 600)])
 def test_the_figures_of_the_plan_are_those_of_a_count(tmp_path, kwargs, windows, epochs, steps):
     """Documents, passes and repeated tokens of the rows of a real stream, whose packer holds a part back. Where the
     bucket is not rehearsed, they come from a sample of a lane."""

@@ -94,16 +94,11 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
 
 # ---- files ----------------------------------------------------------------------------------------------------------
 
-def write(folder, ending, texts):
-    path = folder / f"in{ending}"
-    return write_parquet(path, texts) if ending == ".parquet" else write_jsonl(path, texts)
-
-
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("windows", [Windows(16, 4), Windows(7, 0), Windows(0)])
 def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, windows, monkeypatch):
     texts, seen = some_texts(60), set()
-    path = write(tmp_path, ending, texts)
+    path = (write_parquet if ending == ".parquet" else write_jsonl)(tmp_path / f"in{ending}", texts)
     for documents, chars in ((1, 10**9), (7, 10**9), (10**9, 10**9), (10**9, 50)):
         monkeypatch.setattr(module, "BATCH_DOCUMENTS", documents)
         monkeypatch.setattr(module, "BATCH_CHARS", chars)
@@ -211,11 +206,6 @@ def touch(root, names):
     return root
 
 
-def layout(root, **kwargs):
-    """{pair: input}."""
-    return {i.prefix(Path()).as_posix(): i.name for i in find_inputs(root, **kwargs)}
-
-
 @pytest.mark.parametrize("names, pairs, short", [
     (["web/b.jsonl", "web/a/z.parquet", "web/a/y.jsonl.gz", "code/only.jsonl", "web/notes.md", "web/.hidden/x.jsonl",
       ".git/x.jsonl", "README.md"],
@@ -229,7 +219,7 @@ def layout(root, **kwargs):
     (["w/a.v1.jsonl", "w/a.v2.jsonl", "w/a.jsonl"],
      {"train/w/a": "w/a.jsonl", "train/w/a.v1": "w/a.v1.jsonl", "val/w/a.v2": "w/a.v2.jsonl"}, [])])
 def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pairs, short, capsys):
-    assert layout(touch(tmp_path, names)) == pairs
+    assert {i.prefix(Path()).as_posix(): i.name for i in find_inputs(touch(tmp_path, names))} == pairs
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == short
 
 

@@ -22,11 +22,9 @@ GROUP = 8
 
 
 @pytest.fixture(autouse=True)
-def base_dir(tmp_path, monkeypatch):
+def small_groups(base_dir, monkeypatch):
     """Converted files go to a folder of the test's own, in small row groups."""
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", GROUP)
-    return tmp_path / "base"
 
 
 @pytest.fixture

@@ -25,17 +25,6 @@ def few_are_enough():
     mock.patch.multiple(spikes, ENOUGH=8, WINDOW=8).__enter__()
 
 
-def only_rank_0_skips():
-    few_are_enough()
-    whole = trainer.limits
-
-    def broken(*args):
-        return whole(*args) if trainer.get_dist_info()[1] == 0 else (math.inf, 1e9)
-
-    mock.patch.object(trainer, "limits", broken).__enter__()
-    mock.patch.object(trainer, "MOST_IN_A_ROW", 99).__enter__()
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """Flags of a run one of whose steps is noise."""
@@ -85,12 +74,6 @@ def test_killed_around_the_spike_and_moved_to_four_processes_it_ends_with_the_sa
     last = training.start(4, hook=few_are_enough, **corpus, model_tag="killed")
     assert last.wait() == [0] * 4, last.text()
     assert parted("straight", "killed") == set() and skipped("killed") == [BEFORE]
-
-
-def test_a_rank_that_skips_alone_is_seen(corpus):
-    group = training.start(2, hook=only_rank_0_skips, **corpus, model_tag="alone")
-    group.wait()
-    assert parted("straight", "alone") >= {"weights", "optimizer"}
 
 
 def test_ten_in_a_row_end_the_run_with_the_way_out(corpus):

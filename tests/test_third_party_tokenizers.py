@@ -514,10 +514,3 @@ def test_ids_alone_train_and_are_told_in_nats(workplace, capsys):
     assert "stands for ids and knows no text" in said
     said = training.refuse(**{**alone, "tokenizer": "ids:200:0", "model_tag": "small"})
     assert "outside the vocabulary of 200" in said
-
-
-def test_nanochats_pickle_tokenizes_and_is_kept_without_a_pickle(made, workplace, capsys):
-    assert tok_shards.main([f"--input-dir={workplace / 'text'}", f"--output-dir={workplace / 'theirs'}",
-                            f"--tokenizer={made['pickle']}", "--num-workers=1"]) == 0
-    assert sorted(os.listdir(workplace / "theirs" / "tokenizer")) == ["ranks.tiktoken", "tokenizer.json"]
-    assert get_tokenizer(workplace / "theirs" / "tokenizer").fingerprint == get_tokenizer(made["pickle"]).fingerprint

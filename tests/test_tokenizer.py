@@ -29,6 +29,7 @@ from scripts import tok_eval, tok_train
 from tests.token_files import patch, truncate
 from tests.toy import examples
 
+pytestmark = pytest.mark.usefixtures("base_dir")
 VOCAB_SIZE = 1024
 CORPUS = [*pydoc_data.topics.topics.values(),
           *(f"{i} -> 2024 {i**3 * 7919}, naïve café 한국어 中文 🙂" for i in range(300))]
@@ -47,12 +48,6 @@ def tok():
 @pytest.fixture(scope="session")
 def other():
     return RustBPETokenizer.train_from_iterator(CORPUS, VOCAB_SIZE - 100)
-
-
-@pytest.fixture(autouse=True)
-def base_dir(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    return tmp_path / "base"
 
 
 @pytest.fixture
@@ -201,15 +196,6 @@ def test_a_changed_file_is_refused_by_name(tok, tmp_path, damage):
         RustBPETokenizer.from_directory(tmp_path)
 
 
-def forge(folder, tok, *, ranks=None, **edit):
-    """Save a tokenizer with other contents."""
-    tok.save(folder)
-    saved = json.loads((folder / "tokenizer.json").read_text()) | edit
-    if ranks is not None:
-        (folder / "ranks.tiktoken").write_bytes(ranks)
-    (folder / "tokenizer.json").write_text(json.dumps(saved))
-
-
 LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
 
 
@@ -224,7 +210,12 @@ LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
     ({"training": None}, "training"),
 ])
 def test_a_forged_tokenizer_is_one_sentence_that_names_the_file(tok, tmp_path, edit, why):
-    forge(tmp_path, tok, **edit)
+    tok.save(tmp_path)
+    if "ranks" in edit:
+        (tmp_path / "ranks.tiktoken").write_bytes(edit["ranks"])
+    else:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(
+            json.loads((tmp_path / "tokenizer.json").read_text()) | edit))
     with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{why}.*tok_train"):
         RustBPETokenizer.from_directory(tmp_path)
 
@@ -343,9 +334,6 @@ def test_tok_train_reuses_the_tokenizer_of_the_same_arguments_and_files(data_dir
 
 
 def test_tok_train_refuses_at_once_to_replace_another_tokenizer(data_dir, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run_train(data_dir / "nowhere", "--vocab-size=264")
-    assert "--vocab-size: got 264, expected at least 265" in capsys.readouterr().err
     run_train(data_dir)
     assert capsys.readouterr().out.startswith("training a tokenizer of 600 tokens on ")
     with monkeypatch.context() as m:

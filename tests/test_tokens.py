@@ -1,7 +1,6 @@
 """Token files: what is written is read, in both formats and by every reader; whatever is broken is named; entries are
 documents of the stream."""
 
-import errno
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from nanochat import tokens
 from nanochat.common import hash_file
 from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.tokens import TokenFile, open_tokens, read_manifest
-from tests import faults
 from tests.token_files import GOLDEN, E, patch, truncate, windowed, write_folder, write_megatron, write_pair
 from tests.toy import examples
 
@@ -370,30 +368,6 @@ def test_a_manifest_that_changes_is_read_again(tmp_path):
 
 def add(*args):
     return lambda writer: writer.add(*map(np.array, args))
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_a_disk_without_room_leaves_nothing_or_what_was_there(tmp_path, old):
-    if old:
-        write_pair(tmp_path / "a", [[1, 2, E]])
-    before, at, changes = {p.name: p.read_bytes() for p in tmp_path.iterdir()}, 0, ("open", "write", "fsync")
-    with faults.watching(tmp_path, kinds=changes) as counted:
-        write_pair(tmp_path / "b", [[1, 2, E]])
-    for path in tmp_path.glob("b.*"):
-        path.unlink()
-    for at in range(len(counted.made)):
-        with faults.failing_at(at, errno.ENOSPC, below=tmp_path, kinds=changes):
-            with pytest.raises(OSError, match="No space left"):
-                write_pair(tmp_path / "a", [[1, 2, E]])
-        left = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-        if left != before:
-            assert "fsync" in counted.made[at] and "a.bin" in left, "the last steps only: all has been written"
-            assert "a.idx" not in left or len(open_tokens(tmp_path / "a.bin")) == 1, "no torn pair"
-            for path in tmp_path.iterdir():
-                path.unlink()
-            if old:
-                write_pair(tmp_path / "a", [[1, 2, E]])
-    assert at > 4 and len(before) == 2 * old
 
 
 @pytest.mark.parametrize("kind, act, message", [

@@ -130,6 +130,11 @@ def write_jsonl(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """{relative path: content} of all files below a folder."""
+    return {f.relative_to(folder).as_posix(): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
+
+
 # ---- digests --------------------------------------------------------------------------------------------------------
 
 def digest_of_row(index: int, tokens: Sequence[int], mask: Sequence[int]) -> int:

@@ -125,6 +125,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("--serve="):
         serve(*sys.argv[1].removeprefix("--serve=").split(","))
     else:
-        from nanochat.common import run_main
+        from nanochat.cli import run_main
 
         run_main(main)

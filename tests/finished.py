@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanochat.common import run_main
+from nanochat.cli import run_main
 from scripts import tok_shards
 from tests import training
 

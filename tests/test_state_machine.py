@@ -64,6 +64,8 @@ def undisturbed():
     with tempfile.TemporaryDirectory() as folder, training.workplace(Path(folder), **SETTINGS):
         training.succeed(num_iterations=LONGEST, save_every=1)
         run = training.run_dir()
+        optimizer = checkpoint.load_checkpoint(training.final()).optimizer_state()
+        assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"} and optimizer["step"] == LONGEST
         saved = {checkpoint.read_seal(path)["step"]: bits(path) for path in checkpoint.list_checkpoints(run)}
         vals = {event["step"]: event["bpb"] for event in training.events("val")}
         for _, cursors in map(run_dir.read_cursors, run_dir.cursor_files(run).values()):
@@ -179,7 +181,8 @@ class Life(RuleBasedStateMachine):
     def launch(self, world_size=1, how=None, hook=None, codes=(0,)):
         """Launch the run; exit code and output, once what must hold holds. What needs no other process is done here."""
         how = how or {}
-        before, lines, newest = files(self.run), len(training.events("started")), max(self.good.values(), default=0)
+        before, newest = training.fingerprint(self.run), max(self.good.values(), default=0)
+        launches = len(training.events("started"))
         if world_size == 1 and hook is None:
             outcome = training.run(num_iterations=self.horizon, **how)
             code, told = outcome.code, outcome.out + outcome.err
@@ -188,11 +191,11 @@ class Life(RuleBasedStateMachine):
             code, told = group.wait_or_kill(), group.text()
         assert code in codes, told
         if "nothing to do" in told:
-            assert newest == self.horizon and files(self.run) == before
+            assert newest == self.horizon and training.fingerprint(self.run) == before
             self.over = True
         elif self.over:
             raise AssertionError(f"a completed run went on: {told}")
-        for event in training.events("started")[lines:]:
+        for event in training.events("started")[launches:]:
             assert event["step"] == newest, "it did not go on from the newest good checkpoint"
             for name in self.damaged:
                 assert f"checkpoint {name} is passed over" in told or checkpoint_number(name) <= newest
@@ -326,8 +329,7 @@ class Life(RuleBasedStateMachine):
         hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(training.send, signal.SIGSTOP))
         group = training.start(1, hook=hook, num_iterations=self.horizon, **how)
         process = group.processes[0]
-        stat = Path(f"/proc/{process.pid}/stat")
-        training.wait_for(lambda: process.exitcode is not None or ") T" in stat.read_text())
+        training.wait_for(lambda: process.exitcode is not None or is_stopped(process.pid))
         return group, process.pid if process.exitcode is None else None
 
     @rule(how=HOW)
@@ -410,6 +412,13 @@ class Life(RuleBasedStateMachine):
         assert files(old) == before
         shutil.rmtree(old)
         self.look()
+
+
+def is_stopped(pid):
+    try:
+        return ") T" in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended
+        return False
 
 
 def checkpoint_number(name):

@@ -340,7 +340,8 @@ def die() -> None:
 
 
 def before(function: str, call: int, act: Callable[[], None] = die) -> None:
-    """Act, or die, when a function, named like "os.rename", is about to be called for the so-manieth time."""
+    """Act, or die, when a function, named like "nanochat.optim.MuonAdamW.step", is about to be called for the
+    so-manieth time."""
     place, name = function.rsplit(".", 1)
     owner = pkgutil.resolve_name(place)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
@@ -351,9 +352,6 @@ def before(function: str, call: int, act: Callable[[], None] = die) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, watched)
-
-
-die_in = before  # and die, which is the default
 
 
 def send(number: int) -> None:

@@ -14,7 +14,9 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -136,15 +138,15 @@ def on_rank(rank, hook):
 
 
 def ask(what):
-    """Ask the run to stop, and note how many steps it had done."""
+    """Ask the run to stop, and note how many steps it had done when it knew."""
     run = training.run_dir()
-    (run.parent / "asked").write_text(str(len(training.steps())))
     if what == "flag":
         lifecycle.request_stop(run)
         before = os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns
         training.wait_for(lambda: os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns != before)  # the heartbeat has looked
     else:
         training.send(signal.Signals[what])
+    (run.parent / "asked").write_text(str(len(training.steps())))
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -165,8 +167,9 @@ class Life(RuleBasedStateMachine):
     def teardown(self):
         """Whatever has happened, the same command goes on to the end."""
         try:
-            self.launch()
-            assert self.over
+            if sys.exc_info()[0] is None:  # not after a failure
+                self.launch()
+                assert self.over
         finally:
             self.workplace.__exit__(None, None, None)
             self.folder.cleanup()
@@ -178,13 +181,18 @@ class Life(RuleBasedStateMachine):
         elif self.over:
             self.is_begun_anew()
 
+    def launch_here(self, **how):
+        """Launch the run in this process, as if it had begun now: a flag that is there already is a leftover."""
+        lifecycle.StopWatch.ended = time.time()
+        return training.run(**how)
+
     def launch(self, world_size=1, how=None, hook=None, codes=(0,)):
         """Launch the run; exit code and output, once what must hold holds. What needs no other process is done here."""
         how = how or {}
         before, newest = training.fingerprint(self.run), max(self.good.values(), default=0)
         launches = len(training.events("started"))
         if world_size == 1 and hook is None:
-            outcome = training.run(num_iterations=self.horizon, **how)
+            outcome = self.launch_here(num_iterations=self.horizon, **how)
             code, told = outcome.code, outcome.out + outcome.err
         else:
             group = training.start(world_size, hook=hook, num_iterations=self.horizon, **how)
@@ -295,7 +303,7 @@ class Life(RuleBasedStateMachine):
         first, pid = self.paused(how, steps)
         if pid:
             before = files(self.run)
-            second = training.run(num_iterations=self.horizon)
+            second = self.launch_here(num_iterations=self.horizon)
             assert second.code == 1 and re.search(rf"error: .*another launch owns this run: host .*, pid {pid}, since.*"
                                                   r" scripts\.stop .*--model-tag", second.err), second.err
             assert files(self.run) == before
@@ -391,7 +399,7 @@ class Life(RuleBasedStateMachine):
         step = repeated[number % len(repeated)]
         log, digest = training.log_file(), training.digests()[step]
         log.write_text(log.read_text().replace(digest, "0" * 16))
-        outcome = training.run(num_iterations=self.horizon)
+        outcome = self.launch_here(num_iterations=self.horizon)
         log.write_text(log.read_text().replace("0" * 16, digest))
         assert outcome.code == 1 and re.search(rf"error: step {step}: .*{digest}.*{'0' * 16}", outcome.err), outcome.err
         self.look()
@@ -402,7 +410,7 @@ class Life(RuleBasedStateMachine):
         if not run_dir.is_run_dir(self.run):
             return
         before = files(self.run)
-        outcome = training.run(num_iterations=self.horizon, resume="scratch")
+        outcome = self.launch_here(num_iterations=self.horizon, resume="scratch")
         assert outcome.code == 1 and re.search("--resume scratch: .*--force.*--model-tag", outcome.err), outcome.err
         assert files(self.run) == before
         self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False

@@ -161,7 +161,7 @@ class Life(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.workplace = training.workplace(Path(self.folder.name), **SETTINGS)
         self.workplace.__enter__()
-        self.run = training.run_dir()
+        self.run, self.stopped = training.run_dir(), []
         self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
 
     def teardown(self):
@@ -171,6 +171,8 @@ class Life(RuleBasedStateMachine):
                 self.launch()
                 assert self.over
         finally:
+            for group in self.stopped:  # they would outlive a failure
+                group.kill()
             self.workplace.__exit__(None, None, None)
             self.folder.cleanup()
 
@@ -336,6 +338,7 @@ class Life(RuleBasedStateMachine):
         self.has_something_to_do()
         hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(training.send, signal.SIGSTOP))
         group = training.start(1, hook=hook, num_iterations=self.horizon, **how)
+        self.stopped.append(group)
         process = group.processes[0]
         training.wait_for(lambda: process.exitcode is not None or is_stopped(process.pid))
         return group, process.pid if process.exitcode is None else None

@@ -82,7 +82,7 @@ def ask(process: "subprocess.Popen[str]", rows: int) -> list[list[float]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     from dev.measure import tell_about
-    from nanochat.common import Parser
+    from nanochat.cli import Parser
 
     p = Parser(description=__doc__)
     p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")

@@ -6,13 +6,12 @@ Faults on purpose: stop, or fail, at the n-th change that some code makes to the
     with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead, here
     with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
     start(hook=partial(dying_at, n, below=run))         # a job of its own dies before change n (tests/training.py)
-    start(hook=partial(copying, to, below=run, ...))    # a job keeps a copy of what a kill before each would have left
+    start(hook=partial(copying_at, n, 1, ...))          # a job keeps copies of what a power cut would have left
 
 A change is a call that creates, fills, syncs, renames or removes something below a folder. Changes are counted in all
-threads, in the order in which they come. The killed process gets SIGKILL: no `finally`, no buffer flushed. What a power
-cut adds, losing what was not synced, is not simulated. The functions of `os` and `open` are replaced while a `with`
-block lasts, so neither the code under test nor its environment knows of this. Whatever opens files in C++ is not seen:
-the code under test hands Python files to torch.save.
+threads, in the order in which they come. The killed process gets SIGKILL: no `finally`, no buffer flushed. The
+functions of `os` and `open` are replaced while a `with` block lasts, so neither the code under test nor its environment
+knows of this. Whatever opens files in C++ is not seen: the code under test hands Python files to torch.save.
 """
 
 import builtins
@@ -40,23 +39,38 @@ class Crash(BaseException):
 
 class Changes:
     """Counts the changes below a folder; calls `act` before the one numbered `at` (from 0), or never for None; with
-    `onwards` before all that follow, too. A change reads "kind path/below/the/folder". `match`, `since`: patterns of
-    those that count, and of the first that does; `repeats` False: of several writes to a file in a row the first."""
+    `onwards` before all that follow, too. A change reads "kind path/below/the/folder". `match`: a pattern of those
+    that count; `repeats` False: of several writes to a file in a row the first."""
 
     def __init__(self, below: Path, at: int | None = None, act: Callable[[], Any] = lambda: None,
-                 kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "", since: str = "",
+                 kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "",
                  repeats: bool = True) -> None:
         self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
-        self.onwards, self.match, self.since, self.repeats = onwards, match, since, repeats
+        self.onwards, self.match, self.repeats = onwards, match, repeats
         self.made: list[str] = []
+        self.unsynced: set[str] = set()  # files whose content a power cut would take
         self.one_at_a_time = threading.RLock()  # held from a change's note until it is made: `act` sees no other's half
 
-    def note(self, kind: str, where: str | None) -> None:
-        """A change of some kind is about to be made at a path."""
-        if kind not in self.kinds or where is None or not (where + os.sep).startswith(self.below + os.sep):
+    def note(self, kind: str, where: str | None, to: str | None = None) -> None:
+        """A change of some kind is about to be made at a path, which it may rename."""
+        if where is None or not (where + os.sep).startswith(self.below + os.sep):
+            return
+        try:
+            self._count(kind, where)
+        finally:
+            if kind == "write":
+                self.unsynced.add(where)
+            elif kind == "fsync":
+                self.unsynced.discard(where)
+            elif to is not None:
+                self.unsynced = {to + path.removeprefix(where) if (path + os.sep).startswith(where + os.sep) else path
+                                 for path in self.unsynced}
+
+    def _count(self, kind: str, where: str) -> None:
+        if kind not in self.kinds:
             return
         change = f"{kind} {os.path.relpath(where, self.below)}"
-        if not (re.search(self.match, change) and (self.made or re.search(self.since, change))):
+        if not re.search(self.match, change):
             return
         if kind == "write" and not self.repeats and self.made and self.made[-1] == change:
             return
@@ -109,7 +123,8 @@ def _wrap_os(name: str, changes: Changes) -> Any:
         if name == "open" and not (args[1] if len(args) > 1 else kwargs["flags"]) & ALTERING:
             return real(*args, **kwargs)
         with changes.one_at_a_time:
-            changes.note(name, _path(args[0], kwargs.get("dir_fd", kwargs.get("src_dir_fd"))))
+            to = _path(args[1]) if name in ("rename", "replace") else None
+            changes.note(name, _path(args[0], kwargs.get("dir_fd", kwargs.get("src_dir_fd"))), to)
             return real(*args, **kwargs)
 
     return wrapped
@@ -191,21 +206,38 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES
 # ---- hooks: for a process of its own, to the end of its days ---------------------------------------------------------
 
 _FOREVER = contextlib.ExitStack()
+STEADY = r"^(?!.*run_state)"  # changes that come in the same order each time: not those of the heartbeat
 
 
-def dying_at(at: int, *, below: Path, since: str = "") -> None:
-    """From now on this process dies before change `at`, counted as by `watching` without repeats."""
-    _FOREVER.enter_context(watching(below, at=at, act=_die, since=since, repeats=False))
+def dying_at(at: int, *, below: Path) -> None:
+    """From now on this process dies before change `at`, if it is rank 0 of its launch."""
+    if os.environ.get("RANK", "0") == "0":
+        _FOREVER.enter_context(watching(below, at=at, act=_die, match=STEADY, repeats=False))
 
 
-def copying(into: Path, *, below: Path, since: str, until: str) -> None:
-    """From the first change that matches `since` to the one before the first that then matches `until`: copy what is
-    below the folder to INTO/<number> before each change is made. What lies there is what a kill would leave."""
+def filling_at(at: int, number: int, *, below: Path) -> None:
+    """From now on so many changes, from `at` on, find no room on the disk."""
+    def fail() -> None:
+        if len(changes.made) <= at + number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    changes = _FOREVER.enter_context(watching(
+        below, at=at, act=fail, match=r"^(open|write|fsync|mkdir) (?!\.run_state)", onwards=True))
+
+
+def copying_at(first: int, every: int, *, below: Path, into: Path) -> None:
+    """Before each `every`-th change from `first` on, copy what is below the folder to INTO/<number>: what a power cut
+    would leave there. A file that was written and not synced is empty then, but for the log, of which a cut leaves
+    less."""
     def copy() -> None:
-        if re.search(until, changes.made[-1]):
-            changes.at = None
-        elif changes.at is not None:
-            shutil.copytree(below, into / f"{len(os.listdir(into)):04d}")
+        number = len(changes.made) - 1
+        if (number - first) % every == 0:
+            shutil.copytree(below, into / f"{number:04d}")
+            for path in changes.unsynced:
+                lost = into / f"{number:04d}" / os.path.relpath(path, changes.below)
+                if lost.exists() and lost.suffix != ".jsonl":
+                    lost.write_bytes(b"")
 
-    into.mkdir()
-    changes = _FOREVER.enter_context(watching(below, at=0, onwards=True, act=copy, since=since, repeats=False))
+    if os.environ.get("RANK", "0") == "0":
+        changes = _FOREVER.enter_context(watching(
+            below, at=first, act=copy, match=STEADY, onwards=True, repeats=False))

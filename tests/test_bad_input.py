@@ -415,7 +415,7 @@ def fail(*words, world_size=2, limit=None, **settings):
 
 
 def test_a_disk_that_is_full_while_saving(finished, half_done):
-    """On one process: tests/test_faults.py."""
+    """On one process: tests/test_state_machine.py."""
     before = fingerprint(half_done / "checkpoints")
     limit = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size // 2
     assert (half_done / "logs" / "train.jsonl").stat().st_size + 4096 < limit, "the log would fail first"

@@ -302,7 +302,7 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace)
 
 @pytest.mark.parametrize("fail_at", ["init", "log", "finish", "nothing"])
 def test_a_failure_of_wandb_never_stops_a_run(workplace, monkeypatch, fail_at):
-    """That a run which goes on has the same wandb run: tests/test_long_runs.py."""
+    """That a run which goes on has the same wandb run: tests/test_resume.py."""
     fake, calls, given = types.ModuleType("wandb"), [], {}
 
     def call(name, /, *records, **kwargs):

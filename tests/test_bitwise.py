@@ -185,7 +185,7 @@ def corpus(tmp_path):
                                          "curriculum": path / "mix.yaml", "num_iterations": None}}
 
 
-@pytest.mark.parametrize("kind", ["parquet", "shards"] if THOROUGH else ["shards"])  # parquet: tests/test_resume.py
+@pytest.mark.parametrize("kind", ["parquet", "shards"] if THOROUGH else ["shards"])  # parquet: test_state_machine
 def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus, kind):
     num = RUN["num_iterations"]
     flags = {**RUN, **corpus[kind], "save_every": max(2, num // 10), "device_batch_size": 4, "eval_every": num // 3}

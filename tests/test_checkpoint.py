@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import pickle
-import random
 import re
 import shutil
 import threading
@@ -153,21 +152,6 @@ def check_skipped(run, file, caplog):
     assert "checkpoint-20" in warning and file in warning
 
 
-def test_missing_or_torn_file_is_named_and_the_checkpoint_before_is_used(whole, tmp_path, caplog):
-    run = shutil.copytree(whole, tmp_path / "run")
-    folder = run / "checkpoints/checkpoint-20"
-    assert len(files_of(folder)) == NUM_FILES
-    for file in files_of(folder):
-        data = (folder / file).read_bytes()
-        for torn in (b"", data[:1], data[:len(data) // 2], data[:-1], data + b"\0"):
-            (folder / file).write_bytes(torn)
-            check_skipped(run, file, caplog)
-        (folder / file).unlink()
-        check_skipped(run, file, caplog)
-        (folder / file).write_bytes(data)
-    assert newest(run) == folder
-
-
 @settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(number=st.integers(0, NUM_FILES - 1), where=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255))
 def test_any_changed_byte_of_any_file_is_found(whole, caplog, number, where, byte):
@@ -261,84 +245,6 @@ def good_steps(run):
         with contextlib.suppress(OSError, ValueError):
             steps.add(ckpt.verify_checkpoint(path)["step"])
     return steps
-
-
-def before_save(whole, run, case):
-    """A run as it is before a save of each kind; returns the step and the name of that save."""
-    shutil.copytree(whole, run)
-    if case == "over a rotten one":
-        flip(run / "checkpoints/checkpoint-20/optimizer.bin")
-        return 20, "checkpoint-20"
-    if case == "new":
-        return 30, "checkpoint-30"
-    save(run, 25, name="final")
-    if case == "a later end, whose step has a rotten one":
-        flip(save(run, 25) / "optimizer.bin")
-    return 30, "final"
-
-
-@pytest.mark.parametrize("case", ["new", "over a rotten one", "a later end",
-                                  "a later end, whose step has a rotten one"])
-@pytest.mark.parametrize("fault", ["killed", "no room"])
-def test_a_fault_at_any_change_of_a_save_costs_no_good_checkpoint(whole, case, fault, tmp_path):
-    """Killed, or a full disk, which is told and leaves no mess; the next save works."""
-    def write(run):
-        if fault == "killed":  # then the next launch tidies up
-            rd.open_folders(run)
-        ckpt.save_checkpoint(run, name, step=step, **states(step))
-
-    step, name = before_save(whole, tmp_path / "count", case)
-    with faults.watching(tmp_path / "count") as changes:
-        write(tmp_path / "count")
-    made = changes.made
-    writes = [i for i, change in enumerate(made) if change.startswith("write")]
-    tolerated = ("unlink", "rmdir", "write") if fault == "no room" else ("write",)
-    others = [i for i, change in enumerate(made) if not change.startswith(tolerated)
-              and not (fault == "no room" and change.startswith("mkdir") and change in made[:i])]  # it is there already
-    assert len(others) > 25 and len(writes) >= NUM_FILES
-    outcomes = set()
-    for k in sorted({*others[::1 if case == "new" else 4], *others[-12:], *writes[::3]}):
-        run = tmp_path / str(k)
-        before_save(whole, run, case)
-        before = good_steps(run)
-        if fault == "no room":
-            with pytest.raises(OSError, match=r"could not be written.*No space left") as caught:
-                with faults.failing_at(k, errno.ENOSPC, below=run):
-                    write(run)
-            assert caught.value.errno == errno.ENOSPC
-            assert not [hidden_name for hidden_name in hidden(run) if not hidden_name.startswith(".del")]
-        elif k % 20 == 0:
-            assert faults.kill_at(k, partial(write, run), below=run)
-        else:  # the same, but for the time that it takes
-            with faults.crashing_at(k, below=run, kinds=faults.KINDS) as changes:
-                write(run)
-            assert len(changes.made) > k
-        after = good_steps(run)
-        assert after in (before, before | {step})
-        outcomes.add(len(after))
-        write(run)
-        assert good_steps(run) == before | {step}
-        rd.clean_stale(run)
-        assert good_steps(run) == before | {step} and hidden(run) == []
-        shutil.rmtree(run)
-    assert len(outcomes) == 2
-
-
-def test_a_step_that_has_a_good_checkpoint_keeps_it(tmp_path):
-    path = save(tmp_path, 7, seed=1)
-    before = rd.checkpoint_folders(tmp_path), (path / ckpt.STATE_NAME).stat().st_ino
-    assert save(tmp_path, 7, seed=2) == path
-    assert before == (rd.checkpoint_folders(tmp_path), (path / ckpt.STATE_NAME).stat().st_ino)
-    flip(path / "scheduler.bin")
-    save(tmp_path, 7, seed=2)
-    assert ckpt.load_checkpoint(path).trainer_state["version"] == 2
-
-
-def test_the_end_of_a_run_that_was_made_longer_becomes_the_checkpoint_of_its_step(tmp_path):
-    for step in (5, 8, 8, 9):
-        save(tmp_path, step, name="final")
-    assert [path.name for path in ckpt.list_checkpoints(tmp_path)] == ["final", "checkpoint-8", "checkpoint-5"]
-    assert good_steps(tmp_path) == {5, 8, 9}
 
 
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
@@ -531,55 +437,3 @@ def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path,
         assert set(names(run)) - {"checkpoint-4"} == ({f"checkpoint-{k // 5 + 1}"} if k % 5 == 0 else set())
 
 
-class History:
-    """A run as the trainer drives it, with what must hold after each of its acts."""
-
-    def __init__(self, run):
-        (run / "checkpoints").mkdir(parents=True)
-        self.run, self.k, self.m, self.step = run, 1, None, 0
-        self.crashes = self.deletions = 0
-
-    def save(self, steps, suffix, crash):
-        """Go on for some steps, save, prune; perhaps die on the way and start again."""
-        before = good_steps(self.run)
-        self.step += steps
-        name = "final" if suffix == "final" else f"checkpoint-{self.step}{suffix}"
-        with faults.crashing_at(crash, below=self.run) as changes:
-            small(self.run, self.step, name, data=bytes(1 + self.step % 7))
-            gone = ckpt.prune(self.run, self.step, keep_last_k=self.k, keep_milestone_every=self.m)
-            self.deletions += len(gone)
-        for _ in range(2):
-            after = good_steps(self.run)
-            lost = before - after
-            assert not lost or (self.k and self.step in after and len([s for s in after if s > max(lost)]) >= self.k)
-            assert not any(self.m and step % self.m == 0 for step in lost)
-            if crash is None or len(changes.made) <= crash:
-                assert self.step in after
-                return
-            self.crashes += 1
-            self.start()
-
-    def start(self):
-        """Start the run again: tidy up, then load the newest good checkpoint."""
-        rd.clean_stale(self.run)
-        self.step = max(good_steps(self.run), default=0)
-        assert not hidden(self.run)
-
-
-def test_no_history_loses_the_newest_good_checkpoint_or_a_milestone(tmp_path):
-    crashes = deletions = 0
-    for seed in range(40):  # the number names the history that fails
-        draw = random.Random(seed)
-        history = History(tmp_path / str(seed))
-        for _ in range(draw.randint(5, 14)):
-            act = draw.choice(["save"] * 5 + ["rot", "set"])
-            if act == "save":
-                suffix = draw.choice(["", "", "", "-shutdown", "final"])
-                history.save(draw.randint(1, 4), suffix, draw.choice([None, draw.randint(0, 40)]))
-            elif act == "set":
-                history.k, history.m = draw.choice([None, 1, 2, 3]), draw.choice([None, 1, 2, 5])
-            elif paths := ckpt.list_checkpoints(history.run):
-                flip(draw.choice(paths) / "a.bin")  # a checkpoint goes bad behind our back
-                history.start()
-        crashes, deletions = crashes + history.crashes, deletions + history.deletions
-    assert crashes > 20 and deletions > 60

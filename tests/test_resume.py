@@ -1,164 +1,200 @@
-"""However a run is cut up it is the run that nothing happened to: killed anywhere, continued on other numbers of
-processes or with other batch sizes per device, it has the same batches and, where the arithmetic can be the same, ends
-with the same bits."""
+"""Ways on that tests/test_state_machine.py does not take: from a named checkpoint, past some rows, with data that were
+moved, on a number of processes that gives other bits, in the same wandb run."""
 
-import random
+import contextlib
+import io
+import json
+import os
 import shutil
-import time
+import sys
+import types
 from functools import partial
 
 import pytest
 
-from nanochat import checkpoint
-from nanochat.gpt import GPTConfig
-from tests import training
+from nanochat import lifecycle, start_run
+from nanochat.checkpoint import load_checkpoint
+from nanochat.run_dir import read_log
+from scripts import inspect_data
+from tests import faults, training
 from tests.training import (
     all_steps,
     checkpoints,
     die_after_step,
-    die_in,
     digests,
     events,
     final,
     losses,
-    refuse,
+    state,
     state_of,
-    steps,
-    succeed,
     take_over,
 )
 
-STEPS = 16
-FOUR_ROWS = {"total_batch_size": 160 * 4, "num_iterations": STEPS}  # a step: one row of each lane
+STEPS = 12  # of a run, unless a test says otherwise
+run, succeed, refuse, start, finish = (partial(command, num_iterations=STEPS) for command in (
+    training.run, training.succeed, training.refuse, training.start, training.finish))
 
 
-workplace = training.in_workplace(**FOUR_ROWS)
+workplace = training.in_workplace(**training.SMALL)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The run of all tests here, not interrupted, on one process."""
-    with training.workplace(tmp_path_factory.mktemp("reference"), **FOUR_ROWS):
+    """The run that nothing interrupts, with which most tests here compare."""
+    with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
 
 
-def test_the_reference_model_has_all_that_could_be_forgotten(reference):
-    loaded = checkpoint.load_checkpoint(reference["path"] / "checkpoints" / "final")
-    optimizer = loaded.optimizer_state()
-    assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"}
-    assert optimizer["step"] == loaded.step == STEPS
-    assert any("value_embeds" in name for name in loaded.model_state())
-    assert any(0 < size < loaded.model_config["sequence_len"] for size in GPTConfig(**loaded.model_config).window_sizes)
-    assert len(reference["digests"]) == len(set(reference["digests"])) == STEPS
-
-
-# ---- killed ---------------------------------------------------------------------------------------------------------
-
-def test_killed_at_random_moments_and_restarted_it_ends_with_the_same_bits():
-    rng, thirty = random.Random(time.time_ns()), {"num_iterations": 30}
-    succeed(model_tag="whole", **thirty)
-
-    def kill(hook):
-        training.start(hook=hook, **thirty).wait_for_death()
-        assert "final" not in checkpoints()
-
-    kill(partial(die_in, "nanochat.common.fsync_dir", 2))  # while setting up
-    assert training.run_dir().exists() and not (training.run_dir() / "config.json").exists()
-    kill(partial(die_after_step, rng.randrange(2), rng.uniform(0, 0.01)))  # before the first save
-    assert len(steps()) >= 1
-    kill(partial(die_in, "nanochat.checkpoint.save_plain", 2))  # half of the first checkpoint is written
-    assert len(checkpoints()) == 1 and checkpoints()[0].startswith(".tmp-checkpoint-4-")
-    kill(partial(die_in, "os.rename", 2))  # all of the second is, but it has no name
-    assert len(checkpoints()) == 2 and checkpoints()[0].startswith(".tmp-checkpoint-8-")
-    kills = 0
-    while kills < 3 or len({event["step"] for event in events("started")}) < 3:  # a save may be slower than some kills
-        done = max(steps())
-        kill(partial(die_after_step, done + rng.randrange(1, 4), rng.uniform(0, 0.01)))
-        assert max(steps()) > done
-        kills += 1
-    assert len(events("started")) == 3 + kills
-    assert len(all_steps()) > len(steps()), "no step was done twice"
-    succeed(**thirty)
-    assert state_of(final()) == state_of(final("whole"))
-    assert digests() == digests("whole") and len(digests()) == 30
-    assert losses() == losses("whole")
-    assert not [name for name in checkpoints() if name.startswith(".")]
-
-
-# ---- on any number of processes -------------------------------------------------------------------------------------
-
-def test_started_on_two_processes_it_finishes_on_one_and_on_four(reference):
-    """On one process, which divides the leaves too, its bits are those of a run that was on one from the start (which
-    are those of any number that divides them: tests/test_bitwise.py). On four the data are the same and the losses
-    close."""
-    succeed(model_tag="whole", leaves=2)
-    training.start(2, hook=partial(die_after_step, 9)).wait_for_death()
-    assert "final" not in checkpoints() and max(steps()) == 9
-    shutil.copytree(training.run_dir(), training.run_dir("on-four"))
-    on_one = succeed().out
-    assert state_of(final()) == state_of(final("whole")) and losses() == losses("whole")
-    on_four = training.finish(4, model_tag="on-four")
-    assert "world_size: the run has 2, this launch 1" in on_one
-    assert "world_size: the run has 2, this launch 4" in on_four
-    assert on_four.count("4 processes do not divide 2 leaves: same data, but other bits") == 1
-    assert "do not divide" not in on_one
-    for tag in ("run", "on-four"):
-        assert digests(tag) == reference["digests"]
-        assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
-        assert checkpoint.load_checkpoint(final(tag)).trainer_state["K"] == 2
-        assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
-
-
-# ---- completed, from the start, from a certain checkpoint -----------------------------------------------------------
-
-def test_a_completed_run_changes_nothing_and_a_longer_horizon_goes_on(reference):
-    def assert_nothing_happens(**settings):
-        before = training.fingerprint(training.run_dir())
-        outcome = succeed(**settings)
-        assert "completed" in outcome.out and "nothing to do" in outcome.out and "--model-tag" in outcome.out
-        assert training.fingerprint(training.run_dir()) == before
-
-    take_over(reference["path"], "final")
-    assert_nothing_happens(save_every=2, device_batch_size=2)
-    assert_nothing_happens(resume=final())
-    outcome = succeed(num_iterations=STEPS + 3)
-    assert f"--num-iterations: the run has {STEPS}, this launch {STEPS + 3}" in outcome.out
-    assert digests()[:STEPS] == reference["digests"] and len(digests()) == STEPS + 3
-    assert_nothing_happens()  # nor with the first horizon, which is behind it
-
+# ---- from where it goes on -------------------------------------------------------------------------------------------
 
 def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference, tmp_path):
-    take_over(reference["path"], "checkpoint-8", "checkpoint-12")
-    newer, lines = training.run_dir() / "checkpoints" / "checkpoint-12", len(all_steps())
+    take_over(reference["path"], "checkpoint-4", "checkpoint-8")
+    newer, lines = training.run_dir() / "checkpoints" / "checkpoint-8", len(all_steps())
     before = training.fingerprint(newer)
-    kept_elsewhere = newer.with_name("checkpoint-8").rename(tmp_path / "checkpoint-8")
-    assert "at step 8" in succeed(resume=kept_elsewhere).out
-    assert [record["step"] for record in all_steps()[lines:]] == list(range(8, STEPS))
+    kept_elsewhere = newer.with_name("checkpoint-4").rename(tmp_path / "checkpoint-4")
+    assert "at step 4" in succeed(resume=kept_elsewhere).out
+    assert [record["step"] for record in all_steps()[lines:]] == list(range(4, STEPS))
     assert training.fingerprint(newer) == before
-    assert "of another run" in training.refuse(resume=newer, model_tag="other")
+    assert "of another run" in refuse(resume=newer, model_tag="other")
     training.run_dir().with_name("link").symlink_to(training.run_dir())
     assert "completed" in succeed(resume=final(), model_tag="link").out
     assert state_of(final()) == reference["final"] and losses() == reference["losses"]
 
 
-def test_from_scratch_is_refused_where_a_run_is_unless_forced(reference):
-    take_over(reference["path"], "checkpoint-12")
-    before = training.fingerprint(training.run_dir())
-    message = refuse(resume="scratch")
-    assert "--resume scratch" in message and "--force" in message and "--model-tag" in message
-    assert training.fingerprint(training.run_dir()) == before
-    outcome = succeed(resume="scratch", force=True, num_iterations=4, save_every=-1)
-    assert "resuming" not in outcome.out
-    assert checkpoints() == ["final"] and sorted(steps()) == [0, 1, 2, 3]
-    assert digests() == reference["digests"][:4]
-    succeed(resume="scratch", num_iterations=1, model_tag="fresh")
-    assert digests("fresh") == reference["digests"][:1]
+@pytest.mark.parametrize("ends_at", [8, STEPS])
+def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(reference, monkeypatch, ends_at):
+    """What is inspected before it is known that no launch owns the run may be outdated."""
+    take_over(reference["path"], "checkpoint-4")
+
+    def watch(run, check=lifecycle.check_free):
+        name = "final" if ends_at == STEPS else f"checkpoint-{ends_at}"
+        shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
+        shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # as --keep-last-k 1 does
+        return check(run)
+
+    monkeypatch.setattr(start_run, "check_free", watch)
+    outcome = succeed()
+    assert "nothing to do" in outcome.out if ends_at == STEPS else events("started")[-1]["step"] == ends_at
+    assert state_of(final()) == reference["final"]
 
 
-def test_a_step_that_differs_when_it_is_repeated_stops_the_run(reference):
-    take_over(reference["path"], "checkpoint-12")
-    log = training.log_file()
-    log.write_text(log.read_text().replace(reference["digests"][14], "0" * 16))
-    message = refuse()
-    assert "step 14" in message and reference["digests"][14] in message and "0" * 16 in message
+def test_on_processes_that_do_not_divide_the_leaves_the_data_are_the_same_and_the_losses_close(reference):
+    start(2, hook=partial(die_after_step, 6), save_every=2).wait_for_death()
+    shutil.copytree(training.run_dir(), training.run_dir("on-four"))
+    on_one, on_four = finish(), finish(4, model_tag="on-four")
+    assert "world_size: the run has 2, this launch 1" in on_one and "do not divide" not in on_one
+    assert "world_size: the run has 2, this launch 4" in on_four
+    assert on_four.count("4 processes do not divide 2 leaves: same data, but other bits") == 1
+    for tag in ("run", "on-four"):
+        assert digests(tag) == reference["digests"]
+        assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
+        assert load_checkpoint(final(tag)).trainer_state["K"] == 2
+        assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
+
+
+@pytest.mark.parametrize("failing, kept, errors", [("(checkpoint-([468]|10)|final)", 2, 3), ("final", 10, 1)])
+def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference, failing, kept, errors):
+    with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
+        message = refuse(save_every=2)
+    assert "No space left" in message and f"checkpoint-{kept} is kept" in message and "same command again" in message
+    assert f"checkpoint-{kept}" in checkpoints() and len(events("save_failed")) == errors
+    assert state()["status"] == "failed" and "No space left" in state()["reason"]
+    succeed()
+    assert state_of(final()) == reference["final"]
+
+
+# ---- rows that are passed over --------------------------------------------------------------------------------------
+
+def told(*argv):
+    """The JSON lines of scripts.inspect_data on the run, which must agree with what the log says."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert inspect_data.main([*argv, str(training.run_dir())]) == 0, out.getvalue()
+    return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
+
+
+def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference):
+    settings = {"num_iterations": 9, "save_every": 4, "sync_save": True, "skip_steps": 3}
+    for kill_after, saved in ((2, []), (6, ["checkpoint-4"])):
+        start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
+        assert checkpoints() == saved
+    finish(2, **settings)
+    assert digests() == reference["digests"][3:12]
+    assert load_checkpoint(final()).cursors[0]["row"] == 12 * 2
+    assert "--skip-steps: the run has 3, this launch 0" in refuse(num_iterations=14)
+    assert [line["match"] for line in told("digest", "--steps=0:9")] == [True] * 9
+
+
+def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference):
+    """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it."""
+    shutil.copytree(reference["path"], training.run_dir("long"))
+    more = {"init_from": "long@4", "init_data": "continue", "init_optimizer": True, "save_every": -1}
+    succeed(skip_steps=4, num_iterations=4, **more)
+    assert digests() == reference["digests"][8:12]
+    assert [line["match"] for line in told("digest", "--steps=0:4")] == [True] * 4
+    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
+
+
+# ---- what may change ------------------------------------------------------------------------------------------------
+
+def test_where_and_how_it_computes_may(reference, workplace):
+    """All at once: nothing of it moves a row, and but for B no bit either."""
+    training.take_over(reference["path"], "checkpoint-8")
+    moved = shutil.move(workplace / "data", workplace / "moved")
+    outcome = succeed(
+        data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,
+        sync_save=True, keep_last_k=9, keep_milestone_every=7, max_runtime_seconds=1e5, walltime_reserve_seconds=1,
+        collective_timeout_seconds=300, plan="warn", tokenizer=training.run_dir() / "tokenizer")
+    assert "changed: --eval-tokens: the run has 1024, this launch 512" in outcome.out
+    assert outcome.out.count("changed: ") == 1
+    assert digests() == reference["digests"] and losses() == reference["losses"]
+    ours, theirs = state_of(final()), reference["final"]
+    assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]
+
+
+# ---- wandb ----------------------------------------------------------------------------------------------------------
+
+class Wandb(types.ModuleType):
+    """Just enough of it: a run has the id that was given, or one of its own."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.given = []
+
+    def init(self, *, id, **kwargs):
+        self.given.append(id)
+        return types.SimpleNamespace(id=id or f"new-{os.getpid()}", log=json.dumps, finish=lambda: None)
+
+
+def with_wandb(hook):
+    sys.modules["wandb"] = Wandb()
+    hook()
+
+
+def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatch):
+    start(hook=partial(with_wandb, partial(die_after_step, 1)), run="name", save_every=-1).wait_for_death()
+    [first] = [event["id"] for event in events("wandb")]
+    assert first.startswith("new-") and checkpoints() == []
+    fake = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    settings = {"run": "name", "save_every": -1}
+    start(hook=partial(die_after_step, 1), **{**settings, "run": "dummy"}).wait_for_death()
+    succeed(num_iterations=3, **settings)
+    assert fake.given == [first], "the log alone had it"
+    succeed(num_iterations=4, **{**settings, "run": "dummy"})  # a launch without it in between
+    assert load_checkpoint(final()).trainer_state["wandb_id"] == first
+    succeed(num_iterations=6, **{**settings, "run": "another name"})
+    assert fake.given == [first, first] and len(events("wandb")) == 1
+    assert load_checkpoint(final()).trainer_state["wandb_id"] == first
+    succeed(num_iterations=2, resume="scratch", force=True, **settings)
+    assert fake.given == [first, first, None], "a run that was begun anew is another one"
+
+
+def test_wandb_offline_goes_on_in_the_same_run():
+    for num_iterations in (2, 3):
+        outcome = succeed(run="name", num_iterations=num_iterations, save_every=-1)
+        assert "going on without it" not in outcome.err
+    [wandb_id] = {load_checkpoint(final()).trainer_state["wandb_id"], *(e["id"] for e in events("wandb"))}
+    assert wandb_id
+    assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2
+    assert len(read_log(training.log_file())) > 3

@@ -248,13 +248,22 @@ class Group:
         assert not alive, f"rank {alive} hangs:\n{self.text()}"
         return [process.exitcode for process in self.processes]
 
-    def wait_for_death(self) -> None:
-        """Until a rank has killed itself (see the hooks below); then the others are killed, as torchrun would."""
-        deadline = time.monotonic() + PATIENCE_S
-        while all(process.exitcode is None for process in self.processes) and time.monotonic() < deadline:
-            time.sleep(0.005)
+    def wait_or_kill(self) -> int:
+        """Until all ranks have ended, or one has killed itself (see the hooks below); then the others are killed, as
+        torchrun would. The exit code of the launch: SIGKILL's if that was so, otherwise the one that all have."""
+        def codes() -> list[int | None]:
+            return [process.exitcode for process in self.processes]
+
+        wait_for(lambda: None not in codes() or -signal.SIGKILL in codes())
+        killed = -signal.SIGKILL in codes()
         self.kill()
-        assert -signal.SIGKILL in [process.exitcode for process in self.processes], f"no kill:\n{self.text()}"
+        [code] = {-signal.SIGKILL} if killed else {*codes()}
+        assert code is not None
+        return code
+
+    def wait_for_death(self) -> None:
+        """Until a rank has killed itself."""
+        assert self.wait_or_kill() == -signal.SIGKILL, f"no kill:\n{self.text()}"
 
     def kill(self) -> None:
         for process in self.processes:
@@ -331,7 +340,8 @@ def die() -> None:
 
 
 def before(function: str, call: int, act: Callable[[], None] = die) -> None:
-    """Act, or die, when a function, named like "os.rename", is about to be called for the so-manieth time."""
+    """Act, or die, when a function, named like "nanochat.optim.MuonAdamW.step", is about to be called for the
+    so-manieth time."""
     place, name = function.rsplit(".", 1)
     owner = pkgutil.resolve_name(place)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
@@ -342,9 +352,6 @@ def before(function: str, call: int, act: Callable[[], None] = die) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, name, watched)
-
-
-die_in = before  # and die, which is the default
 
 
 def send(number: int) -> None:

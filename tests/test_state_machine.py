@@ -1,0 +1,444 @@
+"""The life of a run as a state machine: whatever happens to it, it ends with the bits of one that nothing happened to.
+
+    launched, on one process or on several --+-- to its end, or ended early by a signal, the flag file, its walltime
+                                             +-- killed, or cut from power, at any change that it makes to the disk
+                                             +-- on a disk that is full for a while
+                                             +-- while another launch is paused, or begins at the same instant
+    between launches:  damaged checkpoints, half-written leftovers, a changed log, a longer horizon, begun anew
+
+After each of them `inspect` says what must hold. `--hypothesis-profile=thorough` runs for hours, as dev/torture.sh does
+with kills at random moments of time."""
+
+import functools
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from nanochat import checkpoint, dataloader, lifecycle, reduce, run_dir, start_run, trainer
+from nanochat.common import hash_bytes
+from nanochat.stream import ledger
+from tests import faults, training
+from tests.toy import examples
+
+FIRST, LONGER, LONGEST = 8, 4, 24  # steps of a run, of its extensions, and of the longest
+SETTINGS = {  # rates that do not depend on the horizon; as many leaves as processes at most, so that all bits are equal
+    **training.SMALL, "leaves": 4, "device_batch_size": 2, "buffer_size": 8, "long_docs": "split", "warmup_steps": 6,
+    "warmdown_ratio": 0, "weight_decay": 0, "save_every": 2, "eval_every": LONGER, "eval_tokens": training.T * 8}
+VALIDATED = ("val_bpb", "first_val_bpb", "min_val_bpb")  # of a run's progress
+EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")  # of a step's line
+GUARDED = (checkpoint, dataloader, lifecycle, reduce, run_dir, start_run, trainer)  # whose mistakes are seen here
+
+WORLD_SIZES = st.sampled_from([1, 1, 2] if settings.default.max_examples < 100 else [1, 1, 2, 4])
+HOW = st.fixed_dictionaries({}, optional={  # what a launch may change
+    "sync_save": st.just(True), "save_every": st.integers(1, 5), "keep_last_k": st.integers(1, 2),
+    "keep_milestone_every": st.just(4), "tokenizer_threads": st.just(2)})
+MOMENTS = st.one_of(
+    st.tuples(st.just("nanochat.optim.MuonAdamW.step"), st.integers(1, 6)),
+    st.sampled_from([
+        ("nanochat.gpt.GPT.init_weights", 1), ("nanochat.dataloader.DataLoader.__next__", 1),
+        ("nanochat.loss_eval.evaluate_buckets", 1), ("nanochat.engine.Engine.generate_batch", 1),
+        ("nanochat.trainer.to_host", 1), ("nanochat.checkpoint.save_plain", 2)]))
+
+
+# ---- the run that nothing happens to ---------------------------------------------------------------------------------
+
+def bits(path):
+    """All of a whole checkpoint that must depend on its step alone."""
+    seal = checkpoint.verify_checkpoint(path)
+    kept = [name for name in seal["files"] if not name.startswith(("rng/", checkpoint.SCHEDULER_NAME))]
+    progress = {name: value for name, value in seal["progress"].items() if name not in ("train_time_s", *VALIDATED)}
+    return {**{name: seal["files"][name]["blake2b"] for name in kept}, **progress, "K": seal["K"]}
+
+
+@functools.cache
+def undisturbed():
+    """{step: its line, the bits before it, the bits per byte measured before it}, of the longest run on one process."""
+    with tempfile.TemporaryDirectory() as folder, training.workplace(Path(folder), **SETTINGS):
+        training.succeed(num_iterations=LONGEST, save_every=1)
+        run = training.run_dir()
+        optimizer = checkpoint.load_checkpoint(training.final()).optimizer_state()
+        assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"} and optimizer["step"] == LONGEST
+        saved = {checkpoint.read_seal(path)["step"]: bits(path) for path in checkpoint.list_checkpoints(run)}
+        vals = {event["step"]: event["bpb"] for event in training.events("val")}
+        for _, cursors in map(run_dir.read_cursors, run_dir.cursor_files(run).values()):
+            for account in ledger(cursors, training.T).values():
+                assert account["read"] + account["bos"] + account["repeated"] == (
+                    account["emitted"] + account["cropped"] + account["pending"])
+        return {name: {step: line[name] for step, line in training.steps().items()} for name in EXACT}, saved, vals
+
+
+def validated(progress, vals):
+    """Whether a checkpoint tells what had been validated by its step. What is measured right after a save may be known
+    before it when the step is done again."""
+    step = progress["step"]
+    before = [[bpb for at, bpb in vals.items() if at <= last] for last in (step - 1, step)]
+    return [progress[name] for name in VALIDATED] in [
+        [known[-1], known[0], min(known)] for known in before if known]
+
+
+# ---- what must hold --------------------------------------------------------------------------------------------------
+
+def inspect(run, damaged):
+    """{name: step} of the good checkpoints of a run. Nothing may be wrong but checkpoints damaged on purpose."""
+    lines, saved, vals = undisturbed()
+    records = list(run_dir.iter_log(run / "logs" / "train.jsonl"))
+    for record in records:
+        if run_dir.is_step(record):
+            assert {name: record[name] for name in EXACT} == {name: lines[name][record["step"]] for name in EXACT}
+        elif record["event"] == "val":
+            assert record["bpb"] == vals[record["step"]]
+    steps = sorted({record["step"] for record in records if run_dir.is_step(record)})
+    assert steps == list(range(len(steps))), "a step is missing in the log"
+    good, failed = {}, [record for record in records if record.get("event") == "evaluation_failed"]
+    for name, path in run_dir.checkpoint_folders(run).items():
+        try:
+            step = checkpoint.load_checkpoint(path).step
+        except (OSError, ValueError):
+            assert name in damaged
+            continue
+        assert bits(path) == saved[step], name
+        assert failed or validated(checkpoint.read_seal(path)["progress"], vals)
+        good[name] = step
+    for step, path in run_dir.cursor_files(run).items():
+        assert hash_bytes(path.read_bytes()) == saved[step][checkpoint.CURSORS_NAME]
+    found = checkpoint.first_good(checkpoint.list_checkpoints(run))
+    assert (found.step if found else 0) == max(good.values(), default=0) <= len(steps)
+    return good
+
+
+def check_kept(before, after, how):
+    """A launch deletes no checkpoint but those that it was allowed to."""
+    lost = {*before.values()} - {*after.values()}
+    newer = {step for step in after.values() if step > max(lost, default=0)}
+    assert not lost or len(newer) >= how["keep_last_k"]
+    assert not [step for step in lost if step % how.get("keep_milestone_every", step + 1) == 0]
+
+
+def files(run):
+    """All files of a run, but for its records of who owns it and where it stands."""
+    return {name: told for name, told in training.fingerprint(run).items() if not name.startswith(".")}
+
+
+# ---- what happens inside of a launch: hooks for its processes --------------------------------------------------------
+
+def on_rank(rank, hook):
+    """Only there."""
+    if os.environ.get("RANK", "0") == str(rank):
+        hook()
+
+
+def ask(what):
+    """Ask the run to stop, and note how many steps it had done when it knew."""
+    run = training.run_dir()
+    if what == "flag":
+        lifecycle.request_stop(run)
+        before = os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns
+        training.wait_for(lambda: os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns != before)  # the heartbeat has looked
+    else:
+        training.send(signal.Signals[what])
+    (run.parent / "asked").write_text(str(len(training.steps())))
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+class Life(RuleBasedStateMachine):
+    """`good`: {name: step} of the run's good checkpoints; `damaged`: names of the others; `over`: it has told that it
+    was completed. What is drawn depends on nothing that a launch does, because that depends on its threads' timing."""
+
+    def __init__(self):
+        super().__init__()
+        undisturbed()
+        self.folder = tempfile.TemporaryDirectory()
+        self.workplace = training.workplace(Path(self.folder.name), **SETTINGS)
+        self.workplace.__enter__()
+        self.run, self.stopped = training.run_dir(), []
+        self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
+
+    def teardown(self):
+        """Whatever has happened, the same command goes on to the end."""
+        try:
+            if sys.exc_info()[0] is None:  # not after a failure
+                self.launch()
+                assert self.over
+        finally:
+            for group in self.stopped:  # they would outlive a failure
+                group.kill()
+            self.workplace.__exit__(None, None, None)
+            self.folder.cleanup()
+
+    def has_something_to_do(self):
+        """A completed run is made longer, or begun anew."""
+        if self.over and self.horizon < LONGEST:
+            self.horizon, self.over = self.horizon + LONGER, False
+        elif self.over:
+            self.is_begun_anew()
+
+    def launch_here(self, **how):
+        """Launch the run in this process, as if it had begun now: a flag that is there already is a leftover."""
+        lifecycle.StopWatch.ended = time.time()
+        return training.run(**how)
+
+    def launch(self, world_size=1, how=None, hook=None, codes=(0,)):
+        """Launch the run; exit code and output, once what must hold holds. What needs no other process is done here."""
+        how = how or {}
+        before, newest = training.fingerprint(self.run), max(self.good.values(), default=0)
+        launches = len(training.events("started"))
+        if world_size == 1 and hook is None:
+            outcome = self.launch_here(num_iterations=self.horizon, **how)
+            code, told = outcome.code, outcome.out + outcome.err
+        else:
+            group = training.start(world_size, hook=hook, num_iterations=self.horizon, **how)
+            code, told = group.wait_or_kill(), group.text()
+        assert code in codes, told
+        if "nothing to do" in told:
+            assert newest == self.horizon and training.fingerprint(self.run) == before
+            self.over = True
+        elif self.over:
+            raise AssertionError(f"a completed run went on: {told}")
+        for event in training.events("started")[launches:]:
+            assert event["step"] == newest, "it did not go on from the newest good checkpoint"
+            for name in self.damaged:
+                assert f"checkpoint {name} is passed over" in told or checkpoint_number(name) <= newest
+        self.look(how, completed="completed: " in told)
+        return code, told
+
+    def look(self, how=None, *, completed=False):
+        """Take in what a launch has left."""
+        good = inspect(self.run, self.damaged)
+        check_kept(self.good, good, how or {})
+        self.good = good
+        self.damaged &= run_dir.checkpoint_folders(self.run).keys() - good.keys()
+        if completed:
+            self.check_completed()
+
+    def check_completed(self):
+        """Nothing is missing, and nothing is left over."""
+        assert self.good["final"] == len(training.steps()) == self.horizon
+        looks = training.events("val") + training.events("evaluation_failed")
+        assert {event["step"] for event in looks} == set(range(0, self.horizon + 1, LONGER))
+        assert not [name for name in training.checkpoints() if name.startswith(".")]
+        assert not [*self.run.rglob("*.tmp")]
+        state = training.state()
+        assert (lifecycle.exit_code(self.run, state), state["checkpoint"]) == (0, "final")
+        self.over = True
+
+    # ---- launches
+
+    @rule(world_size=WORLD_SIZES, how=HOW)
+    def goes_to_its_end(self, world_size, how):
+        self.launch(world_size, how)
+        assert self.over
+
+    @rule(world_size=WORLD_SIZES, how=HOW, at=st.integers(0, 200))
+    def is_killed_at_a_change_to_the_disk(self, world_size, how, at):
+        self.has_something_to_do()
+        self.launch(world_size, how, partial(faults.dying_at, at, below=self.run), codes=(0, -signal.SIGKILL))
+
+    @rule(world_size=WORLD_SIZES, how=HOW, first=st.integers(0, 9), every=st.integers(12, 20),
+          number=st.integers(0, 50))
+    def is_cut_from_power_at_many_changes(self, world_size, how, first, every, number):
+        """All of what is left is looked at, and the run goes on from one."""
+        self.has_something_to_do()
+        copies, good, damaged = Path(self.folder.name) / "copies", self.good, {*self.damaged}
+        copies.mkdir()
+        self.launch(world_size, how, partial(faults.copying_at, first, every, below=self.run, into=copies))
+        left = sorted(copies.iterdir())
+        for copy in left:
+            after = inspect(copy, damaged)
+            check_kept(good, after, how)
+            good = after
+        if left:
+            shutil.rmtree(self.run)
+            left[number % len(left)].rename(self.run)
+            self.good, self.damaged, self.over = {}, damaged, False
+            self.look()
+        shutil.rmtree(copies)
+
+    @rule(world_size=WORLD_SIZES, how=HOW, moment=MOMENTS, rank=st.integers(0, 3),
+          what=st.sampled_from([*(number.name for number in lifecycle.SIGNALS), "flag"]))
+    def is_asked_to_stop(self, world_size, how, moment, rank, what):
+        self.has_something_to_do()
+        asked, rank = self.run.parent / "asked", rank % world_size
+        asked.unlink(missing_ok=True)
+        began = max(self.good.values(), default=0)
+        hook = partial(on_rank, 0 if what == "flag" else rank, partial(training.before, *moment, partial(ask, what)))
+        if what == "flag" and moment[0].endswith("init_weights"):
+            return  # the heartbeat has not begun
+        _, told = self.launch(world_size, {**how, "sample_every": 3}, hook)
+        reason = "asked by scripts.stop" if what == "flag" else what
+        if asked.exists() and not self.over:
+            state = training.state()
+            assert state["status"] == "stopped" and state["reason"].startswith(reason), told
+            assert state["step"] <= max(began, int(asked.read_text())) + 2, "it did not stop soon"
+            assert self.good[state["checkpoint"]] == state["step"] == max(self.good.values())
+        else:
+            assert self.over, told
+
+    @rule(world_size=WORLD_SIZES, how=HOW, seconds=st.integers(1, 4))
+    def comes_to_its_walltime(self, world_size, how, seconds):
+        self.has_something_to_do()
+        flags = {"max_runtime_seconds": seconds + 0.5, "walltime_reserve_seconds": 0}
+        _, told = self.launch(world_size, {**how, **flags}, partial(training.a_step_is_a_second, seconds + 0.5))
+        assert self.over or (training.state()["status"] == "stopped" and "stopped: walltime: " in told)
+        assert self.over or self.good[training.state()["checkpoint"]] == training.state()["step"]
+
+    @rule(how=HOW, at=st.integers(0, 100), number=st.integers(1, 60))
+    def finds_the_disk_full_for_a_while(self, how, at, number):
+        self.has_something_to_do()
+        code, told = self.launch(1, how, partial(faults.filling_at, at, number, below=self.run), codes=(0, 1))
+        assert self.over if code == 0 else told.count("error: ") == 1 and "No space left" in told, told
+        assert "Traceback" not in told, told
+
+    @rule(how=HOW, steps=st.integers(1, 6), goes_on=st.booleans())
+    def is_launched_twice(self, how, steps, goes_on):
+        """While the first launch is paused; then that is killed, or goes on."""
+        first, pid = self.paused(how, steps)
+        if pid:
+            before = files(self.run)
+            second = self.launch_here(num_iterations=self.horizon)
+            assert second.code == 1 and re.search(rf"error: .*another launch owns this run: host .*, pid {pid}, since.*"
+                                                  r" scripts\.stop .*--model-tag", second.err), second.err
+            assert files(self.run) == before
+            os.kill(pid, signal.SIGCONT if goes_on else signal.SIGKILL)
+        assert first.wait() == [0 if goes_on or not pid else -signal.SIGKILL], first.text()
+        self.look(how, completed=goes_on or not pid)
+
+    @rule(how=HOW, steps=st.integers(1, 6), begun_anew=st.booleans())
+    def is_taken_away_while_it_trains(self, how, steps, begun_anew):
+        """The launch ends, and what is at its place by then stays alone."""
+        first, pid = self.paused({**how, "sync_save": True}, steps)
+        if pid:
+            away = self.run.rename(self.run.with_name("away"))
+            if begun_anew:
+                training.succeed(num_iterations=1)
+            before = training.fingerprint(self.run) if begun_anew else {}
+            os.kill(pid, signal.SIGCONT)
+            assert first.wait() == [1], first.text()
+            assert first.text().count("error: ") == 1 and "this launch no longer owns the run" in first.text()
+            assert "Traceback" not in first.text()
+            assert self.run.exists() == begun_anew and training.fingerprint(self.run) == before
+            shutil.rmtree(self.run, ignore_errors=True)
+            away.rename(self.run)
+        else:
+            assert first.wait() == [0]
+        self.look(how, completed=not pid)
+
+    def paused(self, how, steps):
+        """(a launch, its pid), which has stopped itself after so many steps; no pid if it has ended before."""
+        self.has_something_to_do()
+        hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(training.send, signal.SIGSTOP))
+        group = training.start(1, hook=hook, num_iterations=self.horizon, **how)
+        self.stopped.append(group)
+        process = group.processes[0]
+        training.wait_for(lambda: process.exitcode is not None or is_stopped(process.pid))
+        return group, process.pid if process.exitcode is None else None
+
+    @rule(how=HOW)
+    def is_launched_twice_at_the_same_instant(self, how):
+        self.has_something_to_do()
+        started = len(training.events("started"))
+        groups = [training.start(1, num_iterations=self.horizon, **how) for _ in range(2)]
+        codes = [group.wait()[0] for group in groups]
+        told = [group.text() for group in groups]
+        assert sorted(codes) == [0, 1] or any("nothing to do" in text for text in told), told
+        assert sum("completed: " in text for text in told) == 1
+        assert len(training.events("started")) == started + 1
+        self.look(how, completed=True)
+
+    # ---- between launches
+
+    @rule(which=st.sampled_from([-1, -1, -2, 0]), number=st.integers(0, 7),
+          how=st.sampled_from(["torn", "empty", "gone", "flipped"]))
+    def has_a_checkpoint_damaged(self, which, number, how):
+        """Mostly the newest."""
+        if not self.good:
+            return
+        name = sorted(self.good, key=self.good.__getitem__)[max(which, -len(self.good))]
+        del self.good[name]
+        folder = self.run / "checkpoints" / name
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        middle = len(content) // 2
+        if how == "gone":
+            file.unlink()
+        else:
+            file.write_bytes({"empty": b"", "torn": content[:middle],
+                              "flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1:]}[how])
+        self.damaged.add(name)
+        assert name not in inspect(self.run, self.damaged), "the damage is not seen"
+        self.over = self.over and name != "final"
+
+    @rule()
+    def has_leftovers_of_crashes(self):
+        """Half a line, half-written files, and a flag that nobody honoured."""
+        if not self.good or self.over:
+            return
+        with open(self.run / "logs" / "train.jsonl", "ab") as log:
+            log.write(b'{"step": 1, "digest": "00')
+        for name in (".config.json.0123abcd.tmp", "logs/cursors/.step-00000002.json.gz.0123abcd.tmp",
+                     "checkpoints/.tmp-checkpoint-2-7/optimizer.bin", "checkpoints/.del-checkpoint-2-7/optimizer.bin"):
+            (self.run / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.run / name).write_bytes(b"half")
+        (self.run / lifecycle.FLAG_NAME).touch()
+        os.utime(self.run / lifecycle.FLAG_NAME, (0, 0))
+
+    @rule(number=st.integers(0, LONGEST))
+    def had_other_batches_before(self, number):
+        """A step that is repeated has another digest than the log says: the run trains on nothing else."""
+        repeated = range(max(self.good.values(), default=0), len(training.steps()))
+        if not repeated:
+            return
+        step = repeated[number % len(repeated)]
+        log, digest = training.log_file(), training.digests()[step]
+        log.write_text(log.read_text().replace(digest, "0" * 16))
+        outcome = self.launch_here(num_iterations=self.horizon)
+        log.write_text(log.read_text().replace("0" * 16, digest))
+        assert outcome.code == 1 and re.search(rf"error: step {step}: .*{digest}.*{'0' * 16}", outcome.err), outcome.err
+        self.look()
+
+    @rule()
+    def is_begun_anew(self):
+        """The old run is set aside whole, if that is forced."""
+        if not run_dir.is_run_dir(self.run):
+            return
+        before = files(self.run)
+        outcome = self.launch_here(num_iterations=self.horizon, resume="scratch")
+        assert outcome.code == 1 and re.search("--resume scratch: .*--force.*--model-tag", outcome.err), outcome.err
+        assert files(self.run) == before
+        self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
+        again = {"num_iterations": FIRST, "resume": "scratch", "force": True}
+        training.start(hook=partial(training.die_after_step, 3), **again).wait_for_death()
+        old = self.run.with_name("run.old-1")
+        assert files(old) == before
+        shutil.rmtree(old)
+        self.look()
+
+
+def is_stopped(pid):
+    try:
+        return ") T" in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:  # it has ended
+        return False
+
+
+def checkpoint_number(name):
+    """Its step, by its name; -1 of `final`."""
+    match = run_dir.CHECKPOINT_NAME.fullmatch(name)
+    return int(match["step"] or -1)
+
+
+def test_whatever_happens_to_a_run_it_ends_with_the_bits_of_one_that_nothing_happened_to():
+    run_state_machine_as_test(Life, settings=settings(
+        max_examples=examples(0.5), stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate]))

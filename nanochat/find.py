@@ -58,7 +58,7 @@ class Pass:
     uses: list[Use]
     length: int  # tokens of the document, BOS included; 0 if it has not been read
     pending: bool = False  # the lane has read it, and will still use tokens of it
-    expected: float | None = None  # the step around which the lane reads it, if it has not been read
+    expected: float | None = None  # the step around which it is used, if it has not been read
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,10 @@ class History:
                 return Pass(epoch, lane, uses, len(ids), pending=key in feed.packer)
             done = total_read(order, lane, feed.epoch, feed.place)
             # documents that the lane uses up in a step: by its account of all rows, and the rows of these steps
-            used, packer = feed.num_documents - len(feed.packer.waiting()), feed.packer
-            rate = used / max(1, packer.row) * (packer.row - first_row) / max(1, step - began)
-        missing = total_read(order, lane, epoch, place) - done
-        return Pass(epoch, lane, uses, 0, expected=step + missing / rate if rate else math.inf)
+            pending, packer = len(feed.packer.waiting()), feed.packer
+            rate = (feed.num_documents - pending) / max(1, packer.row) * (packer.row - first_row) / max(1, step - began)
+        before = pending + total_read(order, lane, epoch, place) - done  # documents that are used up first
+        return Pass(epoch, lane, uses, 0, expected=step + before / rate if rate else math.inf)
 
 
 def uses_of(row: Row, key: tuple[int, int, int], step: int, number: int, config: StreamConfig) -> Iterator[Use]:

@@ -95,7 +95,7 @@ def test_a_document_has_the_name_of_its_file_and_its_number_there(tmp_path):
 
 def test_what_the_run_has_not_come_to_is_expected_where_it_then_is():
     source = numbered([[30] * 50] * 8)
-    config = StreamConfig(T=16, V=2, layout="concat", buffer_size=4)
+    config = StreamConfig(T=16, V=2, layout="concat", buffer_size=4, unit_size=4)
     early, late = (History(config, {"a": source}, "t", 2, {0: lambda: None}, trained) for trained in (40, 400))
     document = Document("a", "x:0", 3, 7)
     for n in range(8):

@@ -23,6 +23,7 @@ Permutations sort raw words of a counter-based generator, keyed by (seed, bucket
 `nanochat.common.permutation`.
 """
 
+import bisect
 import functools
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -182,6 +183,16 @@ class Order:
         """The places of an epoch that a lane reads."""
         number = (lane + epoch) % self.V
         return range(self._cut(epoch, number), self._cut(epoch, number + 1))
+
+    def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """(lane, place) of a document in an epoch: which lane reads it, and where it stands in the sequence. In a large
+        bucket a lane reads the documents of a unit together, so that the place is exact up to a unit."""
+        sequence, places, _ = self._epoch(epoch)
+        shuffled = self.first[group] + row if self.small else group
+        at = int(np.flatnonzero(sequence == shuffled)[0])
+        place = int(places[at]) + (0 if self.small else row)
+        number = bisect.bisect_right(range(self.V), place, key=lambda share: self._cut(epoch, share)) - 1
+        return (number - epoch) % self.V, place
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep), with

@@ -83,6 +83,11 @@ class Source:
         """`read` without the ids: (length of each, how many first ids of each repeat)."""
         raise NotImplementedError
 
+    def texts(self, group: int) -> list[str]:
+        """The texts of all documents of a group; of stored tokens, what they decode to."""
+        found, _ = self.read(group, np.arange(self.groups[group]))
+        return [self.tokenizer.decode(ids.tolist()) for ids in found]
+
     def file_of(self, group: int) -> tuple[int, int]:
         """(number of the file, number of the group in that file) of a group."""
         file = int(np.searchsorted(self._first_group, group, side="right")) - 1
@@ -125,6 +130,9 @@ class ParquetSource(Source):
             name, number = self.locate(group)
             raise ValueError(f"{name}: row group {number}, row {rows[e.number]}: {e.reason}") from None
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
+
+    def texts(self, group: int) -> list[str]:
+        return self._decode(group, 0, int(self.groups[group]), 0).to_pylist()
 
     def _texts(self, group: int, rows: np.ndarray) -> list[str]:
         """Any documents of a group of a small bucket."""

@@ -1,0 +1,106 @@
+"""Where a document was trained on, against a table of all rows of a small stream."""
+
+import math
+from contextlib import closing
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.curriculum import Curriculum, Phase
+from nanochat.find import Document, History, documents_with, find_document
+from nanochat.order import StreamConfig
+from nanochat.stream import Stream
+from tests.toy import BOS, ByteTokenizer, examples, json_copy, numbered, write_parquet
+
+STEPS = 12
+
+
+@st.composite
+def cases(draw):
+    """(settings of a stream, its sources, rows of a lane in a step, steps at which cursors are kept)."""
+    buckets = {}
+    for k, name in enumerate(["a", "b"][:draw(st.integers(1, 2))]):
+        lengths = draw(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=9), min_size=2, max_size=6))
+        buckets[name] = numbered(lengths, first=1000 + 100_000 * k, small=draw(st.booleans()))
+    curriculum = None
+    if len(buckets) == 2:
+        curriculum = Curriculum([Phase(10**6, {"a": 0.5, "b": 0.5})])
+    layout = draw(st.sampled_from(["crop", "split", "concat"]))
+    config = StreamConfig(
+        T=16, V=draw(st.integers(1, 4)), seed=draw(st.integers(0, 9)), buffer_size=draw(st.integers(1, 12)),
+        layout="concat" if layout == "concat" else "bestfit", long_docs="split" if layout == "split" else "crop",
+        overlap=4, unit_size=4, max_epochs=0, curriculum=curriculum)
+    return config, buckets, draw(st.integers(1, 2)), draw(st.sets(st.integers(1, STEPS), max_size=4))
+
+
+@settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None)
+@given(cases(), st.data())
+def test_every_use_of_a_document_is_found_and_no_other(case, data):
+    config, sources, n, kept = case
+    saves, table = {0: None}, {}
+    with closing(Stream(config, sources, range(config.V), tokenizer="t", num_threads=0)) as stream:
+        for step in range(STEPS):
+            for number, row in enumerate(stream.next_rows(n)):
+                for token in row.tokens[row.tokens != BOS].tolist():
+                    table.setdefault(token, set()).add((step, number))
+            if step + 1 in kept:
+                saves[step + 1] = json_copy(stream.cursors())
+        positions = {(bucket, lane): (feed.epoch, feed.place, set(feed.packer.waiting()))
+                     for bucket, feeds in stream.feeds.items() for lane, feed in feeds.items()}
+    history = History(config, sources, "t", n, {step: lambda step=step: saves[step] for step in saves}, STEPS)
+    bucket = data.draw(st.sampled_from(sorted(sources)))
+    group = data.draw(st.integers(0, len(sources[bucket].groups) - 1))
+    row = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
+    tokens = [BOS, *sources[bucket].documents[group][row].tolist()]
+    passes = list(history.passes(Document(bucket, "x:0", group, row)))
+    uses = [use for found in passes for use in found.uses]
+    expected = {place for token in tokens[1:] for place in table.get(token, ())}
+    named = {(use.step, use.row) for use in uses if any(token != BOS for token in tokens[use.start:use.stop])}
+    assert named == expected
+    for use in uses:
+        assert all((use.step, use.row) in table[token] for token in tokens[use.start:use.stop] if token != BOS)
+    *before, last = passes
+    assert [found.epoch for found in passes] == list(range(len(passes)))
+    assert not any(found.pending or found.expected for found in before)
+    epoch, place, waiting = positions[bucket, last.lane]
+    assert last.pending == ((last.epoch, group, row) in waiting)
+    assert (last.expected is None) == ((epoch, place) > (last.epoch, history_place(history, bucket, last, group, row)))
+    assert last.expected is None or last.expected >= STEPS
+
+
+def history_place(history, bucket, found, group, row):
+    from nanochat.order import Order
+
+    source = history.sources[bucket]
+    order = Order(source.groups, source.means, small=source.small, bucket=bucket, config=history.config)
+    return order.find(found.epoch, group, row)[1]
+
+
+def test_a_document_has_the_name_of_its_file_and_its_number_there(tmp_path):
+    from nanochat.sources import open_source, scan
+
+    write_parquet(tmp_path / "a.parquet", ["one", "two", "three"], group_size=2)
+    write_parquet(tmp_path / "b.parquet", ["four", "five two"], group_size=1)
+    source = open_source(scan(tmp_path), ByteTokenizer())
+    assert find_document({"web": source}, "a.parquet:2") == ("web", "a.parquet:2", 1, 0)
+    assert find_document({"web": source}, "b.parquet:1") == ("web", "b.parquet:1", 3, 0)
+    assert [found.name for found in documents_with(source, "web", "two")] == ["a.parquet:1", "b.parquet:1"]
+    for name, words in (("a.parquet:3", "documents 0 to 2"), ("c.parquet:0", "no file c.parquet; its files are a.pa"),
+                        ("a.parquet", "expected FILE:ROW"), ("a.parquet:-1", "expected FILE:ROW")):
+        with pytest.raises(ValueError, match=words):
+            find_document({"web": source}, name)
+
+
+def test_what_the_run_has_not_come_to_is_expected_where_it_then_is():
+    source = numbered([[30] * 50] * 8)
+    config = StreamConfig(T=16, V=2, layout="concat", buffer_size=4, unit_size=4)
+    early, late = (History(config, {"a": source}, "t", 2, {0: lambda: None}, trained) for trained in (40, 400))
+    document = Document("a", "x:0", 3, 7)
+    for n in range(8):
+        document = document._replace(group=n)
+        [step] = {use.step for found in late.passes(document) if found.epoch == 0 for use in found.uses[:1]}
+        first = next(early.passes(document))
+        assert first.uses or math.isclose(first.expected, step, rel_tol=0.1, abs_tol=5), (first, step)
+    assert np.isfinite(step)

@@ -120,10 +120,10 @@ import tempfile
 from pathlib import Path
 
 from nanochat.integrations import object_storage as store
-from nanochat.common import place
+from nanochat.common import as_path
 
 path = sys.argv[1].split(",")[0] + ".bin"
-data = place(path).read_bytes()
+data = as_path(path).read_bytes()
 with tempfile.TemporaryDirectory() as folder:
     changed = Path(folder, "changed")
     changed.write_bytes(data[2:] + data[:2])

@@ -119,15 +119,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanochat.integrations import object_storage as store
 from nanochat.common import as_path
+from nanochat.integrations import object_storage as store
 
 path = sys.argv[1].split(",")[0] + ".bin"
 data = as_path(path).read_bytes()
 with tempfile.TemporaryDirectory() as folder:
     changed = Path(folder, "changed")
     changed.write_bytes(data[2:] + data[:2])
-    store.write(path, changed)
+    store.upload(path, changed)
 PY
 expect 1 python "${lanes[@]}" --num-iterations 8 2>&1 | tee "$work/refused"
 grep -q "changed since this run began (etag" "$work/refused"

@@ -79,7 +79,8 @@ def history_place(history, bucket, found, group, row):
 
 
 def test_a_document_has_the_name_of_its_file_and_its_number_there(tmp_path):
-    from nanochat.sources import open_source, scan
+    from nanochat.dataset import scan
+    from nanochat.sources import open_source
 
     write_parquet(tmp_path / "a.parquet", ["one", "two", "three"], group_size=2)
     write_parquet(tmp_path / "b.parquet", ["four", "five two"], group_size=1)

@@ -85,6 +85,8 @@ class RunSettings:
     deterministic: bool = setting(
         True, "on CUDA only kernels whose result does not depend on scheduling", fixed=STEP)
     seed: int = setting(42, "of the weights and of the order of the data", fixed=STREAM)
+    data_seed: int | None = setting(
+        None, "of the order of the data alone (default: --seed)", type=int, metavar="N", fixed=STREAM)
     world_size: int = setting(
         1, "processes of the launch", flag=False,
         note="same data; same bits as long as it divides the number of leaves")
@@ -334,6 +336,11 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
+    def order_seed(self) -> int:
+        """The seed of the order of the data."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
     def trackers(self) -> list[str]:
         """What draws the values of the run: of the names in `log_to` all but a wandb without a run."""
         return [name for name in self.log_to.split(",") if name != "wandb" or self.run != "dummy"]
@@ -490,7 +497,7 @@ def stream_config(settings: Settings) -> Any:
         from nanochat.integrations.megatron_order import SampleConfig
 
         return SampleConfig.of(settings)
-    return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, layout=settings.packing,
+    return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed, layout=settings.packing,
                         long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
                         pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)
 

@@ -187,7 +187,7 @@ class SampleConfig:
     def of(cls, settings: "Settings") -> "SampleConfig":
         """The stream of a run's resolved settings."""
         weights = settings.blend_weights
-        return cls(T=settings.max_seq_len, V=settings.lanes, seed=settings.seed, num_samples=settings.num_samples,
+        return cls(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed, num_samples=settings.num_samples,
                    split=settings.split or "", weights=None if weights is None else tuple(weights),
                    eod_mask_loss=settings.eod_mask_loss,
                    index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))

@@ -1,0 +1,253 @@
+"""
+Train one configuration with several seeds, and report whether a change gains more than the noise of seeds.
+
+    python -m scripts.repeat --seeds=5 --name=base -- --depth=4 --num-iterations=500
+    python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02
+
+The flags behind `--` are those of scripts.base_train. Each run has the name NAME-seedS. Finished runs are reused and
+unfinished ones are resumed, so the command can be repeated at any time, with more seeds, too.
+
+    --vary=weights    each run has its own --seed (of the weights); the order of the data is the same in all
+    --vary=data       each run has its own --data-seed; all start from the same weights
+    --vary=both       both
+
+The first command reports the mean of the final validation bits per byte, their standard deviation s with its 95 %
+interval, and the smallest difference that n seeds can show at 5 % (Student's t):
+
+    unpaired    t(2n - 2) s sqrt(2 / n)           paired    t(n - 1) s_d / sqrt(n)
+
+s_d is the standard deviation of the differences between runs with equal seeds. Until there is a change to compare with,
+it is taken as s sqrt(2), as if equal seeds had nothing in common. `--against` trains the change with the seeds of BASE
+and reports the mean difference, its 95 % interval, and the exact p of the sign-flip permutation test: the share of
+all 2^n choices of signs of the differences whose mean is at least as far from 0. With 5 seeds, p is never below 2 / 32.
+
+    <base dir>/repeats/NAME.json    figures, seeds, flags        NAME.png    a dot for each run, means and intervals
+"""
+
+import argparse
+import io
+import itertools
+import math
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanochat.common import Parser, get_base_dir, print0, read_json, run_main, table, whole, write_bytes, write_json
+from nanochat.config import from_flags
+from nanochat.run_dir import run_path
+from nanochat.run_reader import RunReader
+from scripts import base_train
+
+SEED_COUNTS = (5, 10, 20)  # for which the smallest difference is reported
+MOST_FLIPPED = 20  # seeds whose signs are flipped in all ways
+RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+def quantile(cdf: Callable[[float], float], p: float) -> float:
+    """The x at which a distribution function reaches p."""
+    low, high = -1e4, 1e4
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cdf(middle) < p else (low, middle)
+    return high
+
+
+def student_t(p: float, degrees: int) -> float:
+    """The quantile of Student's t distribution."""
+    norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+
+    def cdf(x: float) -> float:
+        at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)  # x = sqrt(degrees) tan: a finite range
+        return 0.5 + norm * math.sqrt(degrees) * float(np.trapezoid(np.cos(at) ** (degrees - 1), at))
+
+    return quantile(cdf, p)
+
+
+def deviation_interval(s: float, n: int) -> tuple[float, float]:
+    """The 95 % interval of a standard deviation that n values gave."""
+    def cdf(x: float) -> float:  # of chi-squared
+        return float(torch.special.gammainc(torch.tensor((n - 1) / 2.0, dtype=torch.float64),
+                                            torch.tensor(max(x, 0.0) / 2, dtype=torch.float64)))
+
+    low, high = (s * math.sqrt((n - 1) / quantile(cdf, p)) for p in (0.975, 0.025))
+    return low, high
+
+
+def smallest_difference(s: float, s_d: float, n: int) -> tuple[float, float]:
+    """(unpaired, paired): the smallest difference of means that n seeds can show at 5 %."""
+    return (student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n), student_t(0.975, n - 1) * s_d / math.sqrt(n))
+
+
+def sign_flip_p(differences: Sequence[float]) -> float:
+    """The exact two-sided p of the sign-flip permutation test of paired differences."""
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
+    sums = np.abs(signs @ np.array(differences))
+    return float(np.mean(sums >= abs(sum(differences)) * (1 - 1e-12)))
+
+
+def summarize(values: Sequence[float]) -> dict[str, Any]:
+    """The figures of one configuration."""
+    s, n = statistics.stdev(values), len(values)
+    low, high = deviation_interval(s, n)
+    return {"mean": statistics.fmean(values), "stdev": s, "stdev_interval": [low, high],
+            "smallest_difference": {str(k): dict(zip(("unpaired", "paired"), smallest_difference(s, s * 2**0.5, k)))
+                                    for k in SEED_COUNTS}}
+
+
+def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
+    """The figures of a change: each value is paired with the base's of the same seed."""
+    differences = [a - b for a, b in zip(values, base, strict=True)]
+    n, s_d = len(differences), statistics.stdev(differences)
+    half = student_t(0.975, n - 1) * s_d / math.sqrt(n)
+    mean = statistics.fmean(differences)
+    s = math.sqrt((statistics.variance(values) + statistics.variance(base)) / 2)
+    return {"differences": differences, "mean_difference": mean, "interval": [mean - half, mean + half],
+            "p": sign_flip_p(differences) if n <= MOST_FLIPPED else None,
+            "smallest_difference": {str(k): dict(zip(("unpaired", "paired"), smallest_difference(s, s_d, k)))
+                                    for k in SEED_COUNTS}}
+
+
+# ---- the runs ------------------------------------------------------------------------------------
+
+def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
+              ) -> list[float]:
+    """Train with every seed; returns the final validation bits per byte of each. ValueError names a run that failed."""
+    settings = from_flags(base_train.parse_args(flags))
+    launcher = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
+                                        if nproc > 1 else [])]
+
+    def train(seed: int) -> float:
+        tag = f"{name}-seed{seed}"
+        weights, data = (seed if vary in (which, "both") else settings.seed for which in ("weights", "data"))
+        command = [*launcher, "scripts.base_train", *flags, f"--seed={weights}", f"--data-seed={data}",
+                   f"--model-tag={tag}"]
+        print0(f"run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}")
+        log = get_base_dir() / "repeats" / f"{tag}.log"
+        with open(log, "wb") as file:
+            out = file if jobs > 1 else None
+            code = subprocess.run(command, stdout=out, stderr=out).returncode
+        run = RunReader(run_path(tag))
+        if code or not run.launches or run.launches[-1].end != "completed":
+            raise ValueError(f"{tag}: the run ended with exit code {code} before its last step"
+                             f"{f', see {log}' if jobs > 1 else ''}; repeat this command to resume it")
+        if not run.val_bpb:
+            raise ValueError(f"{tag}: it has no validation bits per byte; give --eval-every=N, and other runs of this "
+                             f"name another --name")
+        return list(run.val_bpb.values())[-1]
+
+    (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(train, seeds))
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
+    """The runs, then the figures."""
+    header = ["seed", "bits per byte", *(["base", "difference"] if base else [])]
+    columns = [record["seeds"], record["bits_per_byte"]]
+    if base:
+        columns += [base["bits_per_byte"][:len(record["seeds"])], record["against"]["differences"]]
+    print0(*table(header, list(zip(*columns))), "", sep="\n")
+    n, (low, high) = len(record["seeds"]), record["stdev_interval"]
+    print0(f"mean {record['mean']:.6f}, standard deviation {record['stdev']:.6f} (95 % interval {low:.6f} to "
+           f"{high:.6f})")
+    figures = record
+    if base:
+        figures = record["against"]
+        low, high = figures["interval"]
+        p = "" if figures["p"] is None else f", sign-flip p = {figures['p']:.4f}"
+        print0(f"mean difference to {base['name']}: {figures['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
+               f"{high:+.6f}{p}, {n} pairs)")
+    smallest = figures["smallest_difference"]
+    rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
+    print0("", *table(["seeds", "smallest difference, unpaired", "paired"], rows), sep="\n")
+    if record.get("rerun_difference") is not None:
+        print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")
+
+
+def draw(records: Sequence[dict[str, Any]], path: Path) -> str:
+    """A column of dots for each configuration, with its mean and the 95 % interval of the mean. Returns a line that
+    says where the picture is, or why there is none."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed; pip install -e '.[plot]'"
+    figure = Figure(figsize=(1.5 + 1.5 * len(records), 4), layout="constrained")
+    axes = figure.subplots()
+    for i, record in enumerate(records):
+        values = record["bits_per_byte"]
+        half = student_t(0.975, len(values) - 1) * record["stdev"] / math.sqrt(len(values))
+        axes.plot([i] * len(values), values, "o", alpha=0.5)
+        axes.errorbar([i + 0.15], [record["mean"]], yerr=[half], fmt="k_", capsize=4)
+    axes.set(ylabel="validation bits per byte", xlim=(-0.5, len(records) - 0.4))
+    axes.set_xticks(range(len(records)), [record["name"] for record in records])
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=120)
+    write_bytes(path, data.getvalue())
+    return f"written: {path}"
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """(our flags, those of scripts.base_train behind `--`)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--") if "--" in words else len(words)
+    p = Parser(description="Train one configuration with several seeds.", epilog=__doc__, usage="%(prog)s [flags] -- "
+               "FLAGS OF base_train")
+    p.add_argument("--name", default="base", help="of this configuration; its runs are NAME-seedS")
+    p.add_argument("--seeds", type=whole(2), default=5, metavar="N", help="how many seeds: 1 to N")
+    p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="what the seeds decide")
+    p.add_argument("--against", metavar="BASE", help="compare with the runs of this name, with their seeds")
+    p.add_argument("--rerun", action="store_true", help="train the first seed once more: it must differ by 0")
+    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="runs at the same time; their output goes to "
+                   "<base dir>/repeats")
+    p.add_argument("--nproc", type=whole(1), default=1, metavar="N", help="processes of each run, started by torchrun")
+    return p.parse_args(words[:at]), words[at + 1:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, compare, print, draw. ValueError and OSError for bad input and for a run that failed."""
+    args, flags = parse_args(argv)
+    folder, base = get_base_dir() / "repeats", None
+    run_path(f"{args.name}-seed1")  # ValueError for a name that cannot be one
+    if reserved := [word for word in flags if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed")]:
+        raise ValueError(f"{reserved[0]}: it is set for each run; leave it out, or give --name and --vary")
+    seeds, vary = list(range(1, args.seeds + 1)), args.vary
+    if args.against is not None:
+        path = folder / f"{args.against}.json"
+        if not path.is_file():
+            raise FileNotFoundError(f"--against={args.against}: {path} does not exist; train that configuration first, "
+                                    f"with --name={args.against}")
+        base = read_json(path, RECORD, way_out="train that configuration again with --name")
+        if args.against == args.name:
+            raise ValueError(f"--against={args.against}: a change needs a --name of its own")
+        seeds, vary = base["seeds"], base["vary"]
+    values = train_all(args.name, flags, seeds, vary, jobs=args.jobs, nproc=args.nproc)
+    record = {"name": args.name, "vary": vary, "seeds": seeds, "flags": flags, "bits_per_byte": values,
+              **summarize(values)}
+    if base is not None:
+        record["against"] = {"name": base["name"], **compare(values, base["bits_per_byte"])}
+    if args.rerun:
+        again = train_all(f"{args.name}-rerun", flags, seeds[:1], vary, jobs=1, nproc=args.nproc)
+        record["rerun_difference"] = again[0] - values[0]
+    write_json(folder / f"{args.name}.json", record)
+    print_report(record, base)
+    shown = [record] if base is None else [{**base, **summarize(base["bits_per_byte"])}, record]
+    print0("", f"written: {folder / args.name}.json", draw(shown, folder / f"{args.name}.png"), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -40,7 +40,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.common import Parser, get_base_dir, print0, read_json, run_main, table, whole, write_bytes, write_json
+from nanochat.cli import Parser, run_main, whole
+from nanochat.common import get_base_dir, print0, read_json, table, write_bytes, write_json
 from nanochat.config import from_flags
 from nanochat.run_dir import run_path
 from nanochat.run_reader import RunReader

@@ -138,6 +138,9 @@ class DataSettings:
     object_storage_cache: str | None = setting(
         None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
         metavar="DIR")
+    without_documents: str | None = setting(
+        None, "switch off the targets of the documents that this file lists, one FILE:ROW per line (FILE:* for all of "
+        "a file); rows keep their tokens", metavar="LIST", fixed="decides which targets count", of_order="lanes")
     packing: str = setting(
         "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
     pack: bool = setting(True, "--no-pack, with --packing=binned: one entry a row", fixed=STREAM, of_order="lanes")

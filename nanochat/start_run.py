@@ -45,6 +45,7 @@ from nanochat.dataset import (
     describe_split,
     files_of,
     last_file_validates,
+    leave_out,
     pin_files,
     read_manifests,
 )
@@ -347,8 +348,11 @@ def pin_data(settings: Settings) -> Manifests:
         from nanochat.integrations.megatron_order import find_pairs
 
         return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
-    return pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format, mix=settings.mix,
-                     selection=Selection.of(settings.to_json()))
+    manifests = pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format,
+                          mix=settings.mix, selection=Selection.of(settings.to_json()))
+    if settings.without_documents is not None:
+        manifests["train"] = leave_out(manifests["train"], settings.without_documents)
+    return manifests
 
 
 def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
@@ -359,6 +363,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
 
     def pinned() -> Manifests:
         if start.config and (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
+            check_list(manifests["train"], settings.without_documents)
             return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
         return pin_data(settings)
 
@@ -376,6 +381,17 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     data = agree(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
     return replace(start, cursors=cursors, skip=0), data
+
+
+def check_list(pinned: Mapping[str, Manifest], list_path: str | None) -> None:
+    """ValueError if the list of documents to leave out, as long as it exists, is not the one that the run began
+    with."""
+    if list_path is None or not as_path(list_path).is_file():
+        return
+    bare = {bucket: {k: v for k, v in manifest.items() if k != "without"} for bucket, manifest in pinned.items()}
+    if leave_out(bare, list_path) != pinned:
+        raise ValueError(f"--without-documents={list_path}: the file changed since this run began; restore it, or "
+                         f"start a new run (--model-tag)")
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:

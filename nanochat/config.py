@@ -248,6 +248,7 @@ class LookSettings:
     save_every: int = setting(
         -1, "steps between checkpoints; -1: one whenever 30 minutes have passed, of which the newest two stay; "
         "0: only at the end")
+    row_losses: bool = setting(True, "keep the loss of every row of every step in logs/rows (6 bytes per row)")
     log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")

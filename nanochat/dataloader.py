@@ -115,6 +115,12 @@ class Layout:
         """n: rows that a lane gives to a step."""
         return self.rows_per_step // self.V
 
+    def rows_of(self, leaf: int, micro_batch: int) -> range:
+        """The rows of a step, counted over all ranks, that are in a micro-batch of one of this rank's leaves."""
+        n, B, lanes = self.rows_per_lane, self.device_batch_size, self.leaves[leaf]
+        first, stop = lanes.start * n + micro_batch * B, lanes.stop * n
+        return range(min(first, stop), min(first + B, stop))
+
     @property
     def micro_batches_per_leaf(self) -> int:
         """Enough for the longest leaf of any rank, so that all ranks do the same number."""
@@ -223,24 +229,21 @@ class DataLoader:
 
     def _fill_step(self, step: int) -> bool:
         """Fill the slots of a step; False when the loader was closed meanwhile. Raises `Dry`."""
-        lanes, n, B = self.layout.lanes, self.layout.rows_per_lane, self.layout.device_batch_size
+        lanes, n = self.layout.lanes, self.layout.rows_per_lane
         rows = self.stream.next_rows(n)
         if len(rows) < n * len(lanes):
             dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
             raise Dry(step, dry, self.stream.dry_bucket(dry))
         state = self.stream.state()
         digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
-        done = 0
-        for leaf in self.layout.leaves:
-            begin, end = (leaf.start - lanes.start) * n, (leaf.stop - lanes.start) * n
-            for i in range(self.layout.micro_batches_per_leaf):
-                slot = self._free.get()
-                if slot is None or self._closed.is_set():
-                    return False
-                slot.fill(rows[begin + i * B:min(begin + (i + 1) * B, end)], self.buckets)
-                done += 1
-                last = done == self.micro_batches_per_step
-                self._filled.put((slot, digest, (step + 1, state) if last else None))
+        for i in range(self.micro_batches_per_step):
+            slot = self._free.get()
+            if slot is None or self._closed.is_set():
+                return False
+            mine = self.layout.rows_of(*divmod(i, self.layout.micro_batches_per_leaf))
+            slot.fill(rows[mine.start - lanes.start * n:mine.stop - lanes.start * n], self.buckets)
+            last = i + 1 == self.micro_batches_per_step
+            self._filled.put((slot, digest, (step + 1, state) if last else None))
         return True
 
     # -- the consumer

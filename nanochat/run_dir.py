@@ -42,9 +42,12 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from nanochat.common import did_you_mean, fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
 
@@ -56,7 +59,7 @@ CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
 APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND
-FOLDERS = ("checkpoints", "logs", "logs/cursors", "tokenizer")
+FOLDERS = ("checkpoints", "logs", "logs/cursors", "logs/rows", "tokenizer")
 
 
 # ---- finding runs -------------------------------------------------------------------------------
@@ -315,6 +318,70 @@ def newest_events(run_dir: Path, step: int) -> dict[str, dict[str, Any]]:
                 newest.pop("completed", None)
             newest[record["event"]] = record
     return newest
+
+
+# ---- losses of rows -----------------------------------------------------------------------------
+
+class RowLosses:
+    """The loss of every row of every step, in logs/rows/: one file for each 10,000 steps, in which each step has
+    its place, so that a repeated step overwrites its record.
+
+        record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: live targets
+
+    R: rows of a step. Live targets are uint32 where T is above 65,535. The checksum covers the step's number, too. A
+    record that a crash truncated is overwritten when its step is repeated.
+    """
+
+    STEPS = 10_000  # in a file
+
+    def __init__(self, run_dir: Path, *, num_rows: int, T: int) -> None:
+        self.folder, self.num_rows = run_dir / "logs" / "rows", num_rows
+        self.record = np.dtype([("nats", "<f4", num_rows), ("live", "<u2" if T < 1 << 16 else "<u4", num_rows)])
+        self.size = 4 + self.record.itemsize
+
+    def _place(self, step: int) -> tuple[Path, int]:
+        """(file, offset) of a step's record."""
+        first = step - step % self.STEPS
+        return self.folder / f"step-{first:08d}.bin", (step - first) * self.size
+
+    def write(self, step: int, nats: Sequence[float], live: Sequence[int]) -> None:
+        """Write the record of a step. OSError says what to do if the disk does not take it."""
+        path, offset = self._place(step)
+        remake_folder(self.folder.parent)
+        remake_folder(self.folder)
+        record = np.zeros((), self.record)
+        record["nats"], record["live"] = nats, live
+        data = record.tobytes()
+        try:
+            with open_regular(path, os.O_RDWR | os.O_CREAT) as f:
+                f.seek(offset)
+                if f.write(_checksum(step, data) + data) < self.size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            raise OSError(e.errno, f"{path}: the losses of rows cannot be written ({e.strerror}); make room and start "
+                                   f"the same command again, or add --no-row-losses") from e
+
+    def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was recorded, ValueError if
+        the record is corrupt."""
+        path, offset = self._place(step)
+        data = b""
+        if path.exists():
+            with open_regular(path, os.O_RDONLY) as f:
+                f.seek(offset)
+                data = f.read(self.size)
+        if len(data) < self.size or not any(data):
+            raise FileNotFoundError(f"{path}: it has no losses of the rows of step {step}: the run has not trained "
+                                    f"that step, or did so with --no-row-losses")
+        if data[:4] != _checksum(step, data[4:]):
+            raise ValueError(f"{path}: the losses of the rows of step {step} are corrupt (wrong checksum), so they "
+                             f"cannot be shown; training does not read them. Delete the file to hide this message")
+        record = np.frombuffer(data[4:], self.record)[0]
+        return record["nats"].copy(), record["live"].astype(np.int64)
+
+
+def _checksum(step: int, data: bytes) -> bytes:
+    return zlib.crc32(data, step).to_bytes(4, "little")
 
 
 # ---- cursors ------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 The parts of training that are not the loop: what a step of all ranks comes to, what a run carries
 from launch to launch, how it is saved, and how people are told.
 
-    a step     each rank: gradients of its rows, of each leaf the sum of their losses and live targets, its part of the
-               digest, whether it has rows at all, whether it should stop, how the last save went
+    a step     each rank: gradients of its rows, the loss and the live targets of each row, its part of the digest,
+               whether it has rows at all, whether it should stop, how the last save went
                one small reduction brings together all but the first; loss of the step = sum of losses / live targets,
                both global, and the same bits wherever the leaves are
 
@@ -55,7 +55,7 @@ from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_data import RunData
-from nanochat.run_dir import TrainLog
+from nanochat.run_dir import RowLosses, TrainLog
 from nanochat.schedule import Schedule
 from nanochat.spikes import MOST_IN_A_ROW, Looks, limits, remember
 from nanochat.start_run import Start, build_model
@@ -84,7 +84,7 @@ class Stop(Exception):
 @dataclass(frozen=True)
 class StepTotals:
     """What all ranks' rows of a step come to; the same on every rank, and for every W that divides
-    K."""
+    K. `nats`, `live` and `buckets` have an entry for each of the step's R rows."""
 
     digest: str  # 16 hex digits
     dry: bool  # whether a rank could not give its rows
@@ -92,47 +92,52 @@ class StepTotals:
     unsaved: bool  # whether the last save failed so that the run must end
     save: bool  # whether a save is due by a rank's clock
     dropped: list[int]  # how many lanes have dropped each bucket
-    nats: list[float]  # sum of losses of each bucket's rows
-    live: list[int]  # their live targets
+    nats: list[float]  # the sum of a row's token losses
+    live: list[int]  # the live targets of a row
+    buckets: list[int]  # the bucket of a row
     spiked: bool = False  # whether it was a spike, for which nothing was updated
 
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
         """From what `add_up` gave, fetched."""
-        counts, leaves = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
-        nats, live = ([leaves[i::2 * num_buckets] for i in range(at, at + num_buckets)] for at in (0, num_buckets))
+        counts, rows = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
         return cls(
             digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
             stop=counts[5] > 0, unsaved=counts[6] > 0, save=counts[7] > 0, dropped=counts[FLAGS:],
-            nats=[math.fsum(n) for n in nats], live=[int(math.fsum(n)) for n in live])
+            nats=rows[0::3], live=[int(live) for live in rows[1::3]], buckets=[int(bucket) for bucket in rows[2::3]])
 
     @property
     def loss(self) -> float:
         """Mean loss of a live target, nats; NaN where there is none."""
-        return math.fsum(self.nats) / sum(self.live) if any(self.live) else math.nan
+        return self._mean(range(len(self.nats)))[0]
+
+    def of_bucket(self, bucket: int) -> tuple[float, int]:
+        """(mean loss of a live target, live targets) of a bucket's rows."""
+        return self._mean([row for row, its in enumerate(self.buckets) if its == bucket])
+
+    def _mean(self, rows: Sequence[int]) -> tuple[float, int]:
+        live = sum(self.live[row] for row in rows)
+        return math.fsum(self.nats[row] for row in rows) / live if live else math.nan, live
 
 
-def leaf_sums(layout: Layout, num_buckets: int, device: torch.device) -> torch.Tensor:
-    """Zeros for a rank's leaves: (leaves, 2, buckets), of each the sums of losses and the live
-    targets."""
-    return torch.zeros((len(layout.leaves), 2, num_buckets), dtype=wide_dtype(device), device=device)
+def new_row_table(layout: Layout, device: torch.device) -> torch.Tensor:
+    """(R, 3) zeros for the rows of a step: of each the sum of its token losses, its live targets and
+    the number of its bucket. Each rank fills in its own rows."""
+    return torch.zeros((layout.rows_per_step, 3), dtype=wide_dtype(device), device=device)
 
 
-def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest: int, dry: bool = False,
+def add_up(rows: torch.Tensor, *, dropped: Sequence[int], digest: int, world_size: int = 1, dry: bool = False,
            stop: bool = False, unsaved: bool = False, save: bool = False) -> torch.Tensor:
-    """Collective. One reduction, in which nothing is rounded; what it gives stays on the device,
-    for `grad_scale` and `StepTotals.read`. `sums`, see `leaf_sums`, of all leaves travel in a table
-    of which each rank fills in its own; the digest travels as four 16-bit parts; the rest is counts.
-    `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows;
-    `stop`: it should stop; `unsaved`: it could not save, and the run must end; `save`: it is time for
-    the next save."""
+    """Collective. One reduction, in which nothing is rounded: each row of the table `rows` (see
+    `new_row_table`) is filled in by one rank and zero on the others. The digest travels as four 16-bit
+    parts; the rest is counts. The result stays on the device, for `grad_scale` and `StepTotals.read`.
+    `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows; `stop`: it
+    should stop; `unsaved`: it could not save, and the run must end; `save`: it is time for the next
+    save."""
     flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, save, *dropped],
-                         dtype=sums.dtype, pin_memory=sums.is_cuda)
-    table = torch.zeros((layout.num_blocks, *sums.shape[1:]), dtype=sums.dtype, device=sums.device)
-    first = layout.rank * len(sums)
-    table[first:first + len(sums)] = sums
-    message = torch.cat([flags.to(sums.device, non_blocking=True), table.view(-1)])
-    if layout.world_size > 1:
+                         dtype=rows.dtype, pin_memory=rows.is_cuda)
+    message = torch.cat([flags.to(rows.device, non_blocking=True), rows.view(-1)])
+    if world_size > 1:
         dist.all_reduce(message)
     return message
 
@@ -140,8 +145,8 @@ def add_up(sums: torch.Tensor, layout: Layout, *, dropped: Sequence[int], digest
 def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean
     loss, and the mean loss, from what `add_up` gave. The factor is NaN, with which the optimizer
-    takes no step, where a rank is dry or the loss is no number."""
-    nats, live = message[FLAGS + num_buckets:].view(-1, 2, num_buckets).sum(dim=(0, 2))
+    takes no step, where a rank is dry or the loss is NaN or infinite."""
+    nats, live, _ = message[FLAGS + num_buckets:].view(-1, 3).sum(dim=0)
     good = (message[DRY] == 0) & nats.isfinite() & (live > 0)
     return torch.where(good, torch.full_like(live, num_targets) / live, math.nan), nats / live
 
@@ -385,7 +390,7 @@ class Trainer:
             raise error
 
 
-def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool, save: bool
+def take_step(run: Trainer, rows: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool, save: bool
               ) -> tuple[StepTotals, float]:
     """Collective. Add up what all ranks' rows come to, update the weights, and only then wait for
     the device: once. Returns the totals and the norm of the gradient, before it is clipped. Where
@@ -393,8 +398,8 @@ def take_step(run: Trainer, sums: torch.Tensor, *, dry: bool, stop: bool, unsave
     are those of `add_up`."""
     step, num_buckets, settings = run.progress.step, len(run.loader.buckets), run.settings
     run.dog.beat(step, "reduction")
-    message = add_up(sums, run.loader.layout, dropped=list(run.loader.dropped().values()),
-                     digest=run.loader.digest, dry=dry, stop=stop, unsaved=unsaved, save=save)
+    message = add_up(rows, dropped=list(run.loader.dropped().values()), digest=run.loader.digest,
+                     world_size=run.loader.layout.world_size, dry=dry, stop=stop, unsaved=unsaved, save=save)
     run.dog.beat(step, "optimizer")
     run.schedule.apply(run.optimizer, step)
     scale, loss = grad_scale(message, num_buckets, settings.total_batch_size)
@@ -440,6 +445,8 @@ class Journal:
             if value != "" and before.get(name, value) not in ("", value):
                 print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
         self.log = TrainLog(path, first_step=step, lost=state.owner.lost)
+        self.rows = RowLosses(run_dir, num_rows=settings.total_batch_size // settings.max_seq_len,
+                              T=settings.max_seq_len) if settings.row_losses else None
         self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
                         dynamic_ncols=True, leave=False, disable=None)  # where stderr is no terminal
         if not self.bar.disable:
@@ -470,10 +477,10 @@ class Journal:
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
         self.state.update(val_bpb=self.progress.val_bpb, **saved)
 
-    def step(self, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Tell of the step that was just counted: `line` to people (as --log-every says), `record`
-        to the log and to the trackers, `state` to scripts.status and to the bar. ValueError if it
-        had another digest when this run was there before."""
+    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
+        """Report the step that was just counted: `line` to people (as --log-every says), `record`
+        to the log and to the trackers, `totals` to the losses of rows, `state` to scripts.status and to the bar.
+        ValueError if it had another digest when this run was there before."""
         p, last = self.progress, self.start.horizon.num_iterations
         logged = self.log.digest_of(p.step - 1)
         if logged not in (None, record["digest"]):
@@ -484,6 +491,8 @@ class Journal:
         if (peak := peak_memory(self.device)) is not None:
             record["peak_memory_bytes"] = peak
         self.log.write(step=p.step - 1, **record)
+        if self.rows is not None:
+            self.rows.write(p.step - 1, totals.nats, totals.live)
         for_trackers = {k if k.startswith("total_") else f"train/{k}": v for k, v in record.items() if k != "digest"}
         self.trackers.log({"step": p.step - 1, **for_trackers})
         self.state.update(status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state)

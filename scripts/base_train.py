@@ -60,7 +60,7 @@ from nanochat.start_run import (
     own,
     print_split,
 )
-from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, leaf_sums, make_model, take_step
+from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, make_model, new_row_table, take_step
 from scripts.sample import own_prompts
 
 
@@ -128,12 +128,11 @@ def loop(run: Trainer) -> int:
 
 
 def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
-    """This rank's rows of a step, leaf by leaf: gradients are left in the model. Returns the sums
-    of losses and live targets of each leaf and bucket, whether it had all rows, and if its data
+    """This rank's rows of a step, leaf by leaf: gradients are left in the model. Returns the table of the
+    step's rows with this rank's rows filled in, whether it had all rows, and if its data
     have run dry why, and whether all have."""
     loader, settings, why = run.loader, run.settings, ("", False)
-    sums = leaf_sums(loader.layout, len(loader.buckets), loader.device)
-    bucket_ids = torch.arange(len(loader.buckets), device=loader.device)
+    table = new_row_table(loader.layout, loader.device)
     try:
         for i in range(loader.micro_batches_per_step):
             leaf, at = divmod(i, loader.layout.micro_batches_per_leaf)
@@ -143,14 +142,14 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
             (losses.sum() / settings.total_batch_size).backward()
             if at + 1 == loader.layout.micro_batches_per_leaf:
                 run.leaves.leaf_done()
-            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1)])  # (2, B)
-            in_bucket = batch.buckets[:, None] == bucket_ids  # (B, buckets)
-            sums[leaf] += (of_rows.to(sums.dtype)[:, :, None] * in_bucket).sum(dim=1)
-        return sums, True, why
+            mine = loader.layout.rows_of(leaf, at)  # dead rows stand behind them
+            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1)  # (B, 3)
+            table[mine.start:mine.stop] = of_rows[:len(mine)]
+        return table, True, why
     except Dry as e:
-        return sums, False, (str(e), e.bucket is None)
+        return table, False, (str(e), e.bucket is None)
     except StopAsked:  # it waited for a store
-        return sums, False, why
+        return table, False, why
 
 
 def one_step(run: Trainer) -> None:
@@ -158,14 +157,14 @@ def one_step(run: Trainer) -> None:
     p, loader = run.progress, run.loader
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
-    sums, whole, dry = forward_backward(run)
+    rows, whole, dry = forward_backward(run)
     if (p.step + 1) % RANKS_EVERY == 0:
         log_ranks(run, began)
 
     # what all ranks must agree on, in one small reduction, and the update
     reason = run.stop.wanted()
     unsaved = run.told_save()
-    totals, grad_norm = take_step(run, sums, dry=not whole, stop=bool(reason), unsaved=unsaved is not None,
+    totals, grad_norm = take_step(run, rows, dry=not whole, stop=bool(reason), unsaved=unsaved is not None,
                                   save=run.time_to_save())
     if totals.unsaved:
         raise unsaved or SystemExit(1)  # one rank says why
@@ -194,13 +193,14 @@ def tell_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: flo
         "tokens": p.tokens, "tokens_per_s": rate, "mfu": rate * run.mfu_per_rate,
         "total_training_flops": run.flops_per_token * p.tokens, "total_training_time": p.train_time_s}
     if len(loader.buckets) > 1:
-        for bucket, nats, live in zip(loader.buckets, totals.nats, totals.live):
-            record |= {f"loss/{bucket}": nats / live if live else None, f"tokens/{bucket}": live}
+        for number, bucket in enumerate(loader.buckets):
+            loss, live = totals.of_bucket(number)
+            record |= {f"loss/{bucket}": loss, f"tokens/{bucket}": live}
     line = [f"loss {smooth:.6f} (smoothed)", f"lr x{lr:.3f}", f"grad norm {grad_norm:.4f}",
             f"{step_s * 1000:.1f} ms", f"{rate:,.0f} tok/s",
             *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
             f"data wait {wait_s * 1000:.1f} ms", f"eta {duration(eta_s)}"]
-    run.journal.step(record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s,
+    run.journal.step(totals, record, " | ".join(line), loss=smooth, tokens_per_s=rate, eta_s=eta_s,
                      phase=loader.phase)
 
 

@@ -260,11 +260,11 @@ def rounded(total):
     return (2 * torch.floor(total.double() * 2 ** 8) + 1) / 2 ** 9
 
 
-def sums_by_rank(sums, *args, **kwargs):
+def sums_by_rank(rows, *args, **kwargs):
     """Losses added up and rounded by each rank."""
-    total = torch.zeros_like(sums)
-    total[0] = sums.sum(dim=0)
-    total[0, 0] = rounded(total[0, 0])  # beside it, in [0, 1], are the numbers of targets
+    total = torch.zeros_like(rows)
+    total[0] = rows.sum(dim=0)  # there is one bucket, number 0
+    total[0, 0] = rounded(total[0, 0])  # beside it, in [0, 1], is the number of targets
     return ADD_UP(total, *args, **kwargs)
 
 

@@ -119,7 +119,8 @@ def test_config_and_card_tell_what_the_model_is(base):
     assert checkpoint.model_config.items() <= config.items()
     assert config["window_sizes"] == [128, 64], "the windows of a short and of a long layer, for 64 tokens"
     assert config["auto_map"]["AutoModelForCausalLM"] == f"{export.CODE}.NanochatExactForCausalLM"
-    assert (base / "hf" / f"{export.CODE}.py").read_bytes() == Path(f"nanochat/integrations/{export.CODE}.py").read_bytes()
+    code = Path(f"nanochat/integrations/{export.CODE}.py").read_bytes()
+    assert (base / "hf" / f"{export.CODE}.py").read_bytes() == code
     card = (base / "hf" / "README.md").read_text()
     [val] = [event["bpb"] for event in training.events("val") if event["step"] == 3]
     for fact in (training.digests()[-1], f"{val:.6f}", "1,536", checkpoint.trainer_state["checksum"]):

@@ -170,8 +170,8 @@ def test_a_metric_at_evaluation(fork):
 
 def test_a_value_in_the_steps_line_and_log(fork):
     fork.edit("scripts/base_train.py", '"grad_norm": grad_norm,', '"grad_norm": grad_norm, "hot": max(totals.loss, 1),')
-    fork.edit("scripts/base_train.py", '    run.journal.step(record,',
-              '    line.append(f"hot {record[\'hot\']:.3f}")\n    run.journal.step(record,')
+    fork.edit("scripts/base_train.py", '    run.journal.step(totals, record,',
+              '    line.append(f"hot {record[\'hot\']:.3f}")\n    run.journal.step(totals, record,')
     printed = fork.run()
     found = [r["hot"] for r in iter_log(training.log_file("hack")) if "digest" in r]
     assert len(found) == 4 and all(f"hot {value:.3f}" in printed for value in found)

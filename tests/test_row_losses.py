@@ -1,0 +1,93 @@
+"""The loss of every row of every step: its file, and what a run writes into it."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from nanochat.run_data import open_run
+from nanochat.run_dir import RowLosses
+from nanochat.start_run import build_model
+from nanochat.stream import open_stream
+from tests import training
+
+STEPS = 4
+workplace = training.in_workplace(**training.SMALL, num_iterations=STEPS, leaves=2, save_every=2)
+
+
+def losses(tag: str = "run") -> RowLosses:
+    config = open_run(training.run_dir(tag))[1]
+    return RowLosses(training.run_dir(tag), num_rows=training.STEP // config.T, T=config.T)
+
+
+def weights(tag: str) -> bytes:
+    return (training.final(tag) / "model" / "pytorch_model.bin").read_bytes()
+
+
+def files(tag: str = "run") -> dict[str, bytes]:
+    folder = training.run_dir(tag) / "logs" / "rows"
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def test_they_are_those_of_the_rows_and_the_same_on_any_number_of_processes_through_a_kill():
+    training.succeed(model_tag="one")
+    training.finish(2, model_tag="two")
+    assert training.start(model_tag="killed", hook=partial(training.die_after_step, 2)).wait() != [0]
+    training.finish(2, model_tag="killed")
+    assert files("one") == files("two") == files("killed")
+    data, config, settings = open_run(training.run_dir("one"))
+    model = build_model(settings).to_empty(device="cpu")
+    model.init_weights(seed=settings.seed, compute_dtype=torch.float32)
+    stream = open_stream(config, data.train, range(config.V), tokenizer=data.tokenizer.fingerprint)
+    rows = stream.next_rows(losses("one").num_rows // config.V)
+    stream.close()
+    nats, live = losses("one").read(0)
+    for row, total, targets in zip(rows, nats, live, strict=True):
+        tokens = torch.tensor(row.tokens.astype(np.int64))[None]
+        expected = tokens[:, 1:].clone()
+        if row.live is not None:
+            expected[0, torch.tensor(row.live[1:] == 0)] = -100
+        assert int((expected >= 0).sum()) == targets
+        computed = float(model(tokens[:, :-1], expected, loss_reduction="none").detach().sum())
+        assert computed == pytest.approx(total, rel=1e-5)
+    logged = training.steps("one")
+    for step in range(STEPS):
+        nats, live = losses("one").read(step)
+        assert logged[step]["loss"] == pytest.approx(float(nats.sum(dtype=np.float64)) / live.sum(), rel=1e-12)
+
+
+def test_without_them_a_run_has_the_same_weights():
+    training.succeed(model_tag="with")
+    training.succeed(model_tag="without", row_losses=False)
+    assert weights("with") == weights("without")
+    with pytest.raises(FileNotFoundError, match=r"no losses of the rows of step 0.*--no-row-losses"):
+        losses("without").read(0)
+
+
+def test_records_are_found_by_step_and_damage_is_one_sentence(tmp_path):
+    (tmp_path / "logs" / "rows").mkdir(parents=True)
+    kept = RowLosses(tmp_path, num_rows=3, T=70_000)
+    for step in (0, 9_999, 10_001, 9_999):
+        kept.write(step, [step, 0.5, 2.0], [70_000, 0, 1])
+    assert sorted(path.name for path in kept.folder.iterdir()) == ["step-00000000.bin", "step-00010000.bin"]
+    for step in (0, 9_999, 10_001):
+        nats, live = kept.read(step)
+        assert nats.tolist() == [step, 0.5, 2.0] and live.tolist() == [70_000, 0, 1]
+    for step in (1, 10_000, 10_002, 30_000):  # between two records, before one, behind the last, no file
+        with pytest.raises(FileNotFoundError, match=f"no losses of the rows of step {step}: "):
+            kept.read(step)
+    file = kept.folder / "step-00010000.bin"
+    data = bytearray(file.read_bytes())
+    file.write_bytes(data[:-1])  # what a crash leaves
+    with pytest.raises(FileNotFoundError, match="step 10001"):
+        kept.read(10_001)
+    kept.write(10_001, [1.0, 2.0, 3.0], [1, 2, 3])
+    assert kept.read(10_001)[0].tolist() == [1.0, 2.0, 3.0]
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="rows of step 10001 are corrupt"):
+        kept.read(10_001)
+    file.write_bytes(data[kept.size:] * 3)  # a good record of another step
+    with pytest.raises(ValueError, match="rows of step 10000 are corrupt"):
+        kept.read(10_000)

@@ -30,9 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanochat.attention import activate_kernel
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
-from nanochat.common import as_path, begin_launch, is_remote, print0, show, write_json
+from nanochat.common import as_path, begin_launch, get_dist_info, is_remote, print0, show, write_json
 from nanochat.config import Settings, flag, go_on, stream_config
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
@@ -51,6 +52,7 @@ from nanochat.dataset import (
 )
 from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpu_state import write_memory
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.run_dir import (
@@ -73,7 +75,7 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
 
-FIT = 0.92  # of a GPU's memory
+FIT = 0.88  # the share of a GPU's memory that a step may take
 MOST_ROWS = 32  # in a forward pass, where nothing is known of memory
 WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
           "--init-data=continue) goes on with another curriculum")
@@ -144,6 +146,10 @@ def command(settings: Settings, world_size: int, device_type: str
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
         raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
+    if settings.fp8 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise ValueError(f"--fp8: {torch.cuda.get_device_name()} cannot multiply in FP8, which takes compute "
+                         f"capability 8.9 and up; leave it out")
+    activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
     if "tensorboard" in settings.trackers and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
     if settings.core_metric_every > 0:
@@ -252,8 +258,13 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
                                   sequence_len=settings.max_seq_len, aspect_ratio=settings.aspect_ratio,
                                   head_dim=settings.head_dim, window_pattern=settings.window_pattern)
     with torch.device("meta"):
-        return GPT(config, attention_mode=settings.attention_mode,
-                   activation_checkpointing=settings.activation_checkpointing, z_loss=settings.z_loss)
+        model = GPT(config, attention_mode=settings.attention_mode,
+                    activation_checkpointing=settings.activation_checkpointing, z_loss=settings.z_loss)
+    if settings.fp8:
+        from nanochat.fp8 import convert
+
+        convert(model)
+    return model
 
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
@@ -269,8 +280,8 @@ def estimate_memory(settings: Settings) -> dict[str, int]:
 
 
 def device_memory(device: torch.device) -> int | None:
-    """What of a GPU's memory a step may take, bytes: all but what CUDA and NCCL need and the
-    allocator loses. None where nobody knows."""
+    """How many bytes of a GPU's memory a step may take: the rest is for CUDA, NCCL's buffers and what the
+    allocator loses. None if the device is not a GPU."""
     return int(FIT * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
@@ -282,7 +293,9 @@ def is_tight(settings: Settings, device: torch.device) -> bool:
 
 def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
     """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
-    which a leaf has as many. Sums of leaves may wait elsewhere."""
+    which a leaf has as many. Sums of leaves may wait elsewhere. The largest also fills a GPU best: the
+    deterministic attention kernel runs rows x heads blocks in waves of one block for each multiprocessor, and
+    twice as many blocks never leave a larger share of the last wave idle."""
     of_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
@@ -510,13 +523,13 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as e:
-        settings, peak = start.settings, peak_memory(device)
+        settings, peak, snapshot = start.settings, peak_memory(device), write_memory(start.run_dir, get_dist_info()[1])
         estimate = sum(estimate_memory(settings).values())
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing was saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
                          f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
-                         f"command again ({str(e).partition(chr(10))[0][:200]})") from e
+                         f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
 
 
 def print_split(start: Start, data: RunData) -> None:

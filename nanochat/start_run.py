@@ -452,7 +452,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
     ValueError, before anything is written, if the plan shows that the run would halt, unless --plan=warn.
     config.json, written last, holds the resolved settings and, for people, the figures that follow from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    if settings.plan != "off" and settings.mix is not None:
+    # entries that are longer than a row of `binned` are an error now, and not when one is due
+    if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         from nanochat.plan import rehearse
 
         print0("start: planning which rows the run reads")

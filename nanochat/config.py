@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.cli import Parser, setting
 from nanochat.common import check_shape, parse_json
-from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS, StreamConfig
 from nanochat.packing import VERSION

@@ -97,8 +97,7 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     elif given:
         raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or the other")
     else:
-        run_dir, begin = find_run(args.run), None
-        data, config, settings = open_run(run_dir)
+        return open_stream_of(find_run(args.run))
     return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T, begin)
 
 
@@ -115,6 +114,12 @@ def open_from_receipt(path: Path, given: Settings, last: int = 0) -> Opened:
     receipt = open_receipt(path, given.data_path, given.tokenizer, eod_token=given.eod_token)
     rows_per_step = receipt.settings.total_batch_size // receipt.config.T
     return Opened(RunReader(path), receipt.data, receipt.config, rows_per_step, receipt.begin)
+
+
+def open_stream_of(run_dir: Path) -> Opened:
+    """The stream of a run. ValueError or FileNotFoundError if its data changed or is missing."""
+    data, config, settings = open_run(run_dir)
+    return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
 
 
 # ---- the commands -------------------------------------------------------------------------------

@@ -210,6 +210,20 @@ def test_a_curriculum_is_verified_and_so_is_a_run_that_continues_its_data(kind, 
             assert refused(tmp_path, name="run.json", data="copy").startswith(f"{path}: its contents changed")
 
 
+def test_documents_that_are_left_out_are_part_of_a_receipt(made, tmp_path):
+    with training.workplace(tmp_path, **{**RUN, "num_iterations": 4, "save_every": -1}):
+        (tmp_path / "list").write_text("sub/0.parquet:*\n")
+        succeed(data_path=made / "text", without_documents=tmp_path / "list")
+        assert command(receipt.main, "run", f"--out={tmp_path / 'r.json'}").code == 0
+        assert digests() != digests_of(made)[:4], "the case: other targets"
+        assert "OK steps 0, 3" in verified(made, name=tmp_path / "r.json")
+
+
+def digests_of(base):
+    """The digests of the run in another base directory."""
+    return [digest for _, digest in sorted(RunReader(base / "runs" / "run").digests.items())]
+
+
 def test_exports_have_the_receipt_of_their_steps(made, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
     assert command(export.main, "run@6", tmp_path / "hf", "--to=hf").code == 0

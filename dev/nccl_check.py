@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("steps", f"twice on {N} processes", [r for r, its in enumerate(gather_all(first == second)) if not its])
     if form_smaller_group(rank, N // 2, device):
         fewer = train(N, rank, N // 2, device, tiny)
-        add("steps", f"{N // 2} processes against {N}", [0] if rank == 0 and fewer != first else [])
+        add("steps", f"{N} processes against {N // 2}", [0] if rank == 0 and fewer != first else [])
     compute_cleanup()
     if rank > 0:
         return 0

@@ -32,8 +32,9 @@ A model is in one of four modes:
 
 Why not `flex` for everything: it is only fast when compiled, and compiles again for odd shapes, such as
 those of generation, for minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
-`torch.nn.attention.activate_flash_attention_impl("FA3")` speeds up `flash` and `sdpa` without a
-change here, for those who have installed that package.
+
+`flash` and `sdpa` take FlashAttention-2 from PyTorch's wheel, or version 3 or 4 from a package of its own
+(`activate_kernel`), which PyTorch then calls in its place.
 
 On exactness: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
 `torch.use_deterministic_algorithms(True)` is set; `flex` has no atomics; `sdpa` on a CPU is exact
@@ -41,6 +42,7 @@ for a thread count.
 """
 
 import functools
+import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -48,7 +50,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 MODES = ("causal", "sdpa_mask", "varlen", "flex")
+PACKAGES = {  # of kernels that PyTorch's wheel lacks: how to get them
+    "fa3": 'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
+    "fa4": "pip install flash-attn-4",
+}
+KERNELS = ("wheel", *PACKAGES)
 MAX_FLASH_HEAD_DIM = 256
 SAYS_GROUPED = torch.__version__ >= "2.12"  # as versions; before, varlen_attn took fewer kv heads without a word
 
@@ -172,6 +181,51 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
     edges = torch.nonzero_static(flat, size=num_docs + 1, fill_value=len(flat)).view(-1).int()
     torch._dynamo.mark_dynamic(edges, 0)
     return edges
+
+
+def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
+    """Let PyTorch take `flash` and `sdpa` from a package: one of KERNELS, for the whole process. ValueError if the
+    package is missing, does not run on this GPU or, in deterministic mode, gives other bits when a backward pass is
+    repeated, as FlashAttention-3 before September 2025 does with windows."""
+    if device_type != "cuda":
+        if kernel != "wheel":
+            raise ValueError(f"--attention-kernel={kernel}: it needs a GPU; leave it out")
+        return
+    capability = torch.cuda.get_device_capability()
+    if kernel == "wheel":
+        if deterministic and capability[0] == 9:
+            log.info("note: the deterministic attention kernel of PyTorch's wheel costs 6 to 9 %% of a step on this "
+                     "GPU; a new run with --attention-kernel=fa3 does without (%s)", PACKAGES["fa3"])
+        return
+    if capability[0] not in {"fa3": (9,), "fa4": (9, 10)}[kernel]:
+        raise ValueError(f"--attention-kernel={kernel}: it does not run on {torch.cuda.get_device_name()}, of compute "
+                         f"capability {capability[0]}.{capability[1]}; leave it out")
+    from torch.nn.attention import activate_flash_attention_impl
+
+    try:
+        activate_flash_attention_impl(kernel.upper())
+    except (ImportError, RuntimeError, AttributeError) as e:
+        raise ValueError(f"--attention-kernel={kernel}: its package is not installed, or too old ({e}); "
+                         f"{PACKAGES[kernel]}") from e
+    if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
+        raise ValueError(f"--attention-kernel={kernel}: a repeated backward pass has other bits, so runs could not be "
+                         f"repeated; install a newer package ({PACKAGES[kernel]}), or add --no-deterministic")
+
+
+def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
+    """Whether attention, forward and backward, has the same bits each time, with short and full windows."""
+    generator = torch.Generator().manual_seed(0)
+    *inputs, grad = (torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype) for _ in range(4))
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    for window in (256, -1):
+        first: list[Tensor] = []
+        for _ in range(times):
+            y = attention(*inputs, window=window)
+            results = [y, *torch.autograd.grad(y, inputs, grad)]
+            first = first or results
+            if not all(map(torch.equal, first, results)):
+                return False
+    return True
 
 
 # ---- flex ----------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from nanochat.attention import MODES
+from nanochat.attention import KERNELS, MODES
 from nanochat.cli import Parser, setting
 from nanochat.common import check_shape, parse_json
 from nanochat.dataset import NAME as DATASET_NAME
@@ -79,6 +79,11 @@ class RunSettings:
     dtype: str = setting(
         "auto", "of activations, embeddings and Muon's products: auto | bfloat16 | float32 (no TF32)", auto=True,
         fixed="the type of activations, embeddings and Muon's products")
+    fp8: bool = setting(
+        False, "multiply matrices in FP8 in training: GPUs of compute capability 8.9 and up", fixed=STEP)
+    attention_kernel: str = setting(
+        "wheel", "FlashAttention on CUDA: PyTorch's wheel has version 2; fa3 and fa4 need a package of their own",
+        choices=KERNELS, fixed=STEP)
     compile: str = setting(
         "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"),
         note=ROUNDING + "compiled kernels round differently")
@@ -138,6 +143,9 @@ class DataSettings:
     object_storage_cache: str | None = setting(
         None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
         metavar="DIR")
+    without_documents: str | None = setting(
+        None, "switch off the targets of the documents that this file lists, one FILE:ROW per line (FILE:* for all of "
+        "a file); rows keep their tokens", metavar="LIST", fixed="decides which targets count", of_order="lanes")
     packing: str = setting(
         "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
     pack: bool = setting(True, "--no-pack, with --packing=binned: one entry a row", fixed=STREAM, of_order="lanes")
@@ -360,7 +368,6 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
 
 def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
     """The curriculum in a file, or in a run's config.json. The module is loaded here, because most runs have none."""
-    from nanochat.curriculum import load
 
     return load(source)
 

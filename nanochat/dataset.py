@@ -347,9 +347,44 @@ def read_manifests(path: Path) -> Manifests:
     manifests = read_json(path, {"train": dict, "val": dict}, way_out=way_out)
     for split in ("train", "val"):
         check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
-        if not all(manifest["files"] for manifest in manifests[split].values()):
-            raise ValueError(f"{path}: {split}: a bucket without files; {way_out}")
+        for manifest in manifests[split].values():
+            if not manifest["files"]:
+                raise ValueError(f"{path}: {split}: a bucket without files; {way_out}")
+            counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
+            listed = {name: rows for name, rows in manifest.get("without", {}).items() if rows is not None}
+            check_shape(listed, {name: [int] for name in listed}, f"{path}: {split}: without")
+            if any(not 0 <= row < counts.get(name, 0) for name, rows in listed.items() for row in rows):
+                raise ValueError(f"{path}: {split}: it leaves out a document that its files do not have; {way_out}")
     return manifests
+
+
+def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
+    """The training manifests with the documents that a file lists under "without": {file: rows}, None for all rows.
+    Blank lines and lines that begin with # are skipped. ValueError names the line with no such document."""
+    counts = {(bucket, entry["name"]): sum(entry["groups"])
+              for bucket, manifest in buckets.items() for entry in manifest["files"]}
+    rows: dict[tuple[str, str], set[int] | None] = {}
+    for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
+        if not (line := line.strip()) or line.startswith("#"):
+            continue
+        name, _, row = line.rpartition(":")
+        where = f"{list_path}: line {number}: {line}"
+        places = [place for place in counts if place[1] == name]
+        if not places or not (row == "*" or row.isdecimal()):
+            raise ValueError(f"{where}: expected FILE:ROW or FILE:*, where FILE is a training file such as "
+                             f"{next(iter(counts))[1]}")
+        if row != "*" and int(row) >= counts[places[0]]:
+            raise ValueError(f"{where}: the file has documents 0 to {counts[places[0]] - 1}; name one of them")
+        listed = rows.setdefault(places[0], set())
+        if row == "*":
+            rows[places[0]] = None
+        elif listed is not None:
+            listed.add(int(row))
+    found: dict[str, Manifest] = {}
+    for bucket, manifest in buckets.items():
+        without = {name: None if some is None else sorted(some) for (b, name), some in rows.items() if b == bucket}
+        found[bucket] = {**manifest, "without": without} if without else dict(manifest)
+    return found
 
 
 def fingerprint(manifest: Manifest) -> str:

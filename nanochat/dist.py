@@ -102,6 +102,7 @@ def prepare_cuda(deterministic: bool) -> None:
     same bits. For that cuBLAS keeps to one workspace, backward passes add in a fixed order, and
     Inductor chooses no kernel by timing it."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"

@@ -42,6 +42,7 @@ VE_GATE_CHANNELS = 12
 SMEAR_CHANNELS = 24
 QK_SCALE = 1.2
 LOGIT_CAP = 15.0
+MULTIPROCESSORS = 132  # of an H100 or H200; other large GPUs have about as many
 LOSS_CHUNK = 8192  # tokens whose logits are in memory at once, where nothing is compiled
 
 
@@ -459,10 +460,15 @@ class GPT(nn.Module):
             layers += size * matrices  # as they were cast
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
+        # float32 sums of dq in the backward pass of attention, one for each group of blocks that share a head; and
+        # of one embedding: of segments of ten tokens, and of the ids
+        splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
+        dq = 4 * tokens * config.n_embd * splits
+        sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))
         return {"weights": weights, "gradients": weights if micro_batches == 1 else 4 * total,
                 "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
                 "leaves that wait": 4 * total * (num_leaves.bit_length() - 1),
-                "layers": int(layers), "logits": int(logits)}
+                "layers": int(layers), "logits": int(logits), "sums of dq": dq, "sums of an embedding": sums}
 
     # -- optimizer --
 

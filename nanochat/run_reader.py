@@ -109,6 +109,11 @@ class RunReader:
 
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
+    def listed(self) -> dict[str, list[int] | None]:
+        """{file: rows} of the documents that --without-documents listed when the run began, None for all of a file."""
+        return {name: rows for manifest in self.manifests.get("train", {}).values()
+                for name, rows in manifest.get("without", {}).items()}
+
     def files(self) -> Table:
         """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are those of
         the user's own files, whatever they were converted to."""

@@ -66,6 +66,22 @@ class Source:
         self.small = int(self.groups @ self.means) <= SMALL_TOKENS and int(self.groups.sum()) <= SMALL_DOCUMENTS
         self.paths = [as_path(manifest["root"]) / e["name"] for e in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
+        self.without = self._find_without(manifest.get("without", {}))
+
+    def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
+        """{group: (documents,) bool} of the groups with documents whose targets are off (--without-documents)."""
+        without = {}
+        for number, entry in enumerate(self.manifest["files"]):
+            if (rows := rows_by_file.get(entry["name"], [])) == []:
+                continue
+            listed = np.ones(sum(entry["groups"]), bool)
+            if rows is not None:
+                listed[:] = False
+                listed[rows] = True
+            for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1])):
+                if mask.any():
+                    without[int(self._first_group[number]) + group] = mask
+        return without
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:

@@ -30,9 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanochat.attention import activate_kernel
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
-from nanochat.common import as_path, begin_launch, is_remote, print0, show, write_json
+from nanochat.common import as_path, begin_launch, get_dist_info, is_remote, print0, show, write_json
 from nanochat.config import Settings, flag, go_on, stream_config
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
@@ -45,11 +46,13 @@ from nanochat.dataset import (
     describe_split,
     files_of,
     last_file_validates,
+    leave_out,
     pin_files,
     read_manifests,
 )
 from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpu_state import write_memory
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.run_dir import (
@@ -72,7 +75,7 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
 
-FIT = 0.92  # of a GPU's memory
+FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # the share of a GPU's memory that a step may take: NCCL needs some, too
 MOST_ROWS = 32  # in a forward pass, where nothing is known of memory
 WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
           "--init-data=continue) goes on with another curriculum")
@@ -143,6 +146,10 @@ def command(settings: Settings, world_size: int, device_type: str
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
         raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
                          "--attention-mode=sdpa_mask on a CPU")
+    if settings.fp8 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        raise ValueError(f"--fp8: {torch.cuda.get_device_name()} cannot multiply in FP8, which takes compute "
+                         f"capability 8.9 and up; leave it out")
+    activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
     if "tensorboard" in settings.trackers and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
     if settings.core_metric_every > 0:
@@ -204,7 +211,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
     manifests = {} if config or settings.order == "megatron" else pin_data(settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
-                                              device_memory(device), manifests.get("train"))
+                                              device_memory(device, settings.world_size), manifests.get("train"))
     if (begun_with := checkpoint or origin) is not None:
         begun_with.check_tokenizer(settings.tokenizer_fingerprint)
         begun_with.check_architecture(vars(model_config))
@@ -251,8 +258,13 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
                                   sequence_len=settings.max_seq_len, aspect_ratio=settings.aspect_ratio,
                                   head_dim=settings.head_dim, window_pattern=settings.window_pattern)
     with torch.device("meta"):
-        return GPT(config, attention_mode=settings.attention_mode,
-                   activation_checkpointing=settings.activation_checkpointing, z_loss=settings.z_loss)
+        model = GPT(config, attention_mode=settings.attention_mode,
+                    activation_checkpointing=settings.activation_checkpointing, z_loss=settings.z_loss)
+    if settings.fp8:
+        from nanochat.fp8 import convert
+
+        convert(model)
+    return model
 
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
@@ -267,21 +279,25 @@ def estimate_memory(settings: Settings) -> dict[str, int]:
         micro_batches=leaves * layout.micro_batches_per_leaf)
 
 
-def device_memory(device: torch.device) -> int | None:
-    """What of a GPU's memory a step may take, bytes: all but what CUDA and NCCL need and the
-    allocator loses. None where nobody knows."""
-    return int(FIT * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+def device_memory(device: torch.device, world_size: int) -> int | None:
+    """How many bytes of a GPU's memory a step may take: the rest is for CUDA, the buffers of NCCL with several
+    processes, and what the allocator loses. None if the device is not a GPU."""
+    if device.type != "cuda":
+        return None
+    return int((FIT_ALONE if world_size == 1 else FIT_TOGETHER) * torch.cuda.get_device_properties(device).total_memory)
 
 
 def is_tight(settings: Settings, device: torch.device) -> bool:
     """Whether sums of leaves that wait must do so in the host's memory, for want of the GPU's."""
-    room = device_memory(device)
+    room = device_memory(device, settings.world_size)
     return room is not None and sum(estimate_memory(settings).values()) > room
 
 
 def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
     """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
-    which a leaf has as many. Sums of leaves may wait elsewhere."""
+    which a leaf has as many. Sums of leaves may wait elsewhere. The largest also fills a GPU best: the
+    deterministic attention kernel runs rows x heads blocks in waves of one block for each multiprocessor, and
+    twice as many blocks never leave a larger share of the last wave idle."""
     of_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
@@ -347,8 +363,11 @@ def pin_data(settings: Settings) -> Manifests:
         from nanochat.integrations.megatron_order import find_pairs
 
         return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
-    return pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format, mix=settings.mix,
-                     selection=Selection.of(settings.to_json()))
+    manifests = pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format,
+                          mix=settings.mix, selection=Selection.of(settings.to_json()))
+    if settings.without_documents is not None:
+        manifests["train"] = leave_out(manifests["train"], settings.without_documents)
+    return manifests
 
 
 def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
@@ -359,6 +378,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
 
     def pinned() -> Manifests:
         if start.config and (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
+            check_list(manifests["train"], settings.without_documents)
             return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
         return pin_data(settings)
 
@@ -376,6 +396,17 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     data = agree(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
     return replace(start, cursors=cursors, skip=0), data
+
+
+def check_list(pinned: Mapping[str, Manifest], list_path: str | None) -> None:
+    """ValueError if the list of documents to leave out, as long as it exists, is not the one that the run began
+    with."""
+    if list_path is None or not as_path(list_path).is_file():
+        return
+    bare = {bucket: {k: v for k, v in manifest.items() if k != "without"} for bucket, manifest in pinned.items()}
+    if leave_out(bare, list_path) != pinned:
+        raise ValueError(f"--without-documents={list_path}: the file changed since this run began; restore it, or "
+                         f"start a new run (--model-tag)")
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
@@ -423,7 +454,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
     ValueError, before anything is written, if the plan shows that the run would halt, unless --plan=warn.
     config.json, written last, holds the resolved settings and, for people, the figures that follow from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    if settings.plan != "off" and settings.mix is not None:
+    # entries that are longer than a row of `binned` are an error now, and not when one is due
+    if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         from nanochat.plan import rehearse
 
         print0("start: planning which rows the run reads")
@@ -494,13 +526,13 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as e:
-        settings, peak = start.settings, peak_memory(device)
+        settings, peak, snapshot = start.settings, peak_memory(device), write_memory(start.run_dir, get_dist_info()[1])
         estimate = sum(estimate_memory(settings).values())
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing was saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
                          f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
-                         f"command again ({str(e).partition(chr(10))[0][:200]})") from e
+                         f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
 
 
 def print_split(start: Start, data: RunData) -> None:
@@ -535,7 +567,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
            f"rows; {layout.num_leaves} leaves")
-    if (room := device_memory(device)) is not None:
+    if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "

@@ -25,7 +25,7 @@ in its cursor with its length. So a restored feed packs at once, while its pool 
 
 import hashlib
 import zlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -144,13 +144,12 @@ class Packed:
 
 
 class Feed:
-    """One bucket in one lane. `pool` reads ahead; where it is None, each unit is read when it is due. `without`:
-    (group, row) of documents whose targets are off."""
+    """One bucket in one lane. `pool` reads ahead; where it is None, each unit is read when it is due."""
 
     def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
-                 pool: Executor | None, without: Container[tuple[int, int]] = ()):
+                 pool: Executor | None):
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
-        self.pool, self.max_epochs, self.without = pool, config.epochs(bucket), without
+        self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
         self.documents: dict[Document, Any] = {}  # that wait: (what `_kept` gives, repeated ids), or a Future of these
         self.epoch, self.share = 0, order.share(lane, 0)  # the places of the current epoch that are this lane's
@@ -260,8 +259,8 @@ class Feed:
                 end = at + rest + max(context, min(repeated + framed - start, length - rest))
                 if begin < end:
                     off.append((begin, end))
-            if key[1:] in self.without:  # and so is the next document's BOS, which this document predicts
-                off.append((at, at + length + 1))
+            if (without := self.source.without.get(key[1])) is not None and without[key[2]]:
+                off.append((at, at + length + 1))  # and the next document's BOS, which this document predicts
             if key in self.packer:
                 self.documents[key] = ids, repeated
             at += length
@@ -418,15 +417,12 @@ class Stream:
 
     With several sources a curriculum says which bucket a row comes from. `tokenizer`: its fingerprint.
     `drop_dry`: a lane whose due bucket is dry drops it and goes on with the others; otherwise the lane
-    ends there. `without`: for each bucket, (group, row) of documents whose targets
-    are off; all rows keep their tokens. Raises ValueError when cursors are of another stream: the error says what
-    differs.
+    ends there. Raises ValueError when cursors are of another stream: the error says what differs.
     """
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, num_threads: int = 4,
-                 drop_dry: bool = False, feed: type[Feed] = Feed,
-                 without: Mapping[str, Container[tuple[int, int]]] | None = None):
+                 drop_dry: bool = False, feed: type[Feed] = Feed):
         self.config, self.lanes, self.drop_dry = config, list(lanes), drop_dry
         self.mixer: Mixer | None = None
         if config.curriculum is not None:
@@ -442,8 +438,7 @@ class Stream:
         for bucket, source in sources.items():
             order = Order(source.groups, source.means, small=source.small, bucket=bucket, config=config)
             self.feeds[bucket] = {lane: feed(config, bucket=bucket, lane=lane, source=source, order=order,
-                                             pool=self.pool, without=(without or {}).get(bucket, ()))
-                                  for lane in self.lanes}
+                                             pool=self.pool) for lane in self.lanes}
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:

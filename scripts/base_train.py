@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from nanochat.dist import (
     gather_all,
     peak_memory,
 )
+from nanochat.gpu_state import RANKS_EVERY, log_ranks, write_collectives
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import log_validation
 from nanochat.reduce import LeafAccumulator
@@ -160,6 +160,8 @@ def one_step(run: Trainer) -> None:
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
     rows, whole, dry = forward_backward(run)
+    if (p.step + 1) % RANKS_EVERY == 0:
+        log_ranks(run, began)
 
     # what all ranks must agree on, in one small reduction, and the update
     reason = run.stop.wanted()
@@ -244,9 +246,14 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
         state: RunState | Silence = Silence() if rank > 0 else stack.enter_context(RunState(
             owner, everyone, stop, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
+
+        def failed(verdict: str) -> None:
+            state.close("failed", verdict)
+            write_collectives(start.run_dir, rank)
+
         dog = stack.enter_context(Watchdog(
             open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
-            refresh=state.refresh, on_failure=partial(state.close, "failed")))
+            refresh=state.refresh, on_failure=failed))
 
         print0("start: building the model")
         stack.enter_context(explain_out_of_memory(start, device))

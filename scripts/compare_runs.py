@@ -256,6 +256,28 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     return True, f"equal bit for bit: {', '.join(much)}{end}"
 
 
+def explain_left_out(names: Sequence[str], step: int) -> str:
+    """A sentence for two runs of which at least one has --without-documents, and whose digests first differ at `step`:
+    whether the rows of that step have a document that only one of them leaves out. "" for other runs."""
+    runs = [find_run(name) for name in names]
+    lists = [RunReader(run).listed() for run in runs]
+    if lists[0] == lists[1]:
+        return ""
+    from scripts.inspect_data import describe, open_stream_of
+
+    opened = open_stream_of(runs[0])
+    with opened.stream_at(step) as stream:
+        for row in stream.next_rows(opened.rows_per_lane):
+            for place in describe(opened, row):
+                sides = [listed.get(place["file"], []) for listed in lists]
+                left_out = [rows is None or place["document"] in rows for rows in sides]
+                if left_out[0] != left_out[1]:
+                    return (f"as expected: step {step} is the first with a document that {names[left_out[1]]} leaves "
+                            f"out ({place['file']}:{place['document']})")
+    return (f"not as expected: they part at step {step}, whose rows have no document that only one of them leaves "
+            f"out, so something else differs")
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 def curve(log: Series, name: str) -> dict[int, float]:
@@ -306,6 +328,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if differ:
         rows = [[show(value)[:WIDEST] for value in row] for row in differ]
         print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
+        one, other = (side.log.get("digest", {}) for side in (a, b))
+        parted = [step for step in sorted(one.keys() & other.keys()) if one[step] != other[step]]
+        if parted and (explained := explain_left_out((args.a, args.b), parted[0])):
+            print("", explained, sep="\n")
     if not equal and (rows := same_tokens(a.log, b.log)):
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
         print("", *table(header, rows), sep="\n")

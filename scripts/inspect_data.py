@@ -31,6 +31,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,14 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     elif given:
         raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or the other")
     else:
-        run_dir, begin = find_run(args.run), None
-        data, config, settings = open_run(run_dir)
+        return open_stream_of(find_run(args.run))
     return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T, begin)
+
+
+def open_stream_of(run_dir: Path) -> Opened:
+    """The stream of a run. ValueError or FileNotFoundError if its data changed or is missing."""
+    data, config, settings = open_run(run_dir)
+    return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
 
 
 # ---- the commands -------------------------------------------------------------------------------

@@ -156,6 +156,60 @@ def test_cuda_takes_flash_only_where_its_kernel_runs():
     assert not any([fits(window=-1), fits(dtype=torch.float32), fits(T=1), fits(D=12), fits(D=512)])
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU of compute capability 9.0, and what activates kernels there."""
+    activated = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H100")
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(attention_module, "repeats", lambda *_: True)
+    return activated
+
+
+def activate(kernel, device_type="cuda", deterministic=True):
+    attention_module.activate_kernel(kernel, device_type, deterministic=deterministic)
+
+
+def test_another_attention_kernel_is_activated_if_it_repeats_its_bits(hopper, monkeypatch):
+    activate("wheel", "cpu")
+    activate("fa3")
+    monkeypatch.setattr(attention_module, "repeats", lambda *_: False)
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: a repeated backward .*newer.*--no-deterministic"):
+        activate("fa4")
+    activate("fa3", deterministic=False)
+    assert hopper == ["FA3", "FA4", "FA3"]
+
+
+def test_a_kernel_that_cannot_run_is_refused_in_one_sentence(hopper, monkeypatch):
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: it needs a GPU"):
+        activate("fa3", "cpu")
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    for kernel, package in (("fa3", "subdirectory=hopper"), ("fa4", "pip install flash-attn-4")):
+        with pytest.raises(ValueError, match=rf"{kernel}: its package is not installed, or too old .*{package}"):
+            activate(kernel)  # by PyTorch's own function
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
+    with pytest.raises(ValueError, match=r"fa3: it does not run on A100, of compute capability 8.0"):
+        activate("fa3")
+
+
+def test_one_line_says_what_the_wheels_deterministic_kernel_costs_on_hopper(hopper, caplog):
+    caplog.set_level("INFO")
+    activate("wheel", deterministic=False)
+    assert not caplog.text
+    activate("wheel")
+    assert len(caplog.records) == 1 and "6 to 9 % of a step" in caplog.text and hopper == []
+
+
+def test_attention_that_adds_in_another_order_each_time_does_not_repeat(monkeypatch):
+    device, noise = torch.device("cpu"), iter(range(100))
+    assert attention_module.repeats(device, torch.float32, times=2)
+    monkeypatch.setattr(attention_module, "attention", lambda q, k, v, **_: q * k + v + 1e-3 * next(noise))
+    assert not attention_module.repeats(device, torch.float32, times=2)
+
+
 def test_what_does_not_fit_is_refused():
     q, k, v, documents = make(0, 1, 6, 4, 2, 8)
     with pytest.raises(AssertionError):

@@ -13,9 +13,10 @@ from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags
 
 RUN_DIR = Path("/runs/d4")
 FIXED = {
-    "dtype", "deterministic", "seed", "data_seed", "depth", "aspect_ratio", "head_dim", "max_seq_len", "attention_mode",
+    "dtype", "fp8", "attention_kernel", "deterministic", "seed", "data_seed", "depth", "aspect_ratio", "head_dim",
+    "max_seq_len", "attention_mode",
     "window_pattern", "vocab_size", "data_format", "text_field", "min_chars", "val_fraction", "packing", "pack",
-    "tokenizer_fingerprint",
+    "tokenizer_fingerprint", "without_documents",
     "long_docs", "overlap", "buffer_size", "packer_version", "lanes", "leaves", "curriculum", "order", "split",
     "blend_weights", "eod_mask_loss", "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr",
     "matrix_lr", "scalar_lr", "weight_decay", "max_grad_norm", "skip_spikes", "z_loss", "warmup_steps",

@@ -395,6 +395,10 @@ def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth
     with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8,
                                         micro_batches=8)
     total = model.num_scaling_params()["total"]
+    # of B * 6 * depth / 12 blocks there are as many as multiprocessors, or more: one float32 sum of dq
+    assert parts["sums of dq"] == 4 * B * 2048 * model.config.n_embd
+    few = model.estimate_memory(1, dtype=torch.bfloat16, compiled=True)
+    assert few["sums of dq"] == 4 * 2048 * model.config.n_embd * -(-132 // model.config.n_head)
     assert with_leaves["leaves that wait"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
 
 

@@ -1,40 +1,43 @@
 """The smoke test for GPUs runs on a CPU, and fails when bits differ."""
 
-import pytest
+import tempfile
 
 from dev import gpu_smoke
 from tests import training
 
 
-def run(path, capsys):
-    """(exit code, lines of the table) of the script on a CPU."""
-    with training.workplace(path):
-        code = gpu_smoke.main(["--device=cpu", "--tiny", f"--base-dir={path}"])
+def run(capsys, *flags):
+    """(exit code, rows of the table) of the script on a CPU."""
+    code = gpu_smoke.main(["--device=cpu", "--tiny", *flags])
     printed = capsys.readouterr().out.splitlines()
-    return code, printed[printed.index("") + 2:]
+    return code, printed[printed.index("") + 2:-1]
 
 
 def test_every_check_runs_on_a_cpu(tmp_path, capsys):
-    code, rows = run(tmp_path, capsys)
+    with training.workplace(tmp_path):
+        code, rows = run(capsys, f"--base-dir={tmp_path}")
     assert code == 0, rows
-    assert [name for name in gpu_smoke.LIMITS if not any(row.startswith(name) for row in rows)] == []
-    bits = [row.split()[-1] for row in rows if row.startswith("places that differ")]
-    assert bits == ["good", "here", "good"], "an empty cache needs a compiler"
-    assert sum(row.endswith("good") for row in rows) > 8
+    for name in ("MFU", "peak memory", "waiting for data", "attention: gradients", "tokens drawn otherwise"):
+        assert any(name in row for row in rows)
+    assert [row.split()[-1] for row in rows if "places that differ" in row] == ["good", "good", "good"]
     assert not (tmp_path / "runs").exists()
 
 
-def test_another_bit_or_a_broken_check_fails_and_the_others_still_run(tmp_path, capsys, monkeypatch):
+def test_another_bit_or_a_broken_check_fails_and_only_then_the_temporary_folder_stays(tmp_path, capsys, monkeypatch):
     def differs(bench):
         yield "places that differ", "these", 1.0
 
     def broken(bench):
         raise RuntimeError("no such kernel")
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(gpu_smoke, "CHECKS", [gpu_smoke.generation])
+    code, rows = run(capsys)
+    assert code == 0 and [*tmp_path.glob("gpu-*")] == []
     monkeypatch.setattr(gpu_smoke, "CHECKS", [differs, broken, gpu_smoke.generation])
-    monkeypatch.setattr(gpu_smoke, "prepare", lambda bench: None)
-    code, rows = run(tmp_path, capsys)
+    code, rows = run(capsys)
     assert code == 1 and [row.split()[-1] for row in rows] == ["FAILS", "FAILS", "good"]
     assert "no such kernel" in rows[1]
-    with pytest.raises(ValueError, match="--tiny"):
-        gpu_smoke.main(["--device=cpu"])
+    [folder] = tmp_path.glob("gpu-*")
+    assert "no such kernel" in (folder / "out" / "errors.log").read_text()

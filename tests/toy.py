@@ -62,6 +62,7 @@ class MemorySource:
 
     def __init__(self, groups: Sequence[Sequence[np.ndarray]], fingerprint: str = "memory", *, small: bool = False):
         self.documents = [list(group) for group in groups]
+        self.without: dict[int, np.ndarray] = {}  # see `nanochat.sources.Source`
         self.fingerprint = fingerprint
         self.groups = np.array([len(group) for group in groups], np.int64)
         self.means = np.array([max(1, sum(map(len, group)) // max(1, len(group))) for group in groups], np.int64)

@@ -10,6 +10,7 @@ import functools
 import gc
 import hashlib
 import io
+import json
 import logging
 import multiprocessing
 import os
@@ -38,7 +39,7 @@ from nanochat.cli import run_main
 from nanochat.lifecycle import StopWatch, read_state
 from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import base_train, tok_shards
+from scripts import base_train, inspect_data, tok_shards
 
 VOCAB_SIZE = 320
 PATIENCE_S = 600  # a child that takes longer than this hangs, also on a machine that is ten times slower than idle
@@ -408,6 +409,14 @@ def take_over(whole: Path, *names: str) -> None:
     shutil.copytree(whole, run_dir())
     for name in set(checkpoints()) - set(names):
         shutil.rmtree(run_dir() / "checkpoints" / name)
+
+
+def read_rows(tag: str, step: int) -> list[dict[str, Any]]:
+    """The rows of a step, as `scripts.inspect_data rows --json` prints them."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert inspect_data.main(["rows", str(run_dir(tag)), f"--step={step}", "--json"]) == 0
+    return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
 def digests(tag: str = "run") -> list[str]:

@@ -109,6 +109,8 @@ class Profile:
     def at(self, step: int) -> None:
         """Called when `step` steps are done: begin or end the profile if it is due."""
         if self._first <= step < self._last and self._profiler is None:
+            if torch.cuda.is_available():  # for the snapshot of memory
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._profiler = torch.profiler.profile()  # of the CPU, and of CUDA if available
             self._profiler.start()
         elif step >= self._last:
@@ -123,4 +125,7 @@ class Profile:
         profiler.stop()
         self._path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(self._path))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(self._path).replace("steps-", "memory-").replace("json.gz", "pickle"))
+            torch.cuda.memory._record_memory_history(enabled=None)
         print0(f"profile: {self._path}")

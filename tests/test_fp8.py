@@ -1,0 +1,61 @@
+"""Products in FP8: near those in full precision, and the same bits for any number of processes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from nanochat import fp8
+from nanochat.config import Settings
+from nanochat.gpt import Linear
+from nanochat.start_run import build_model
+from tests import training
+
+workplace = training.in_workplace()
+FLAGS = {"dtype": "bfloat16", "num_iterations": 50, "aspect_ratio": 32, "head_dim": 16, "save_every": 0}
+
+
+def test_products_and_gradients_are_near_the_exact_ones_and_zeros_stay_zeros():
+    rng = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(shape, generator=rng) for shape in ((32, 48), (64, 48), (32, 64)))
+    layer = Linear(48, 64)
+    layer.weight.data = weight
+    layer.__class__ = fp8.Float8Linear
+    x.requires_grad_()
+    y = layer(x.view(2, 16, 48))
+    y.backward(grad.view(2, 16, 64))
+    exact = (x @ weight.T, grad @ weight, grad.T @ x)
+    for actual, wanted in zip((y.view(32, 64), x.grad, layer.weight.grad), exact, strict=True):
+        assert 1e-4 < (actual - wanted).norm() / wanted.norm() < 0.08
+    with torch.no_grad():
+        assert torch.equal(layer(x), x @ weight.T), "without gradients nothing is rounded to FP8"
+    assert torch.equal(layer(torch.zeros(16, 48)), torch.zeros(16, 64))
+    assert layer(torch.full((16, 48), torch.nan)).isnan().all()
+    values, scale = fp8.quantize(torch.tensor([1e9, -3e8]), torch.float8_e5m2)
+    assert values.tolist() == [57344.0, -16384.0] and scale.item() == pytest.approx(1e9 / 57344)
+
+
+def test_only_matrices_whose_dimensions_fit_are_converted():
+    settings = Settings(vocab_size=320, fp8=True, depth=2, aspect_ratio=32, head_dim=16)
+    kinds = {name: type(module) for name, module in build_model(settings).named_modules() if isinstance(module, Linear)}
+    left = {name for name, kind in kinds.items() if kind is Linear}
+    assert left == {"transformer.h.1.attn.ve_gate", "smear_gate"} and "lm_head" in kinds.keys() - left
+
+
+def test_fifty_steps_learn_as_in_bfloat16_with_the_same_bits_on_one_process_and_two():
+    training.succeed(**FLAGS, model_tag="bfloat16")
+    training.finish(**FLAGS, fp8=True, leaves=2, model_tag="one")
+    training.finish(world_size=2, **FLAGS, fp8=True, model_tag="two")
+    wide, one, two = (training.losses(tag) for tag in ("bfloat16", "one", "two"))
+    assert one == two and training.state_of(training.final("one")) == training.state_of(training.final("two"))
+    assert wide[0] - wide[-1] > 0.5, "50 steps learn something"
+    assert wide != one and max(abs(a - b) for a, b in zip(wide, one, strict=True)) < 0.1
+    with pytest.MonkeyPatch.context() as patch:  # a run keeps its arithmetic
+        patch.setitem(training.SETTINGS, "model_tag", "one")
+        assert "--fp8" in training.refuse(**FLAGS)
+
+
+def test_a_run_without_the_flag_does_not_load_it():
+    code = "import sys, scripts.base_train; print('nanochat.fp8' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -368,6 +368,7 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
 
 def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
     """The curriculum in a file, or in a run's config.json. The module is loaded here, because most runs have none."""
+    from nanochat.curriculum import load
 
     return load(source)
 

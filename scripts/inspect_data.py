@@ -46,7 +46,7 @@ from nanochat.find import Document, History, Pass, documents_with, find_document
 from nanochat.order import StreamConfig
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import RunData
+from nanochat.sources import RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
@@ -355,6 +355,12 @@ def fate(opened: Opened, found: Pass) -> str:
     return "" if found.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
 
 
+def is_left_out(source: Source, document: Document) -> bool:
+    """Whether --without-documents turned off the targets of a document."""
+    listed = source.without.get(document.group)
+    return listed is not None and bool(listed[document.row])
+
+
 def wanted_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document]]:
     """(split, document) of those that the command line asks for. ValueError if there is none."""
     data = {"train": opened.data.train, "validation": opened.data.val}
@@ -397,11 +403,11 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                     for use in found.uses]
             passes.append({**asdict(found), "uses": uses, "cropped_after": found.cropped_after,
                            "fate": fate(opened, found)})
-        text = ""
+        source, text = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
         if document.group >= 0:
-            source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
             text = first_words(opened, source.read(document.group, np.array([document.row]))[0][0])
-        head = {"document": document.name, "bucket": document.bucket, "split": split, "text": text}
+        head = {"document": document.name, "bucket": document.bucket, "split": split, "text": text,
+                "without": is_left_out(source, document)}
         if args.json:
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
@@ -414,6 +420,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 print(f"epoch {of_epoch['epoch']}: {of_epoch['fate']}")
         if split != "train":
             print("validation: the run never trains on it")
+        elif is_left_out(source, document):
+            print("its targets are off (--without-documents): its rows were trained on without it")
         elif not passes:
             print("the curriculum mixes nothing of its bucket")
     return 0

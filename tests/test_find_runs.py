@@ -103,6 +103,11 @@ def test_a_text_names_its_documents_first_and_validation_is_said(capsys):
     assert inspect_data.main(["find", "text", f"--text={text}"]) == 0
     out = capsys.readouterr().out
     assert re.search("is in .*code/0.parquet:3[,\n]", out) and "epoch  step" in out and "\nepoch 0: " in out
+    mask = np.arange(12) == 3
+    for row, listed in ((3, True), (4, False)):
+        document = inspect_data.find_document({"train": run.data.train}, f"code/0.parquet:{row}")[1]
+        run.data.train["code"].without = {0: mask}
+        assert inspect_data.is_left_out(run.data.train["code"], document) == listed
     assert inspect_data.main(["find", "text", "--document=web/2.parquet:0"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "validation: the run never trains on it"
     shards = opened("shards").data.val["web"].manifest["files"][0]["name"]

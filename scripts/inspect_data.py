@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -415,9 +415,10 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         columns = ("epoch", "step", "row", "lane", "start", "stop", "loss")
         lines = [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]
         print(*(table(columns, lines) if lines else ()), sep="\n", end="\n" * bool(lines))
-        for of_epoch in passes:
-            if of_epoch["fate"]:
-                print(f"epoch {of_epoch['epoch']}: {of_epoch['fate']}")
+        for said, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
+            first, *more = (of_epoch["epoch"] for of_epoch in same)
+            if said:
+                print(f"epochs {first} to {more[-1]}: {said}" if more else f"epoch {first}: {said}")
         if split != "train":
             print("validation: the run never trains on it")
         elif is_left_out(source, document):

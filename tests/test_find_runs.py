@@ -102,7 +102,8 @@ def test_a_text_names_its_documents_first_and_validation_is_said(capsys):
     text = run.data.train["code"].texts(0)[3]
     assert inspect_data.main(["find", "text", f"--text={text}"]) == 0
     out = capsys.readouterr().out
-    assert re.search("is in .*code/0.parquet:3[,\n]", out) and "epoch  step" in out and "\nepoch 0: " in out
+    assert re.search("is in .*code/0.parquet:3[,\n]", out) and "epoch  step" in out
+    assert re.search("\nepochs? 0(: | to )", out)
     mask = np.arange(12) == 3
     for row, listed in ((3, True), (4, False)):
         document = inspect_data.find_document({"train": run.data.train}, f"code/0.parquet:{row}")[1]
@@ -177,14 +178,3 @@ def test_losses_that_are_corrupt_or_were_not_recorded_are_one_sentence(caplog):
         log.write(json.dumps({**training.steps("text")[20], "loss": 9.0}) + "\n")
     [spike] = json_lines("spikes", "text")
     assert spike["step"] == 20 and spike["rows"] == [] and "rows behind spikes are not known" in caplog.text
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["find", "text", "--document=web/9.parquet:0"], "the run has no file web/9.parquet; its files are code/0.parquet"),
-    (["find", "text", "--document=web/0.parquet:30"], "web/0.parquet has documents 0 to 29; name one of them"),
-    (["find", "text", "--text=there is no such text"], "'there is no such text' occurs in no document"),
-    (["find", "text", "--text="], "got nothing to search for"),
-])
-def test_what_cannot_be_found_is_one_sentence(argv, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        inspect_data.main(argv)

@@ -36,7 +36,7 @@ def made(tmp_path_factory):
         (folder / "mix.yaml").write_text(MIX)
         for name, changed in RUNS.items():
             settings = {"model_tag": name, "data_path": folder / name, "curriculum": folder / "mix.yaml", "leaves": 2,
-                        "num_iterations": STEPS, "save_every": SAVE_EVERY, "keep_last_k": 1, **changed}
+                        "num_iterations": STEPS, "save_every": SAVE_EVERY, **changed}
             training.start(2, hook=partial(training.die_after_step, 13), **settings).wait_for_death()
             training.finish(1, **settings)
             assert len(training.all_steps(name)) > STEPS, "the case: steps were repeated"
@@ -61,10 +61,10 @@ def opened(name):
     return inspect_data.open_named_stream(inspect_data.parse_args(["find", name, "--document=x:0"]))
 
 
-def whole_table(name):
+def whole_table(name, steps=STEPS):
     """{document: {(epoch, step, row, lane, start, stop, loss)}} of all rows of all steps."""
     table = {}
-    for step in range(STEPS):
+    for step in range(steps):
         rows = json_lines("rows", name, f"--step={step}", "--sort=loss")
         assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
         for row in rows:
@@ -75,8 +75,9 @@ def whole_table(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name):
+def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name, caplog):
     table, run = whole_table(name), opened(name)
+    run.run.cursor_files[10].write_bytes(b"torn")
     documents = [f"{file}:{number}" for source in run.data.train.values()
                  for file, first, groups in files_of(source) for number in range(first, sum(groups))]
     assert len(documents) == 84 and {*table} <= {*documents}
@@ -91,10 +92,26 @@ def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name):
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
     missing = {"text": [], "shards": ["cropped after token N"]}[name]
     assert {*fates} - {""} == {"pending in lane N", "not before the last step, N", "cropped after token N"} - {*missing}
+    assert "step-00000010.json.gz: torn or rotten" in caplog.text
     for document in documents[::9]:
         [found] = json_lines("find", name, f"--document={document}")
         uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
         assert {tuple(use.values()) for use in uses} == table.get(document, set()) and found["split"] == "train"
+
+
+def test_in_a_run_that_goes_on_with_the_data_of_another_only_its_own_steps_count(made):
+    training.succeed(model_tag="next", data_path=made / "text", curriculum=made / "mix.yaml", num_iterations=6,
+                     save_every=4, init_from="text@15", init_data="continue", plan="off")
+    table, run = whole_table("next", 6), opened("next")
+    passes_of, fates = inspect_data.tracer(run), set()
+    for file in ("code/0.parquet", "web/1.parquet"):
+        for number in range(12):
+            document = inspect_data.find_document({"train": run.data.train}, f"{file}:{number}")[1]
+            passes = list(passes_of(document))
+            assert {use[:6] for found in passes for use in found.uses} == {
+                use[:6] for use in table.get(f"{file}:{number}", ())}
+            fates |= {inspect_data.fate(run, found) for found in passes}
+    assert "before this run began" in fates
 
 
 def test_a_text_names_its_documents_first_and_validation_is_said(capsys):

@@ -100,7 +100,9 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
     settings = from_flags(args)
     if args.run is not None and (receipt := Path(args.run)).suffix == ".json" and receipt.is_file():
-        last = args.steps[-1] if "steps" in args else (args.step or 0) - (args.show is show_ledger)
+        if args.main in (show_spikes, show_find):
+            raise ValueError(f"{receipt}: a receipt has no log and no saves; name the run")
+        last = args.steps[-1] if "steps" in args else (args.step or 0) - (args.main is show_ledger)
         return open_from_receipt(receipt, settings, last)
     given = [flag(name) for name in settings.differing() if name != "run"]
     if args.run is None and given:

@@ -19,6 +19,7 @@ from nanochat.watchdog import Watchdog, open_store
 from tests import training
 
 BAD_STEP = 5
+PATIENCE_S = 5.0  # for ranks that work: a busy machine delays a beat by seconds
 
 
 # ---- a launch -------------------------------------------------------------------------------------------------------
@@ -44,14 +45,14 @@ def misbehave(how, dog, state):
         os.kill(os.getpid(), signal.SIGSTOP)
     elif how == "work":  # for longer than the others' patience, and the time in which they listen
         for _ in range(30):
-            time.sleep(0.1)
+            time.sleep(PATIENCE_S / 25)
             dog.beat()
 
 
 def rank_main(how, bad, run_dir, argv):
     """A training job of ten steps, whose rank `bad` misbehaves in one of them."""
     watchdog.ANSWER_S = 1.0
-    rank, timeout_s = int(os.environ["RANK"]), 1.5
+    rank, timeout_s = int(os.environ["RANK"]), PATIENCE_S if how == "work" else 1.5
     dist.init_process_group("gloo")
     state = RunState(acquire(run_dir), [identify()], status="running") if rank == 0 else None
     more = {}
@@ -70,7 +71,7 @@ def rank_main(how, bad, run_dir, argv):
             dist.all_reduce(torch.ones(1))
         if how == "work":
             dog.beat(step, "a save", patience_s=100)
-            time.sleep(3)
+            time.sleep(PATIENCE_S * 1.2)
             dist.all_reduce(torch.ones(1))
             if rank == bad:  # late to leave: the store is rank 0's
                 time.sleep(0.5)

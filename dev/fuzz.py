@@ -85,7 +85,7 @@ LIMIT_S = 20.0  # for one case
 # ---- whole files -----------------------------------------------------------------------------------------------------
 
 def make_files(base: Path) -> None:
-    """Text, token files of both formats, a curriculum, flags, tasks, a tokenizer of another program, and a run of four
+    """Text, token files of both formats, curricula, flags, tasks, a tokenizer of another program, and a run of four
     steps on the shards."""
     with training.workplace(base), contextlib.redirect_stdout(io.StringIO()):
         texts = training.texts(60, seed=1)
@@ -109,6 +109,7 @@ def make_files(base: Path) -> None:
         (base / "hf").mkdir()
         for name, data in export.tokenizer_files(RustBPETokenizer.from_directory(base / "tokenizer"), 64).items():
             (base / "hf" / name).write_bytes(data)
+        (base / "run.yaml").write_text(f"curriculum:\n- duration_tokens: {4 * training.STEP}\n  mix: {{data: 1}}\n")
         assert base_train.main(run_flags(base)) == 0
 
 
@@ -138,7 +139,8 @@ def read_foreign(path: Path) -> None:
 def run_flags(base: Path) -> list[str]:
     """The command line of the run."""
     return training.flags(**{**training.SMALL, "data_path": base / "shards", "data_format": "shards",
-                             "num_iterations": 4, "save_every": 2, "eval_every": 4, "eval_tokens": 256})
+                             "num_iterations": 4, "save_every": 2, "eval_every": 4, "eval_tokens": 256,
+                             "curriculum": base / "run.yaml"})
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------

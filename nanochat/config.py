@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.cli import Parser, setting
 from nanochat.common import check_shape, parse_json
-from nanochat.curriculum import Curriculum, load
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS, StreamConfig
 from nanochat.packing import VERSION
@@ -369,6 +368,7 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
 
 def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
     """The curriculum in a file, or in a run's config.json. The module is loaded here, because most runs have none."""
+    from nanochat.curriculum import load
 
     return load(source)
 

@@ -75,7 +75,7 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
 
-FIT = 0.88  # the share of a GPU's memory that a step may take
+FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # the share of a GPU's memory that a step may take: NCCL needs some, too
 MOST_ROWS = 32  # in a forward pass, where nothing is known of memory
 WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
           "--init-data=continue) goes on with another curriculum")
@@ -211,7 +211,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
     manifests = {} if config or settings.order == "megatron" else pin_data(settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
-                                              device_memory(device), manifests.get("train"))
+                                              device_memory(device, settings.world_size), manifests.get("train"))
     if (begun_with := checkpoint or origin) is not None:
         begun_with.check_tokenizer(settings.tokenizer_fingerprint)
         begun_with.check_architecture(vars(model_config))
@@ -279,15 +279,17 @@ def estimate_memory(settings: Settings) -> dict[str, int]:
         micro_batches=leaves * layout.micro_batches_per_leaf)
 
 
-def device_memory(device: torch.device) -> int | None:
-    """How many bytes of a GPU's memory a step may take: the rest is for CUDA, NCCL's buffers and what the
-    allocator loses. None if the device is not a GPU."""
-    return int(FIT * torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+def device_memory(device: torch.device, world_size: int) -> int | None:
+    """How many bytes of a GPU's memory a step may take: the rest is for CUDA, the buffers of NCCL with several
+    processes, and what the allocator loses. None if the device is not a GPU."""
+    if device.type != "cuda":
+        return None
+    return int((FIT_ALONE if world_size == 1 else FIT_TOGETHER) * torch.cuda.get_device_properties(device).total_memory)
 
 
 def is_tight(settings: Settings, device: torch.device) -> bool:
     """Whether sums of leaves that wait must do so in the host's memory, for want of the GPU's."""
-    room = device_memory(device)
+    room = device_memory(device, settings.world_size)
     return room is not None and sum(estimate_memory(settings).values()) > room
 
 
@@ -452,7 +454,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
     ValueError, before anything is written, if the plan shows that the run would halt, unless --plan=warn.
     config.json, written last, holds the resolved settings and, for people, the figures that follow from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    if settings.plan != "off" and settings.mix is not None:
+    # entries that are longer than a row of `binned` are an error now, and not when one is due
+    if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         from nanochat.plan import rehearse
 
         print0("start: planning which rows the run reads")
@@ -564,7 +567,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
            f"rows; {layout.num_leaves} leaves")
-    if (room := device_memory(device)) is not None:
+    if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "

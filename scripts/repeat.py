@@ -1,5 +1,5 @@
 """
-Train one configuration with several seeds, and report whether a change gains more than the noise of seeds.
+Train one configuration with several seeds, and report whether a change beats the noise of seeds.
 
     python -m scripts.repeat --seeds=5 --name=base -- --depth=4 --num-iterations=500
     python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02

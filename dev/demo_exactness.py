@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 import torch
 
 from dev.measure import tell_about
-from nanochat.cli import Parser, run_main
+from nanochat.cli import EXIT_HALTED, Parser, run_main
 from nanochat.common import read_json, table
 from nanochat.dataset import find_buckets
 from nanochat.engine import load_model
@@ -42,7 +42,8 @@ CHARS = {"dry": 1_000_000, "left-out": 6_000_000}  # of each bucket that are use
 STEPS = 120  # of the runs that differ in a document
 MODEL: dict[str, Any] = {
     "depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 128, "total_batch_size": 2048, "lanes": 16,
-    "device_batch_size": 16, "overlap": 32, "buffer_size": 64, "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.064}
+    "device_batch_size": 16, "overlap": 32, "buffer_size": 64,
+    "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.064}
 
 
 def weights(tag: str, checkpoint: str = "final") -> str:
@@ -125,7 +126,7 @@ def dry(data_path: Path, base: Path) -> bool:
         assert tok_shards.main([f"--input-dir={base / 'text'}", f"--output-dir={base / 'shards'}", "--max-length=0",
                                 f"--tokenizer={base / 'tokenizer'}", "--num-workers=1"]) == 0
     step = MODEL["total_batch_size"] * 4
-    tokens = {bucket: sum(path.stat().st_size // 2 for path in (base / "shards" / bucket).glob("*.bin"))
+    tokens = {bucket: sum(path.stat().st_size // 2 for path in (base / "shards").rglob(f"{bucket}/**/a*.bin"))
               for bucket in buckets}
     steps = math.ceil(1.2 * sum(tokens.values()) / step)
     mix = ", ".join(f"{bucket}: {1 / len(buckets)}" for bucket in buckets)
@@ -135,6 +136,8 @@ def dry(data_path: Path, base: Path) -> bool:
                 "allow_bucket_exhaustion": True, "num_iterations": steps, "long_docs": "split", "save_every": -1}
     group = training.start(1, model_tag="dry", **settings)
     [code] = group.wait()
+    if code not in (0, EXIT_HALTED):
+        raise ValueError(f"the run failed:\n{group.text()[-2000:]}")
     plan = read_json(training.run_dir("dry") / PLAN_NAME)
     actual: dict[str, int] = {}
     for event in training.events("dropped", "dry"):

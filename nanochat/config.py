@@ -69,7 +69,7 @@ class RunSettings:
 
     run: str = setting("dummy", "name of the wandb run; dummy: no wandb")
     log_to: str = setting(
-        "wandb", "where values are drawn, with commas between: wandb (where --run names its run), tensorboard")
+        "wandb", "where values are drawn, with commas between: wandb (where --run names its run), tensorboard, trackio")
     model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
     resume: str = setting(
         "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path or RUN@STEP")
@@ -297,8 +297,9 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
             if rule.get("of_order", self.order) != self.order:
                 raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave it out, or take "
                                  f"--order {rule['of_order']}")
-        if not set(self.log_to.split(",")) <= {"wandb", "tensorboard"}:
-            raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard or both with a comma between")
+        if not set(self.log_to.split(",")) <= {"wandb", "tensorboard", "trackio"}:
+            raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
+                             f"with commas between")
         if self.profile_steps is not None and self.profiled is None:
             raise ValueError(f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
                              f"behind the last, such as 10:13")

@@ -405,7 +405,11 @@ def keep_cursors(run_dir: Path, step: int, packed: bytes) -> None:
 def read_cursors(path: Path) -> tuple[int, list[dict[str, Any]]]:
     """(step, the V cursors) from a lanes.json.gz or a logs/cursors file. ValueError if it is
     broken."""
-    packed = path.read_bytes()
+    return unpack_cursors(path.read_bytes(), path)
+
+
+def unpack_cursors(packed: bytes, path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """(step, the V cursors) from what `pack_cursors` gave. ValueError, which names `path`, if it is corrupt."""
     try:
         data = gzip.decompress(packed)
     except Exception as e:  # BadGzipFile, EOFError, zlib.error

@@ -135,12 +135,7 @@ def command(settings: Settings, world_size: int, device_type: str
     """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
     begin_launch(settings.object_storage_cache)
     data_path = str(as_path(settings.data_path or default_data_dir()).expanduser())
-    folder = data_folder(data_path)
-    if len(folder.parts) == 1:  # prefixes that have no folder in common
-        folder = data_folder(data_path.partition(",")[0])
-    beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
-    tokenizer = get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token,
-                              data_path=settings.data_path)
+    tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text":
         tokenizer.encode("")  # says so where it knows ids only
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
@@ -150,8 +145,9 @@ def command(settings: Settings, world_size: int, device_type: str
         raise ValueError(f"--fp8: {torch.cuda.get_device_name()} cannot multiply in FP8, which takes compute "
                          f"capability 8.9 and up; leave it out")
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
-    if "tensorboard" in settings.trackers and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("--log-to tensorboard: it is not installed; pip install -e '.[tensorboard]'")
+    for name in settings.trackers:
+        if name != "wandb" and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--log-to {name}: it is not installed; pip install -e '.[{name}]'")
     if settings.core_metric_every > 0:
         tokenizer.encode("a prompt")  # or it says now, and not after hours, that it knows no text
     tag = settings.model_tag or f"d{settings.depth}"
@@ -159,6 +155,17 @@ def command(settings: Settings, world_size: int, device_type: str
     return replace(settings, data_path=data_path, model_tag=tag, vocab_size=tokenizer.get_vocab_size(),
                    tokenizer_fingerprint=tokenizer.fingerprint, world_size=world_size, device_type=device_type,
                    cpu_threads=torch.get_num_threads() if device_type == "cpu" else None), tokenizer
+
+
+def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
+    """The tokenizer that settings name; by default the folder beside the data, or <base dir>/tokenizer. ValueError or
+    FileNotFoundError if there is none."""
+    folder = data_folder(data_path)
+    if len(folder.parts) == 1:  # prefixes that have no folder in common
+        folder = data_folder(data_path.partition(",")[0])
+    beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
+    return get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token,
+                         data_path=settings.data_path)
 
 
 # ---- the existing run ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ Write a trained model for Hugging Face transformers or nanochat, or bring in one
     tokenizer/                             tokenizer.json                tokenizer/tokenizer.pkl, token_bytes.pt
                                            modeling_nanochat_exact.py
                                            README.md, the model card
+    logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)         receipt.json beside the model
 
 Parameters keep their names and their types on all ways. What is written appears by one rename, whole
 or not at all, and never over something that is there. What is read executes nothing: weights are
@@ -51,6 +52,8 @@ from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
 from nanochat.run_reader import RunReader
 from nanochat.start_run import build_model, pin_data, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
+from scripts.receipt import NAME as RECEIPT_NAME
+from scripts.receipt import make_receipt
 from scripts.report import escape_html, markdown
 
 log = logging.getLogger(__name__)
@@ -106,6 +109,16 @@ def new_folder(out: Path, way_out: str) -> Iterator[Path]:
         remove_tree(unfinished)
         raise
     fsync_dir(out.parent)
+
+
+def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
+    """The receipt of the steps up to a checkpoint, beside its weights, if the run has a log and a manifest."""
+    run = RunReader(run_of(checkpoint))
+    if run.digests and run.manifests:
+        try:
+            write_json(folder / RECEIPT_NAME, make_receipt(run, checkpoint.step))
+        except (ValueError, OSError) as e:
+            log.warning("no %s: %s", RECEIPT_NAME, e)
 
 
 # ---- to transformers -----------------------------------------------------------------------------
@@ -261,6 +274,7 @@ def to_hf(source: str, out: Path) -> str:
         shutil.copyfile(Path(integrations.__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
         for name, content in files.items():
             (folder / name).write_bytes(content)
+        write_receipt(folder, checkpoint)
     return f"{out}: step {checkpoint.step:,} of {run_of(checkpoint).name} for transformers, with trust_remote_code=True"
 
 
@@ -288,6 +302,7 @@ def to_nanochat(source: str, out: Path) -> str:
         model_folder.mkdir(parents=True)
         torch.save(checkpoint.model_state(), model_folder / f"model_{step:06d}.pt")
         write_json(model_folder / f"meta_{step:06d}.json", meta)
+        write_receipt(model_folder, checkpoint)
         write_tokenizer(folder / "tokenizer", tokenizer)
     return f"{out}: step {step:,} of {run_dir.name} for nanochat; set NANOCHAT_BASE_DIR={out} for its commands"
 

@@ -5,6 +5,7 @@ Show what data any step of a run sees: documents, digests, counts of tokens. No 
     python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8
     python -m scripts.inspect_data rows d12 --step 1234 --row 7 --text
     python -m scripts.inspect_data ledger d12
+    python -m scripts.inspect_data rows d12.json --step 1234 --data-path DIR    # of a receipt (scripts.receipt)
 
 A step s is the s-th optimizer step of a run, from 0. What stands before it is packed again from the
 nearest cursors that the run kept, so any step of a long run is near:
@@ -34,13 +35,14 @@ from tqdm import tqdm
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import table, visible
-from nanochat.config import add_flags, flag, from_flags, stream_config
+from nanochat.config import Settings, add_flags, flag, from_flags, stream_config
 from nanochat.dataloader import StepLayout
 from nanochat.run_dir import find_run, is_run_dir
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.sources import RunData
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
+from scripts.receipt import open_receipt, read_receipt
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +85,9 @@ class Opened:
 def open_named_stream(args: argparse.Namespace) -> Opened:
     """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
     settings = from_flags(args)
+    if args.run is not None and (receipt := Path(args.run)).suffix == ".json" and receipt.is_file():
+        last = args.steps[-1] if "steps" in args else (args.step or 0) - (args.show is show_ledger)
+        return open_from_receipt(receipt, settings, last)
     given = [flag(name) for name in settings.differing() if name != "run"]
     if args.run is None and given:
         settings, tokenizer = command(settings, 1, "cpu")
@@ -94,6 +99,21 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     else:
         return open_stream_of(find_run(args.run))
     return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T, begin)
+
+
+def open_from_receipt(path: Path, given: Settings, last: int = 0) -> Opened:
+    """The stream of a receipt, on the data and the tokenizer that flags name. ValueError for other flags, and if the
+    run has no step `last`."""
+    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # the last is no flag here
+    if refused := [flag(name) for name in given.differing() if name not in allowed]:
+        raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave that out")
+    if given.data_path is None:
+        raise ValueError(f"{path}: a receipt does not say where the data is; name its folder with --data-path")
+    if last >= (steps := read_receipt(path)["steps"]):
+        raise ValueError(f"{path}: it has no step {last:,}; the run trained steps 0 to {steps - 1:,}")
+    receipt = open_receipt(path, given.data_path, given.tokenizer, eod_token=given.eod_token)
+    rows_per_step = receipt.settings.total_batch_size // receipt.config.T
+    return Opened(RunReader(path), receipt.data, receipt.config, rows_per_step, receipt.begin)
 
 
 def open_stream_of(run_dir: Path) -> Opened:
@@ -240,10 +260,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for subparser, show in ((digest, show_digests), (rows, show_rows), (accounts, show_ledger)):
         subparser.set_defaults(show=show)
         subparser.add_argument("run", metavar="RUN", nargs="?",
-                               help="a run's name or folder (default: the only run, where no flag is given)")
+                               help="a run's name or folder, or a receipt (default: the only run, if no flag is given)")
         add_flags(subparser, without=("run",), listed=False)
         subparser.usage = "%(prog)s [RUN] [flags]"
-        subparser.epilog = "In place of RUN: all flags of scripts.base_train, whose --help lists them."
+        subparser.epilog = ("In place of RUN: all flags of scripts.base_train, whose --help lists them. With a "
+                            "receipt: --data-path, --tokenizer and --eod-token.")
     return parser.parse_args(argv)
 
 

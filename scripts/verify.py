@@ -1,5 +1,5 @@
 """
-Check runs, checkpoints and token shards on disk, to the last byte:
+Check runs, checkpoints and token shards on disk, to the last byte, and receipts against data:
 
     python -m scripts.verify PATH...     a run (its tag will do), folders with everything below
                                          them, one pair, one checkpoint; pairs may lie in object
@@ -20,6 +20,9 @@ What else is looked at:
     data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every
                   byte of those whose checksum is in a manifest.json (what scripts.tok_shards wrote)
 
+    receipt       with --data-path=DIR: the files are those of the receipt, byte by byte, and the rows
+                  of some steps (--steps) are those that the run logged, recomputed without the run
+
 All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs
 are read in blocks, so memory does not depend on their size. A foreign pair names neither vocabulary
 nor end-of-document id: ids have no bound unless --tokenizer or --vocab-size gives one, and the last
@@ -29,6 +32,7 @@ id of a GPTS file is taken for the latter (Megatron's need not have any: only --
 import argparse
 import hashlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -39,7 +43,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import as_path, begin_launch, hash_file, is_remote, local_copy, table
+from nanochat.common import as_path, begin_launch, duration, hash_file, is_remote, local_copy, table
 from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
@@ -49,6 +53,7 @@ from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
+TIMED_STEPS = 20  # after which the time that a receipt takes is estimated
 
 Check = Callable[[tqdm], Iterator[str]]  # yields what it finds, and tells a progress bar how many bytes it has read
 
@@ -288,6 +293,48 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
     yield f"{path}: {len(files):,} files compared, {read:,} of them read to the last byte"
 
 
+# ---- receipts -----------------------------------------------------------------------------------
+
+def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
+    """Recompute the rows of some steps from the data, and compare their digests with those of a receipt."""
+    from nanochat.config import Settings  # with PyTorch
+    from scripts.inspect_data import open_from_receipt, step_digests
+    from scripts.receipt import next_link, read_receipt
+
+    try:
+        receipt = read_receipt(path)
+        marks = {int(step): mark for step, mark in receipt["marks"].items()}
+        wanted = args.steps or sorted(marks)
+        opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
+                                                  eod_token=args.eod_token), max(wanted))
+        yield f"{path}: the files in {args.data_path} are those that {receipt['run']} was trained on"
+        last = min(step for step in marks if step >= max(wanted))
+        yield (f"  recomputes steps 0 to {last:,}: a row depends on those before it, and step {last:,} is the next one "
+               f"whose digest the receipt has")
+        link, good, began = "", -1, time.monotonic()
+        for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
+                                 desc="recomputed", leave=False, disable=None):
+            digest = f"{part:016x}"
+            link = next_link(link, digest)
+            if step + 1 == TIMED_STEPS and (rest := (time.monotonic() - began) / TIMED_STEPS * (last - step)) > 5:
+                yield f"  which takes about {duration(rest)}"
+            if step not in marks:
+                continue
+            if digest != marks[step]["digest"]:
+                yield Problem(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, the "
+                              f"receipt says {marks[step]['digest']}; code, tokenizer or data differ")
+                return
+            if link != marks[step]["chain"]:
+                yield Problem(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
+                              f"chain of their digests differs; code, tokenizer or data differ")
+                return
+            good = step
+        yield (f"  OK steps {', '.join(map(str, wanted))}: trained on these rows, and so were all steps from 0 to "
+               f"{good:,} (chain of digests {link})")
+    except (ValueError, OSError) as e:
+        yield Problem(e)
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
@@ -297,6 +344,8 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
         if is_remote(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
+    if path.suffix == ".json" and path.is_file() and path.name not in (DATA_MANIFEST, MANIFEST_NAME):
+        return [partial(check_receipt, path, args)]
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
@@ -348,6 +397,13 @@ def is_manifest(path: Path) -> bool:
         return False
 
 
+def step_list(text: str) -> list[int]:
+    """argparse type: numbers of steps with commas between them."""
+    if not all(word.isdecimal() for word in text.split(",")):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected steps with commas between, as 0,1000")
+    return [int(word) for word in text.split(",")]
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, or what lies on disk")
@@ -357,6 +413,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     known.add_argument("--vocab-size", type=int, metavar="N",
                        help="bound of ids where no manifest.json tells it")
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
+    receipts = parser.add_argument_group("receipts")
+    receipts.add_argument("--data-path", metavar="DIR", help="the data that a receipt is compared with")
+    receipts.add_argument("--steps", type=step_list, metavar="0,1000,41199",
+                          help="which steps of the run (default: all that have a digest in the receipt)")
     begin_launch()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None

@@ -14,8 +14,9 @@ from nanochat.integrations.megatron import GPTDataset, IndexedDatasetBuilder
 from nanochat.integrations.megatron_order import open_samples
 from nanochat.start_run import open_run
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import inspect_data, validate
+from scripts import inspect_data, receipt, validate, verify
 from tests import training
+from tests.finished import command as command_line
 from tests.toy import digest_of_row
 from tests.training import (
     all_steps,
@@ -208,3 +209,14 @@ def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
     assert "document" in looked(capsys, "rows", f"{path}", "--step=0").splitlines()[0]
     assert "It balances" in looked(capsys, "ledger", f"{path}")
+
+
+def test_a_receipt_is_verified_on_the_pairs_somewhere_else(workplace, tmp_path):
+    assert command_line(receipt.main, "whole", f"--out={tmp_path / 'r.json'}").code == 0
+    outcome = command_line(verify.main, tmp_path / "r.json", f"--data-path={tmp_path}")
+    assert outcome.code == 0 and f"OK steps 0, {STEPS - 1}: trained on these rows" in outcome.out
+    index = (tmp_path / "a.idx").read_bytes()
+    (tmp_path / "a.idx").unlink()
+    (tmp_path / "a.idx").write_bytes(index[:-1] + b"x")
+    outcome = command_line(verify.main, tmp_path / "r.json", f"--data-path={tmp_path}")
+    assert outcome.code == 1 and f"PROBLEM {tmp_path / 'a'}" in outcome.out

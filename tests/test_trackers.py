@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import re
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -67,16 +68,63 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain, c
     assert samples["step"] == 4 and samples["texts"] and all(isinstance(text, str) for text in samples["texts"])
 
 
+STAND_IN = """
+import json, os
+
+def init(**given):
+    return Run(given)
+
+class Run:
+    def __init__(self, given):
+        self.file = open(os.environ["STAND_IN"], "a")
+        self.write(init=given)
+
+    def write(self, **record):
+        self.file.write(json.dumps(record) + chr(10))
+
+    def log(self, metrics, step):
+        self.write(metrics=metrics, step=step)
+
+    def finish(self):
+        self.write(finish=True)
+        self.file.close()
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trackio_gets_the_values_of_the_log(plain, tmp_path, monkeypatch, fails):
+    (tmp_path / "trackio.py").write_text(STAND_IN + "\ndel init" * fails)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("STAND_IN", str(tmp_path / "values"))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    tag = "untracked" if fails else "tracked"
+    outcome = succeed(model_tag=tag, log_to="trackio,wandb", **SHORT)
+    del sys.modules["trackio"]
+    assert losses(tag) == plain["losses"] and state_of(final(tag)) == plain["state"], "the same bits"
+    if fails:
+        assert "trackio failed (" in outcome.err and "continuing without it" in outcome.err
+        return
+    first, *values, last = map(json.loads, (tmp_path / "values").read_text().splitlines())
+    given = first["init"]
+    assert (given["project"], given["name"], given["resume"]) == ("nanochat", "tracked", "allow")
+    assert given["config"]["num_iterations"] == 4 and last == {"finish": True}
+    drawn = {value["step"]: value["metrics"]["train/loss"] for value in values if "train/loss" in value["metrics"]}
+    assert drawn == dict(enumerate(losses("tracked")))
+    assert [value["step"] for value in values if "val/bpb" in value["metrics"]] == [0, 2, 4]
+    assert all(type(number) in (int, float) for value in values for number in value["metrics"].values())
+
+
 @pytest.mark.parametrize("flag, value, told", [
-    ("log_to", "tensorbord", "--log-to: got 'tensorbord', expected wandb, tensorboard"),
+    ("log_to", "tensorbord", "--log-to: got 'tensorbord', expected wandb, tensorboard, trackio"),
     ("log_to", "", "--log-to: got ''"),
     ("profile_steps", "7", "--profile-steps: got '7', expected A:B"),
     ("profile_steps", "9:9", "--profile-steps: got '9:9'"),
     ("profile_steps", "-1:x", "--profile-steps: got '-1:x'"),
+    ("log_to", "wandb,trackio", "--log-to trackio: it is not installed; pip install -e '.[trackio]'"),
     ("log_to", "tensorboard", "pip install -e '.[tensorboard]'")])
 def test_what_cannot_be_shown_is_one_sentence(flag, value, told, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find(name))
+    find, extras = importlib.util.find_spec, ("tensorboard", "trackio")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in extras else find(name))
     assert told in refuse(model_tag="none", **{flag: value})
     assert not run_dir("none").exists()
 

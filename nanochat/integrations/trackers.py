@@ -1,9 +1,10 @@
 """
-Trackers: wandb and TensorBoard draw the values of a run while it trains; PyTorch's profiler records some of its steps.
-`trainer.Journal` loads this module if a run asks for one of them.
+Trackers: wandb, TensorBoard and trackio draw the values of a run while it trains; PyTorch's profiler records some of
+its steps. `trainer.Journal` loads this module if a run asks for one of them.
 
     trainer.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
                                                          '--------> TensorBoard  --log-to=tensorboard
+                                                         '--------> trackio      --log-to=trackio
                                                          '--------> profile      --profile-steps=A:B
 
 The log of the run directory has all values. So if a tracker fails, the run continues without it, with one warning.
@@ -47,6 +48,23 @@ class TensorBoard:
         self._writer.close()
 
 
+class Trackio:
+    """A run of the project nanochat in trackio's SQLite database on this machine, for `trackio show`. A step that a
+    resumed run repeats has two points."""
+
+    def __init__(self, settings: Settings) -> None:
+        import trackio
+
+        self._run = trackio.init(project="nanochat", name=settings.model_tag, config=settings.to_json(), resume="allow")
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Draw the numbers among some values at values["step"]."""
+        self._run.log({name: n for name, n in flat_numbers(values) if name != "step"}, step=values["step"])
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
 class Trackers:
     """All trackers that a run asks for, and its profile. `wandb_id`: the wandb run to resume, and afterwards the one in
     use. `step`: the first step of this launch."""
@@ -64,6 +82,9 @@ class Trackers:
         if "tensorboard" in settings.trackers:
             with self._guard("tensorboard"):
                 self._open["tensorboard"] = TensorBoard(run_dir, step)
+        if "trackio" in settings.trackers:
+            with self._guard("trackio"):
+                self._open["trackio"] = Trackio(settings)
         if settings.profiled is not None:
             self._open["profile"] = Profile(run_dir, *settings.profiled)
 

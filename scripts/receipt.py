@@ -1,0 +1,282 @@
+"""
+Write a receipt of a run: a small file by which anyone who has the data recomputes its rows.
+
+    python -m scripts.receipt d12 --out=d12.json
+    python -m scripts.verify d12.json --data-path=DIR --steps=0,1000     # on another machine, without the run
+    python -m scripts.inspect_data rows d12.json --step=1000 --data-path=DIR
+
+A receipt holds everything that decides the rows, and what the run logged of them:
+
+    settings, stream    of the order of the data: lanes, seed, packing, curriculum, fingerprints of data and tokenizer
+    files               of each bucket, a line per file: hash of its pin, BLAKE2b-128 of its bytes, size, name
+    marks               of every 1,000th step and the last one: the digest of the step, and the chain of all digests
+                        up to it: chain(s) = hash(chain(s - 1), digest(s)), so one mark vouches for all steps before it
+    begin               where the data began, if that was not its beginning (--init-data=continue, --skip-steps)
+
+Names are relative to the data path. Files in object storage have no hash of their bytes, which would mean to download
+them all. A list of more than 300 files is compressed, and its hashes shortened to three digits, which still name a file
+that differs; the fingerprints in `stream` and the hash of all contents stay as long as they are.
+"""
+
+import argparse
+import base64
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from tqdm import tqdm
+
+from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.common import (
+    as_path,
+    begin_launch,
+    check_shape,
+    each,
+    hash_bytes,
+    hash_file,
+    hash_json,
+    is_remote,
+    read_json,
+    write_json,
+)
+from nanochat.config import FIELDS, STREAM, Settings, stream_config
+from nanochat.dataset import Manifest, data_folder, pin
+from nanochat.run_dir import find_run, unpack_cursors
+from nanochat.run_reader import RunReader
+from nanochat.sources import RunData, open_data
+from nanochat.start_run import find_tokenizer, open_run
+from nanochat.stream import stream_identity
+from nanochat.text import Selection
+
+FORMAT = 1
+NAME = "receipt.json"
+EVERY = 1000  # steps between marks
+MANY = 300  # files in a readable list
+SHORT = 3  # hexadecimal digits of a hash in a list that is not
+# the settings that decide the rows: those that say so, and some that decide more than the order
+SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
+    "max_seq_len", "total_batch_size", "lanes", "curriculum", "split", "eod_mask_loss", "num_samples"]
+BUCKET = {"number": int, "contents": str, "others": dict}  # and "files", or "packed" if there are many
+MARK = {"digest": str, "chain": str}
+SHAPE = {"nanochat_receipt": int, "run": str, "code": [str], "steps": int, "settings": dict,
+         "stream": {"tokenizer": str}, "files": dict, "marks": dict, "begin": str | None, "checksum": str}
+WAY_OUT = "get it again from whoever made it (python -m scripts.receipt RUN)"
+
+
+class FileLine(NamedTuple):
+    """A file of a receipt. In a compressed list hashes are shortened, and the size is "-"."""
+
+    pin: str  # hash of its entry in the manifest: what a run compares when it resumes
+    content: str  # hash of its bytes (of a pair also those of the .idx); "-" for a file in object storage
+    size: str
+    name: str
+
+    def differs(self, path: Path, now: "FileLine") -> str:
+        """What differs between this file and the one at `path` now; empty if nothing does."""
+        if self.size not in ("-", now.size):
+            return f"{path}: it has {now.size} bytes, the receipt says {self.size}"
+        if "-" not in (self.content, now.content) and not now.content.startswith(self.content):
+            return f"{path}: its contents changed (hash {now.content[:16]}, the receipt says {self.content[:16]})"
+        if not now.pin.startswith(self.pin):
+            return (f"{path}: it is divided into other documents or groups (pin {now.pin}, the receipt says "
+                    f"{self.pin})")
+        return ""
+
+
+# ---- making one ---------------------------------------------------------------------------------
+
+def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
+    """The line of a file below `root` that has this entry in a manifest."""
+    path = root / entry["name"]
+    pinned = hash_json([entry["size"], entry["footer"], entry["groups"], entry.get("tokens")])
+    if is_remote(path):
+        content = "-"
+    elif path.suffix == ".bin":
+        content = hash_bytes(*(hash_file(part).encode() for part in (path, path.with_suffix(".idx"))))
+    else:
+        content = hash_file(path)
+    return FileLine(pinned[:16], content, str(entry.get("own_size", entry["size"])), entry["name"])
+
+
+def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
+    """The files of all buckets, each with its hashes. Reads all local files."""
+    entries = [(m, entry) for m in manifests.values() for entry in m["files"]]
+    listed: dict[str, Any] = {}
+    with tqdm(total=sum(e.get("own_size", e["size"]) for _, e in entries), unit="B", unit_scale=True,
+              desc="hashing the data", disable=None) as bar:
+        for bucket, manifest in manifests.items():
+            root, lines = as_path(manifest["root"]), list[FileLine]()
+            for line in each(partial(describe_file, root), manifest["files"]):
+                lines.append(line)
+                bar.update(int(line.size))
+            others = {name: value for name, value in manifest.items() if name not in ("root", "files")}
+            listed[bucket] = {"number": len(lines), "contents": hash_contents(lines), "others": others}
+            if len(entries) <= MANY:
+                listed[bucket]["files"] = [" ".join(line) for line in lines]
+            else:
+                short = (" ".join((file.pin[:SHORT], file.content[:SHORT], "-", file.name)) for file in lines)
+                listed[bucket]["packed"] = base64.b85encode(lzma.compress("\n".join(short).encode())).decode()
+    return listed
+
+
+def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
+    """The receipt of the first `steps` steps of a run (None: of all that are done). ValueError or FileNotFoundError if
+    the log has no digest of one of them, or if a file of the data changed or is gone."""
+    steps, digests = run.num_steps if steps is None else steps, run.digests
+    missing = next((step for step in range(steps) if step not in digests), None)
+    if steps == 0 or missing is not None:
+        raise ValueError(f"{run.log_path}: it has no digest of step {missing or 0}, and a receipt needs those of all "
+                         f"steps; train the run, or put the log back")
+    data, config, settings = open_run(run.run_dir)
+    marks, link = {}, ""
+    for step in range(steps):
+        link = next_link(link, digests[step])
+        if step % EVERY == 0 or step == steps - 1:
+            marks[str(step)] = {"digest": digests[step], "chain": link}
+    begin = run.cursor_files.get(0)
+    receipt = {
+        "nanochat_receipt": FORMAT, "run": run.name, "steps": steps,
+        "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
+        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
+        "files": list_files(data.manifests["train"]), "marks": marks,
+        "begin": None if begin is None else base64.b85encode(begin.read_bytes()).decode()}
+    return {**receipt, "checksum": hash_json(receipt)}
+
+
+def next_link(link: str, digest: str) -> str:
+    """The chain of digests with one more; it begins with an empty text."""
+    return hash_bytes(link.encode(), digest.encode())
+
+
+# ---- reading one --------------------------------------------------------------------------------
+
+class OpenedReceipt(NamedTuple):
+    """The stream of a receipt, from the data alone."""
+
+    data: RunData
+    config: Any
+    settings: Settings
+    begin: list[dict[str, Any]] | None  # the cursors of step 0, None for the beginning of the data
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """The receipt in a file. ValueError if it is corrupt, or of a later format."""
+    receipt = read_json(path, {"nanochat_receipt": int}, way_out=WAY_OUT)
+    if receipt["nanochat_receipt"] != FORMAT:
+        raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, and this code reads format {FORMAT}; "
+                         f"use the code that wrote it")
+    check_shape(receipt, SHAPE, path)
+    check_shape(receipt["files"], dict.fromkeys(receipt["files"], BUCKET), path)
+    check_shape(receipt["marks"], dict.fromkeys(receipt["marks"], MARK), path)
+    if str(receipt["steps"] - 1) not in receipt["marks"]:
+        raise ValueError(f"{path}: it has no digest of its last step, {receipt['steps'] - 1:,}; {WAY_OUT}")
+    if receipt["checksum"] != hash_json({name: value for name, value in receipt.items() if name != "checksum"}):
+        raise ValueError(f"{path}: its checksum is wrong, so it was edited or damaged; {WAY_OUT}")
+    return receipt
+
+
+def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
+    """The files of a bucket of a receipt. ValueError if one of them could lie outside the data."""
+    try:
+        lines = bucket.get("files") or lzma.decompress(base64.b85decode(bucket["packed"])).decode().split("\n")
+        files = [FileLine(*line.split(" ", 3)) for line in lines]
+    except (ValueError, TypeError, KeyError, lzma.LZMAError) as e:
+        raise ValueError(f"{path}: its list of files cannot be read ({e}); {WAY_OUT}") from None
+    for file in files:
+        if PurePosixPath(file.name).is_absolute() or ".." in PurePosixPath(file.name).parts:
+            raise ValueError(f"{path}: it names the file {file.name!r}, which is not below the data path; {WAY_OUT}")
+    return files
+
+
+def compare_file(file: FileLine, root: Path, selection: Selection) -> tuple[dict[str, Any], FileLine]:
+    """(the entry in a manifest, the line) of a file as it is now. ValueError or FileNotFoundError if it is not the
+    file of the receipt."""
+    path = root / file.name
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: missing, but the receipt lists it; bring it back, or name the folder that "
+                                f"has it with --data-path")
+    entry = pin(path, file.name, selection)
+    now = describe_file(root, entry)
+    if problem := file.differs(path, now):
+        raise ValueError(f"{problem}; so the run was trained on another file")
+    return entry, now
+
+
+def find_manifests(path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection) -> dict[str, Manifest]:
+    """The manifests of the files of a receipt below a data path. ValueError or FileNotFoundError names the first file
+    that is missing or differs."""
+    root, manifests = data_folder(data_path), dict[str, Manifest]()
+    with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
+        for name, bucket in receipt["files"].items():
+            entries, lines = list[dict[str, Any]](), list[FileLine]()
+            for entry, line in each(partial(compare_file, root=root, selection=selection), lines_of(bucket, path)):
+                entries.append(entry)
+                lines.append(line)
+                bar.update(int(line.size))
+            now = hash_contents(lines)
+            if "-" not in (now, bucket["contents"]) and now != bucket["contents"]:
+                raise ValueError(f"{data_path}: one of the {len(lines):,} files of bucket {name!r} is not the one that "
+                                 f"the run was trained on; the receipt is too short to name it")
+            manifests[name] = {"root": str(root.resolve()), "files": entries, **bucket["others"]}
+    return manifests
+
+
+def hash_contents(lines: Sequence[FileLine]) -> str:
+    """A hash of the bytes of all files, "-" if one of them is in object storage."""
+    contents = [line.content for line in lines]
+    return "-" if "-" in contents else hash_json(contents)
+
+
+def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, *, eod_token: str | None = None
+                 ) -> OpenedReceipt:
+    """The stream of a receipt, from the data alone. ValueError or FileNotFoundError for another tokenizer, and names
+    the file that is missing or differs."""
+    begin_launch()
+    receipt = read_receipt(path)
+    if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
+        raise ValueError(f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run "
+                         f"({', '.join(receipt['code'])})")
+    settings = Settings.from_json(receipt["settings"])
+    config, stream = stream_config(settings), receipt["stream"]
+    tokenizer = find_tokenizer(replace(settings, tokenizer=tokenizer_name, eod_token=eod_token), data_path)
+    if tokenizer.fingerprint != stream["tokenizer"]:
+        raise ValueError(f"{path}: the run was tokenized by {stream['tokenizer']}, and this tokenizer is "
+                         f"{tokenizer.fingerprint}; name the run's with --tokenizer (RUN/tokenizer is a copy of it)")
+    manifests = find_manifests(path, receipt, data_path, Selection.of(settings.to_json()).for_split("train"))
+    data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)
+    here = stream_identity(config, data.train, tokenizer.fingerprint)
+    if differ := [name for name in {**stream, **here} if stream.get(name) != here.get(name)]:
+        raise ValueError(f"{path}: {differ[0]} is {stream.get(differ[0])!r} in the receipt and {here.get(differ[0])!r} "
+                         f"here, though the files are the same; use the code that trained the run "
+                         f"({', '.join(receipt['code'])})")
+    begin = receipt["begin"] and unpack_cursors(base64.b85decode(receipt["begin"]), path)[1]
+    return OpenedReceipt(data, config, settings, begin or None)
+
+
+# ---- the command --------------------------------------------------------------------------------
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
+    parser.add_argument("--out", metavar="FILE", type=Path, help=f"where to write it (default: RUN/{NAME})")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the receipt and print where it is. ValueError and FileNotFoundError for a run that cannot have one."""
+    args = parse_args(argv)
+    setup_logging()
+    run = RunReader(find_run(args.run))
+    receipt, out = make_receipt(run), args.out or run.run_dir / NAME
+    write_json(out, receipt)
+    number = sum(bucket["number"] for bucket in receipt["files"].values())
+    print(f"{out}: {receipt['steps']:,} steps, {number:,} file(s), {out.stat().st_size:,} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,236 @@
+"""Receipts: the rows of a run, recomputed from a copy of its data without the run; what is not its data is refused."""
+
+import json
+import re
+import shutil
+import socket
+from functools import partial
+
+import pyarrow.parquet as pq
+import pytest
+
+from nanochat.common import hash_json, read_json, write_json
+from nanochat.dataset import ALL, pin
+from nanochat.run_reader import RunReader
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import export, inspect_data, receipt, verify
+from tests import training
+from tests.finished import command
+from tests.training import die_after_step, digests, run_dir, start, succeed, texts, write_shard
+
+STEPS, EVERY = 14, 4
+PLAIN = {"compression": "NONE", "write_statistics": False}  # of parquet whose footer does not depend on its texts
+RUN = {**training.SMALL, "num_iterations": STEPS, "save_every": 3, "leaves": 2}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(base directory, receipt, copy of the data in another folder) of a run that was killed on two processes and
+    resumed on one."""
+    folder = tmp_path_factory.mktemp("made").resolve()
+    with training.workplace(folder, **RUN), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(receipt, "EVERY", EVERY)
+        for i in range(3):
+            write_shard(folder / "text" / "sub" / f"{i}.parquet", texts(90, seed=i), **PLAIN)
+        start(2, hook=partial(die_after_step, 7), data_path=folder / "text").wait_for_death()
+        succeed(data_path=folder / "text")
+        assert command(receipt.main, "run", f"--out={folder / 'r.json'}").code == 0
+        shutil.copytree(folder / "text", folder / "copy" / "elsewhere")
+    return folder
+
+
+@pytest.fixture
+def work(made, tmp_path, monkeypatch):
+    """The receipt and the copy of the data, in a base directory without the run."""
+    for name in ("r.json", "copy", "tokenizer"):
+        (shutil.copytree if (made / name).is_dir() else shutil.copy)(made / name, tmp_path / name)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def verified(work, *flags, code=0, name="r.json", data="copy/elsewhere"):
+    """What `scripts.verify` prints about a receipt."""
+    outcome = command(verify.main, work / name, f"--data-path={work / data}", *flags)
+    assert outcome.code == code and "Traceback" not in outcome.err, outcome
+    return outcome.out
+
+
+def refused(work, *flags, **given):
+    """The one sentence with which a receipt is refused."""
+    [sentence] = re.findall("^  PROBLEM (.*)$", verified(work, *flags, code=1, **given), re.M)
+    return sentence
+
+
+def edit(path, **changed):
+    """Change a receipt, and its checksum with it."""
+    value = {**read_json(path), **changed}
+    del value["checksum"]
+    write_json(path, {**value, "checksum": hash_json(value)})
+
+
+# ---- what a receipt says, and that it is right ----------------------------------------------------------------------
+
+def test_a_receipt_is_small_and_names_no_place(made, monkeypatch):
+    text, value = (made / "r.json").read_text(), read_json(made / "r.json")
+    assert len(text) < 4000 and str(made) not in text and "/tmp" not in text and socket.gethostname() not in text
+    assert list(value["marks"]) == ["0", "4", "8", "12", "13"] and value["steps"] == STEPS
+    link = ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(made))
+        for step, digest in enumerate(digests()):
+            link = receipt.next_link(link, digest)
+            assert value["marks"].get(str(step), {"digest": digest, "chain": link}) == {"digest": digest, "chain": link}
+        long = RunReader(run_dir())
+        long.digests = {step: f"{step:016x}" for step in range(2000)}
+        monkeypatch.setattr(receipt, "EVERY", 1000)
+        assert list(receipt.make_receipt(long, 2000)["marks"]) == ["0", "1000", "1999"]
+
+
+def test_the_rows_of_a_run_that_was_killed_and_moved_are_verified_from_a_copy_of_the_data(work):
+    out = verified(work)
+    assert "OK steps 0, 4, 8, 12, 13: trained on these rows, and so were all steps from 0 to 13" in out
+    assert "OK steps 5: trained on these rows, and so were all steps from 0 to 8" in verified(work, "--steps=5")
+    assert "OK steps 0: trained on these rows, and so were all steps from 0 to 0" in verified(work, "--steps=0")
+    shutil.move(work / "tokenizer", work / "copy/elsewhere/tokenizer")
+    assert "OK steps 0, 4" in verified(work, "--steps=0,4"), "the tokenizer beside the data"
+    shutil.move(work / "copy/elsewhere/tokenizer", work / "mine")
+    assert "OK steps 1" in verified(work, "--steps=1", f"--tokenizer={work / 'mine'}")
+
+
+def test_rows_of_a_receipt_are_those_of_the_run(made, work, monkeypatch):
+    def rows(*argv):
+        outcome = command(inspect_data.main, "rows", "--json", "--text", "--step=9", *argv)
+        assert outcome.code == 0, outcome
+        return outcome.out
+
+    of_receipt = rows(work / "r.json", f"--data-path={work / 'copy/elsewhere'}")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
+    assert of_receipt == rows("run") and len(of_receipt.splitlines()) == 8
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+def test_one_changed_word_is_named_with_its_file(work):
+    path = work / "copy/elsewhere/sub/1.parquet"
+    documents, before = pq.read_table(path)["text"].to_pylist(), pin(path, "x.parquet", ALL)
+    word = re.search(r"[a-z]{5}", documents[70])
+    documents[70] = documents[70][:word.start()] + "zzzzz" + documents[70][word.end():]
+    write_shard(path, documents, **PLAIN)
+    assert pin(path, "x.parquet", ALL) == before, "a run would not notice when it resumes"
+    sentence = refused(work, "--steps=0")
+    assert sentence.startswith(f"{path}: its contents changed (hash ") and "trained on another file" in sentence
+    write_shard(path, documents[:-1], **PLAIN)
+    assert re.match(rf"{path}: it has \d+ bytes, the receipt says \d+;", refused(work))
+    path.unlink()
+    assert refused(work).startswith(f"{path}: missing, but the receipt lists it")
+
+
+def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
+    RustBPETokenizer.train_from_iterator(texts(100, seed=7), 300).save(work / "other")
+    assert "and this tokenizer is" in refused(work, f"--tokenizer={work / 'other'}")
+    assert refused(work, "--steps=3,14").endswith("it has no step 14; the run trained steps 0 to 13")
+    outcome = command(verify.main, work / "r.json")
+    assert outcome.code == 1 and "a receipt does not say where the data is" in outcome.out
+    text = (work / "r.json").read_text()
+    for bad, told in ((text[:500], "not valid JSON"), ("{}", "expected a whole number"),
+                      (text.replace('"steps": 14', '"steps": 12'), "it has no digest of its last step"),
+                      (text.replace('"V": 4', '"V": 5'), "its checksum is wrong"),
+                      (text.replace('"nanochat_receipt": 1', '"nanochat_receipt": 9'), "its format is 9")):
+        (work / "bad.json").write_text(bad)
+        assert told in refused(work, name="bad.json"), told
+    for flags, told in ((["--step=99"], "it has no step 99"), (["--step=1", "--lanes=2"], "--lanes: a receipt has")):
+        outcome = command(inspect_data.main, "rows", work / "r.json", f"--data-path={work / 'copy/elsewhere'}", *flags)
+        assert outcome.code == 1 and told in outcome.err and "Traceback" not in outcome.err
+    assert command(verify.main, work / "r.json", "--steps=1,x").code == 2
+
+
+def test_other_digests_settings_and_files_outside_the_data_are_refused(work):
+    value = read_json(work / "r.json")
+    marks = {**value["marks"], "8": {**value["marks"]["8"], "digest": "0" * 16}}
+    edit(work / "r.json", marks=marks)
+    assert "step 8 was not trained on these rows: their digest is" in refused(work)
+    edit(work / "r.json", marks={**value["marks"], "8": {**value["marks"]["8"], "chain": "0" * 32}})
+    assert "one of steps 5 to 7 was not trained on these rows" in refused(work)
+    edit(work / "r.json", marks=value["marks"], stream={**value["stream"], "unit_size": 7})
+    assert "unit_size is 7 in the receipt and 64 here, though the files are the same" in refused(work)
+    edit(work / "r.json", stream=value["stream"], settings={**value["settings"], "brand_new": 1})
+    assert "this code has no setting 'brand_new'" in refused(work)
+    files = {"data": {**value["files"]["data"], "files": ["a b 3 ../../x.parquet"]}}
+    edit(work / "r.json", settings=value["settings"], files=files)
+    assert "'../../x.parquet', which is not below the data path" in refused(work)
+
+
+def test_a_log_without_a_step_has_no_receipt(made, tmp_path, monkeypatch):
+    shutil.copytree(made / "runs" / "run", tmp_path / "run")
+    log = tmp_path / "run/logs/train.jsonl"
+    log.write_text("".join(line for line in log.open() if '"step": 5,' not in line))
+    outcome = command(receipt.main, tmp_path / "run", f"--out={tmp_path / 'x.json'}")
+    assert outcome.code == 1 and "it has no digest of step 5" in outcome.err and not (tmp_path / "x.json").exists()
+
+
+# ---- other kinds of runs ---------------------------------------------------------------------------------------------
+
+def test_many_files_fit_and_the_one_that_differs_is_named(tmp_path, monkeypatch):
+    def entry(i, size=10**8):
+        return {"name": f"shard_{i:05d}.parquet", "size": size + i, "footer": f"{i:032x}", "groups": [1000] * 50}
+
+    monkeypatch.setattr(receipt, "hash_file", lambda path: hash_json(path.name))
+    bucket = receipt.list_files({"data": {"root": str(tmp_path), "files": [entry(i) for i in range(6542)]}})["data"]
+    assert len(json.dumps(bucket)) < 48_000
+    lines = receipt.lines_of(bucket, tmp_path)
+    assert len(lines) == 6542 and bucket["contents"] != "-"
+    now = [receipt.describe_file(tmp_path, entry(i)) for i in range(6542)]
+    assert not any(a.differs(tmp_path, b) for a, b in zip(lines, now))
+    monkeypatch.setattr(receipt, "hash_file", lambda path: hash_json("changed"))
+    assert "contents changed" in lines[7].differs(tmp_path, receipt.describe_file(tmp_path, entry(7)))
+
+
+MIX = "curriculum:\n- {duration_tokens: 3072, mix: {a: 1, b: 3}}\n- {duration_tokens: 3072, mix: {a: 1}}\n"
+
+
+@pytest.mark.parametrize("kind", ["text", "shards"])
+def test_a_curriculum_is_verified_and_so_is_a_run_that_continues_its_data(kind, tmp_path):
+    with training.workplace(tmp_path, **{**RUN, "save_every": -1, "num_iterations": 6, "leaves": 1}):
+        training.write_buckets(tmp_path, {"a": 30, "b": 60}, shards=0)
+        (tmp_path / "mix.yaml").write_text(MIX + "max_epochs: {a: 0, b: 0}\nallow_budget_mismatch: true\n")
+        given = {"data_path": tmp_path / kind, "data_format": kind, "curriculum": tmp_path / "mix.yaml"}
+        succeed(**given)
+        more = {"init_from": "run", "init_data": "continue", "skip_steps": 2, "model_tag": "more"}
+        succeed(**given, **more)
+        shutil.copytree(tmp_path / kind, tmp_path / "copy")
+        for tag in ("run", "more"):
+            assert command(receipt.main, tag, f"--out={tmp_path / tag}.json").code == 0
+            out = verified(tmp_path, name=f"{tag}.json", data="copy")
+            assert "OK steps 0, 5: trained on these rows" in out
+        assert digests("run") != digests("more")
+        if kind == "shards":
+            [line, *_] = read_json(tmp_path / "run.json")["files"]["b"]["files"]
+            path = tmp_path / "copy" / line.split(" ", 3)[3]
+            path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+            assert refused(tmp_path, name="run.json", data="copy").startswith(f"{path}: its contents changed")
+
+
+def test_documents_that_are_left_out_are_part_of_a_receipt(made, tmp_path):
+    with training.workplace(tmp_path, **{**RUN, "num_iterations": 4, "save_every": -1}):
+        (tmp_path / "list").write_text("sub/0.parquet:*\n")
+        succeed(data_path=made / "text", without_documents=tmp_path / "list")
+        assert command(receipt.main, "run", f"--out={tmp_path / 'r.json'}").code == 0
+        assert digests() != digests_of(made)[:4], "the case: other targets"
+        assert "OK steps 0, 3" in verified(made, name=tmp_path / "r.json")
+
+
+def digests_of(base):
+    """The digests of the run in another base directory."""
+    return [digest for _, digest in sorted(RunReader(base / "runs" / "run").digests.items())]
+
+
+def test_exports_have_the_receipt_of_their_steps(made, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
+    assert command(export.main, "run@6", tmp_path / "hf", "--to=hf").code == 0
+    assert read_json(tmp_path / "hf" / "receipt.json")["steps"] == 6
+    assert "all steps from 0 to 5" in verified(made, name=tmp_path / "hf" / "receipt.json")
+    hidden = made / "hidden"
+    (made / "text").rename(hidden)
+    outcome = command(export.main, "run", tmp_path / "bare", "--to=hf")
+    hidden.rename(made / "text")
+    assert outcome.code == 0 and "no receipt.json: " in caplog.text and not (tmp_path / "bare/receipt.json").exists()

@@ -9,6 +9,9 @@ The order says which lane reads a document in an epoch. The cursors that the run
 two saves it was read. So only that lane is packed again, from the save before, until no token of the document is
 pending. The cost does not depend on the length of the run, and nothing is recorded for it while the run trains.
 
+In Megatron's order lanes have no share of the data. There the tables that say which documents are in a sample are read
+the other way round (`SampleStream.samples_with`).
+
 A document has the name FILE:ROW, in which ROW counts the documents of the file that are read, from 0. In pretokenized
 files each entry is a document.
 """
@@ -19,14 +22,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from nanochat.order import Order, StreamConfig
 from nanochat.sources import Source
 from nanochat.stream import Cursor, Row, Stream
+
+if TYPE_CHECKING:
+    from nanochat.integrations.megatron_order import SampleStream
 
 
 class Document(NamedTuple):
@@ -34,6 +40,7 @@ class Document(NamedTuple):
 
     bucket: str
     name: str  # FILE:ROW
+    number: int  # ROW
     group: int
     row: int
 
@@ -54,70 +61,113 @@ class Pass:
     """What became of a document in one epoch."""
 
     epoch: int
-    lane: int
+    lane: int | None  # that reads it in this epoch; None in Megatron's order
     uses: list[Use]
     length: int  # tokens of the document, BOS included; 0 if it has not been read
     pending: bool = False  # the lane has read it, and will still use tokens of it
-    expected: float | None = None  # the step around which it is used, if it has not been read
+    expected: float | None = None  # the step around which it is used next; infinite: none of this run
+
+    @property
+    def cropped_after(self) -> int | None:
+        """How many of its tokens rows have had, if the others were dropped."""
+        stop = max((use.stop for use in self.uses), default=0)
+        done = not self.pending and self.expected is None
+        return stop if done and 0 < stop < self.length else None
 
 
 @dataclass(frozen=True)
 class History:
-    """A run in the order of lanes: what fixes its rows, and what it kept. `saves`: {step: read the V cursors}, which
-    always has step 0; `trained`: steps that are done."""
+    """A run in the order of lanes: what fixes its rows, and the cursors that it kept."""
 
     config: StreamConfig
     sources: Mapping[str, Source]
     tokenizer: str  # its fingerprint
     rows_per_lane: int  # that each lane gives to a step
-    saves: Mapping[int, Callable[[], Sequence[Cursor] | None]]
-    trained: int
+    saves: Sequence[int]  # the steps at which cursors were kept, ascending, and step 0
+    # (step, cursors) of the newest readable save at or before a step; None: the beginning of the data
+    nearest_cursors: Callable[[int], tuple[int, Sequence[Cursor] | None]]
+    trained: int  # steps that are done
+    horizon: int  # steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """What became of a document, epoch by epoch. The last one is the first that the run has not used up."""
-        source, read_cursors = self.sources[document.bucket], lru_cache(16)(lambda step: self.saves[step]())
+        """What became of a document, epoch by epoch, up to the first epoch in which the run has not read it. An epoch
+        that some lanes have begun counts, although the document's lane may still be in the one before."""
+        curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
+        if curriculum is not None and document.bucket not in curriculum.buckets:
+            return
         order = Order(source.groups, source.means, small=source.small, bucket=document.bucket, config=self.config)
         last_epoch = self.config.epochs(document.bucket)
-        steps = sorted(self.saves)
         for epoch in itertools.count() if last_epoch == 0 else range(last_epoch):
-            lane, place = order.find(epoch, document.group, document.row)
-
-            def position(step: int, lane: int = lane) -> tuple[int, int]:
-                """(epoch, place) up to which the lane had read at a save."""
-                return position_of(read_cursors(step), lane, document.bucket, order)
-
-            before = bisect_left(steps, True, key=lambda step: position(step) > (epoch, place)) - 1
-            found = self._replay(document, epoch, place, lane, steps[before], read_cursors(steps[before]), order)
-            yield found
-            if found.expected is not None or found.pending:
+            of_epoch = self._pass(document, epoch, order)
+            if ahead and of_epoch.expected is not None:
                 return
+            yield of_epoch
+            ahead = of_epoch.expected is not None
 
-    def _replay(self, document: Document, epoch: int, place: int, lane: int, step: int,
-                cursors: Sequence[Cursor] | None, order: Order) -> Pass:
-        """Pack one lane again from a save before it reads the document."""
-        key, uses, began = (epoch, document.group, document.row), list[Use](), step
+    def _pass(self, document: Document, epoch: int, order: Order) -> Pass:
+        """What became of a document in one epoch: pack its lane again from the last save before it was read."""
+        lane, place = order.find(epoch, document.group, document.row)
+
+        def position(step: int) -> tuple[int, int]:
+            """(epoch, place) up to which the lane had read at a save."""
+            return position_of(self.nearest_cursors(step)[1], lane, document.bucket, order)
+
+        behind = bisect_left(self.saves, True, key=lambda step: position(step) > (epoch, place))
+        step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
+        key, uses = (epoch, document.group, document.row), list[Use]()
         mine = None if cursors is None else [cursor for cursor in cursors if cursor["lane"] == lane]
         stream = Stream(self.config, self.sources, [lane], tokenizer=self.tokenizer, cursors=mine, drop_dry=True)
         with closing(stream):
             feed = stream.feeds[document.bucket][lane]
-            first_row = feed.packer.row
             while step < self.trained:
+                if (feed.epoch, feed.place) > (epoch, place) and key not in feed.packer:
+                    break  # all of it is used
                 rows = stream.next_rows(self.rows_per_lane)
                 uses += [use for i, row in enumerate(rows) if row.bucket == document.bucket
                          for use in uses_of(row, key, step, lane * self.rows_per_lane + i, self.config)]
                 step += 1
-                used_up = (feed.epoch, feed.place) > (epoch, place) and key not in feed.packer
-                if used_up or len(rows) < self.rows_per_lane:
+                if len(rows) < self.rows_per_lane:
                     break
             if (feed.epoch, feed.place) > (epoch, place):
                 [ids], _ = self.sources[document.bucket].read(document.group, np.array([document.row]))
                 return Pass(epoch, lane, uses, len(ids), pending=key in feed.packer)
-            done = total_read(order, lane, feed.epoch, feed.place)
-            # documents that the lane uses up in a step: by its account of all rows, and the rows of these steps
-            pending, packer = len(feed.packer.waiting()), feed.packer
-            rate = (feed.num_documents - pending) / max(1, packer.row) * (packer.row - first_row) / max(1, step - began)
-        before = pending + total_read(order, lane, epoch, place) - done  # documents that are used up first
-        return Pass(epoch, lane, uses, 0, expected=step + before / rate if rate else math.inf)
+            first = total_read(order, lane, epoch, place) - total_read(order, lane, feed.epoch, feed.place)
+            return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
+
+    def _expected(self, stream: Stream, bucket: str, first: int) -> float:
+        """The step around which the only lane of a stream has used what waits in a bucket and the next `first`
+        documents: rows hold as many documents as before, and are of the buckets that the curriculum says."""
+        [lane] = stream.lanes
+        feed, row = stream.feeds[bucket][lane], stream.rows[lane]
+        pending = len(feed.packer.waiting())
+        used_up = feed.num_documents - pending
+        if used_up <= 0:
+            return math.inf
+        due = (pending + first) * feed.packer.row / used_up  # rows of the bucket
+        while due > 0 and row < self.horizon * self.rows_per_lane:
+            due -= stream.bucket_of(lane, row) == bucket
+            row += 1
+        return math.inf if due > 0 else row / self.rows_per_lane
+
+
+def sample_passes(stream: "SampleStream", document: Document, *, rows_per_step: int, begin: int, trained: int,
+                  ) -> Iterator[Pass]:
+    """What became of a document of a run in Megatron's order, epoch by epoch. `begin`: samples before its first step,
+    which another run had."""
+    n, length = rows_per_step // stream.config.V, stream.document_length(document.bucket, document.number)
+    pieces = stream.samples_with(document.bucket, document.number)
+    for epoch in range(max((piece.epoch for piece in pieces), default=0) + 1):
+        uses, steps, covered = list[Use](), list[float](), np.zeros(length, bool)
+        for _, sample, start, stop in filter(lambda piece: piece.epoch == epoch, pieces):
+            step, row = divmod(sample - begin, rows_per_step)
+            covered[start:stop] = True
+            if step >= trained:
+                steps.append(step)
+            elif step >= 0:
+                uses.append(Use(epoch, step, row, row // n, start, stop))
+        if not covered.all():
+            steps.append(math.inf)  # the run ends before a sample that holds the rest
+        yield Pass(epoch, None, sorted(uses), length, expected=min(steps, default=None))
 
 
 def uses_of(row: Row, key: tuple[int, int, int], step: int, number: int, config: StreamConfig) -> Iterator[Use]:
@@ -141,35 +191,49 @@ def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
 
 # ---- names of documents --------------------------------------------------------------------------
 
-def find_document(sources: Mapping[str, Source], name: str) -> Document:
-    """The document FILE:ROW of some sources. ValueError if there is no such file, or no such row in it."""
+def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
+    """(name, the number of the first document that is read, documents in each group) of each file of a source."""
+    manifest = source.manifest
+    for entry in manifest["files"]:
+        if "documents" in manifest:  # a part of one file
+            yield entry["name"], manifest["documents"][0], source.groups
+        else:
+            yield entry["name"], 0, np.array(entry["groups"])
+
+
+def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
+    """(split, the document FILE:ROW) of {split: {bucket: source}}. ValueError if there is no such file, or no such row
+    in it. A document of a file that several splits share, and that is whole in none of them, has group -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
         raise ValueError(f"{name}: expected FILE:ROW, as web/0007.parquet:41; FILE is relative to the data path, and "
                          f"ROW counts its documents from 0")
-    for bucket, source in sources.items():
-        first_group = 0
-        for entry in source.manifest["files"]:
-            if entry["name"] == file:
-                ends = np.cumsum(entry["groups"])
-                if int(number) >= ends[-1]:
-                    raise ValueError(f"{name}: {file} has documents 0 to {ends[-1] - 1}; name one of them")
-                group = int(np.searchsorted(ends, int(number), side="right"))
-                row = int(number) - int(ends[group]) + entry["groups"][group]
-                return Document(bucket, name, first_group + group, row)
-            first_group += len(entry["groups"])
-    known = [entry["name"] for source in sources.values() for entry in source.manifest["files"]]
-    raise ValueError(f"{name}: the run has no file {file}; its files are {', '.join(known[:4])}"
-                     f"{', ...' if len(known) > 4 else ''}")
+    row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
+    for split, sources in data.items():
+        for bucket, source in sources.items():
+            first_group = 0
+            for (known_file, first, groups), entry in zip(files_of(source), source.manifest["files"]):
+                known.setdefault(known_file, (split, bucket, sum(entry["groups"])))
+                ends = first + np.cumsum(groups)
+                if known_file == file and first <= row < ends[-1]:
+                    group = int(np.searchsorted(ends, row, side="right"))
+                    in_group = row - int(ends[group] - groups[group])
+                    return split, Document(bucket, name, row, first_group + group, in_group)
+                first_group += len(groups)
+    if file not in known:
+        raise ValueError(f"{name}: the run has no file {file}; its files are {', '.join([*known][:4])}"
+                         f"{', ...' if len(known) > 4 else ''}")
+    split, bucket, count = known[file]
+    if row >= count:
+        raise ValueError(f"{name}: {file} has documents 0 to {count - 1}; name one of them")
+    return split, Document(bucket, name, row, -1, -1)
 
 
 def documents_with(source: Source, bucket: str, text: str) -> Iterator[Document]:
-    """All documents of a source in which a text occurs."""
-    group = 0
-    for entry in source.manifest["files"]:
-        before = 0
-        for count in entry["groups"]:
-            for row, document in enumerate(source.texts(group)):
-                if text in document:
-                    yield Document(bucket, f"{entry['name']}:{before + row}", group, row)
-            group, before = group + 1, before + count
+    """All documents of a source in which a text occurs. A bar shows how far the search is."""
+    groups = [(file, int(first)) for file, before, counts in files_of(source)
+              for first in before + np.cumsum(counts) - counts]
+    for group, (file, first) in enumerate(tqdm(groups, desc=f"searching {bucket}", unit="group", disable=None)):
+        for row, document in enumerate(source.texts(group)):
+            if text in document:
+                yield Document(bucket, f"{file}:{first + row}", first + row, group, row)

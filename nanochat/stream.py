@@ -448,7 +448,7 @@ class Stream:
                     for bucket in cursor["buckets"].keys() & self.feeds.keys():
                         self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
 
-    def _bucket(self, lane: int, row: int) -> str | None:
+    def bucket_of(self, lane: int, row: int) -> str | None:
         """The bucket that a lane's row comes from; None when all of them are dry."""
         if self.mixer is not None:
             return self.mixer.bucket(lane, row, self.dropped[lane])
@@ -457,7 +457,7 @@ class Stream:
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; fewer where a lane is dry."""
         for lane in self.lanes:  # all that is due is read at once
-            for bucket in {self._bucket(lane, self.rows[lane] + i) for i in range(num_rows)}:
+            for bucket in {self.bucket_of(lane, self.rows[lane] + i) for i in range(num_rows)}:
                 if bucket is not None:
                     self.feeds[bucket][lane].read_ahead()
         return [row for lane in self.lanes for row in self._lane_rows(lane, num_rows)]
@@ -466,7 +466,7 @@ class Stream:
         """A lane's next rows; fewer where it is dry."""
         rows: list[Row] = []
         while len(rows) < num_rows:
-            bucket = self._bucket(lane, self.rows[lane])
+            bucket = self.bucket_of(lane, self.rows[lane])
             if bucket is None:
                 break
             row = self.feeds[bucket][lane].next_row(self.rows[lane])
@@ -481,7 +481,7 @@ class Stream:
 
     def dry_bucket(self, lane: int) -> str | None:
         """The bucket for which a lane that has no next row waits; None where all of them are dry."""
-        return self._bucket(lane, self.rows[lane])
+        return self.bucket_of(lane, self.rows[lane])
 
     def state(self) -> list[LaneState]:
         """All lanes as they are now: a copy, made at the end of each step."""

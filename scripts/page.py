@@ -16,6 +16,7 @@ block of steps is drawn, so that spikes stay visible.
 """
 
 import argparse
+import contextlib
 import json
 import re
 import time
@@ -34,6 +35,7 @@ from scripts.report import summarize
 
 ROOM = 1_000_000  # bytes of JSON, so that the page stays below 6 MB
 WATCH_EVERY_S = 10
+BAND_POINTS = 500  # of the band of rows' losses, at most
 AXES = ("steps", "tokens", "FLOPs", "hours")
 LOSS, BPB, BUCKETS = "Loss, nats a token", "Bits per byte on validation", "Loss by bucket, smoothed"
 WAIT = "Data wait, ms a step"
@@ -86,7 +88,7 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> dict[str, Any]:
-    """A curve for page.html. `look`: raw, line, points or plan."""
+    """A curve for page.html. `look`: raw, line, points, plan, or edge and band: what lies between these two."""
     return {"chart": chart, "name": name, "y": y, "look": look, "bucket": bucket}
 
 
@@ -132,6 +134,24 @@ def point_series(run: RunReader) -> Iterator[dict[str, Any]]:
             yield one | {"steps": [*points]}
 
 
+def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
+    """Between which losses eight of ten rows of a step lie; nothing for a run that recorded none. `steps`: which
+    steps, at most BAND_POINTS of them."""
+    import numpy as np
+
+    if not (run.run_dir / "logs" / "rows").is_dir():
+        return
+    tenths: dict[int, tuple[float, float]] = {}
+    for step in run.steps[::max(1, -(-len(run.steps) // BAND_POINTS))]:
+        with contextlib.suppress(FileNotFoundError):  # of a launch with --no-row-losses
+            nats, live = run.row_losses.read(step["step"])
+            low, high = np.quantile(nats[live > 0] / live[live > 0], [0.1, 0.9]) if live.any() else (np.nan, np.nan)
+            if np.isfinite([low, high]).all():
+                tenths[step["step"]] = float(low), float(high)
+    for look, name, values in zip(("edge", "band"), ("10 % of rows", "10 to 90 % of rows"), zip(*tenths.values())):
+        yield series(LOSS, name, [*values], look) | {"steps": [*tenths]}
+
+
 def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
     """The launches for the time line, with a mark for each save, skip and so on."""
     for number, launch in enumerate(run.launches, 1):
@@ -170,10 +190,11 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
     all_axes = [{name: pick(axes[name]) for name in AXES}]
     curves = [{**curve, "axis": 0, "y": pick(curve["y"])}
               for curve in (*step_series(run), *mix_series(run, f"mix-{run.index}"))]
-    for curve in point_series(run):
+    for curve in (*point_series(run), *band_series(run)):
         positions = [axis_position(axes, done) for done in curve.pop("steps")]
         curves.append({**curve, "axis": len(all_axes), "y": rounded(curve["y"])})
         all_axes.append({name: rounded([position[name] for position in positions]) for name in AXES})
+    curves.sort(key=lambda curve: curve["look"] not in ("edge", "band"))  # a band lies under the lines
     for curve in curves:
         if several and curve["bucket"] and curve["chart"].startswith(("Loss", BPB)):
             curve["chart"] = f"{curve['chart']}: {curve['bucket']}"

@@ -259,6 +259,14 @@ READERS = [
      ("--lanes 3",)),
     ("inspect_data ledger --data-path=data", {}, ("give --step=N, the steps done",)),
     ("inspect_data rows --step=0 --data-path=nowhere", {}, ("nowhere",)),
+    ("inspect_data rows --step=0 --sort=loss --data-path=data", {}, ("--sort=loss: only a run that has trained",)),
+    *((f"inspect_data find {flags}", {}, words) for flags, words in (
+        ("run", ("--document",)), ("run --text=''", ("--text: got nothing",)),
+        ("run --document=shard_9.parquet:0", ("no file shard_9.parquet; its files are shard_0.parquet, shard_1",)),
+        ("run --document=shard_0.parquet:96", ("shard_0.parquet has documents 0 to 95; name one",)),
+        ("run --document=shard_0.parquet", ("expected FILE:ROW",)),
+        ("run --text='there is no such text'", ("occurs in no document of the run's files",)),
+        ("--text=x --data-path=data", ("find: it reports on what a run has trained on",)))),
 ]
 
 MAKERS = [

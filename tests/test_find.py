@@ -39,35 +39,49 @@ def cases(draw):
 @given(cases(), st.data())
 def test_every_use_of_a_document_is_found_and_no_other(case, data):
     config, sources, n, kept = case
-    saves, table = {0: None}, {}
-    with closing(Stream(config, sources, range(config.V), tokenizer="t", num_threads=0)) as stream:
-        for step in range(STEPS):
-            for number, row in enumerate(stream.next_rows(n)):
+    saves, table, trained, n_rows = {0: None}, {}, 0, n * config.V
+    drop_dry = data.draw(st.booleans())
+    with closing(Stream(config, sources, range(config.V), tokenizer="t", num_threads=0, drop_dry=drop_dry)) as stream:
+        positions = positions_of(stream)
+        while trained < STEPS and len(rows := stream.next_rows(n)) == n_rows:  # fewer: a bucket is dry
+            for number, row in enumerate(rows):
                 for token in row.tokens[row.tokens != BOS].tolist():
-                    table.setdefault(token, set()).add((step, number))
-            if step + 1 in kept:
-                saves[step + 1] = json_copy(stream.cursors())
-        positions = {(bucket, lane): (feed.epoch, feed.place, set(feed.packer.waiting()))
-                     for bucket, feeds in stream.feeds.items() for lane, feed in feeds.items()}
-    history = History(config, sources, "t", n, {step: lambda step=step: saves[step] for step in saves}, STEPS)
+                    table.setdefault(token, set()).add((trained, number))
+            trained += 1
+            positions = positions_of(stream)
+            if trained in kept:
+                saves[trained] = json_copy(stream.cursors())
+    history = History(config, sources, "t", n, sorted(saves), lambda step: nearest(saves, step), trained, 10 * STEPS)
     bucket = data.draw(st.sampled_from(sorted(sources)))
     group = data.draw(st.integers(0, len(sources[bucket].groups) - 1))
     row = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
     tokens = [BOS, *sources[bucket].documents[group][row].tolist()]
-    passes = list(history.passes(Document(bucket, "x:0", group, row)))
+    passes = list(history.passes(Document(bucket, "x:0", 0, group, row)))
     uses = [use for found in passes for use in found.uses]
     expected = {place for token in tokens[1:] for place in table.get(token, ())}
     named = {(use.step, use.row) for use in uses if any(token != BOS for token in tokens[use.start:use.stop])}
     assert named == expected
     for use in uses:
         assert all((use.step, use.row) in table[token] for token in tokens[use.start:use.stop] if token != BOS)
-    *before, last = passes
     assert [found.epoch for found in passes] == list(range(len(passes)))
-    assert not any(found.pending or found.expected for found in before)
-    epoch, place, waiting = positions[bucket, last.lane]
-    assert last.pending == ((last.epoch, group, row) in waiting)
-    assert (last.expected is None) == ((epoch, place) > (last.epoch, history_place(history, bucket, last, group, row)))
-    assert last.expected is None or last.expected >= STEPS
+    for found in passes:
+        epoch, place, waiting = positions[bucket, found.lane]
+        assert found.pending == ((found.epoch, group, row) in waiting)
+        read = (epoch, place) > (found.epoch, history_place(history, bucket, found, group, row))
+        assert (found.expected is None) == read and (read or found.expected >= trained)
+    assert passes[-1].expected is not None or config.epochs(bucket)
+
+
+def positions_of(stream):
+    """{(bucket, lane): (epoch, place, what waits)}."""
+    return {(bucket, lane): (feed.epoch, feed.place, set(feed.packer.waiting()))
+            for bucket, feeds in stream.feeds.items() for lane, feed in feeds.items()}
+
+
+def nearest(saves, step):
+    """The newest save at or before a step."""
+    saved = max(s for s in saves if s <= step)
+    return saved, saves[saved]
 
 
 def history_place(history, bucket, found, group, row):
@@ -85,20 +99,22 @@ def test_a_document_has_the_name_of_its_file_and_its_number_there(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["one", "two", "three"], group_size=2)
     write_parquet(tmp_path / "b.parquet", ["four", "five two"], group_size=1)
     source = open_source(scan(tmp_path), ByteTokenizer())
-    assert find_document({"web": source}, "a.parquet:2") == ("web", "a.parquet:2", 1, 0)
-    assert find_document({"web": source}, "b.parquet:1") == ("web", "b.parquet:1", 3, 0)
+    data = {"train": {}, "val": {"web": source}}
+    assert find_document(data, "a.parquet:2") == ("val", ("web", "a.parquet:2", 2, 1, 0))
+    assert find_document(data, "b.parquet:1") == ("val", ("web", "b.parquet:1", 1, 3, 0))
     assert [found.name for found in documents_with(source, "web", "two")] == ["a.parquet:1", "b.parquet:1"]
     for name, words in (("a.parquet:3", "documents 0 to 2"), ("c.parquet:0", "no file c.parquet; its files are a.pa"),
                         ("a.parquet", "expected FILE:ROW"), ("a.parquet:-1", "expected FILE:ROW")):
         with pytest.raises(ValueError, match=words):
-            find_document({"web": source}, name)
+            find_document(data, name)
 
 
 def test_what_the_run_has_not_come_to_is_expected_where_it_then_is():
     source = numbered([[30] * 50] * 8)
     config = StreamConfig(T=16, V=2, layout="concat", buffer_size=4, unit_size=4)
-    early, late = (History(config, {"a": source}, "t", 2, {0: lambda: None}, trained) for trained in (40, 400))
-    document = Document("a", "x:0", 3, 7)
+    early, late = (History(config, {"a": source}, "t", 2, [0], lambda step: (0, None), trained, 500)
+                   for trained in (40, 400))
+    document = Document("a", "x:0", 0, 3, 7)
     for n in range(8):
         document = document._replace(group=n)
         [step] = {use.step for found in late.passes(document) if found.epoch == 0 for use in found.uses[:1]}

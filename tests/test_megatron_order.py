@@ -339,6 +339,29 @@ def test_a_row_says_of_which_documents_it_is(pairs):
     assert checked == 80 * (T + 1)
 
 
+@pytest.mark.parametrize("names, weights, num", [("abc", (3.0, 2.0, 1.0), 400), ("abc", None, 100), ("b", None, 400)])
+def test_the_samples_that_hold_a_document_are_those_that_describe_names(pairs, names, weights, num):
+    config = config_of(weights=weights, num_samples=num)
+    stream = stream_of(config, sources_of(",".join(path for path in pairs.split(",") if path[-1] in names)))
+    expected = {(bucket, n): [] for bucket, part in zip(stream.buckets, stream.samples.datasets)
+                for n in range(len(part.dataset.document_indices) - 1)}
+    for row in stream.next_rows(num // V):
+        for place in stream.describe(row):
+            if place["tokens"]:  # some sequences are empty
+                expected[row.bucket, place["document"]].append((row.sample, place["start"], place["stop"]))
+    several = 0
+    for (bucket, number), places in expected.items():
+        pieces = stream.samples_with(bucket, number)
+        assert sorted(piece[1:] for piece in pieces) == sorted(places)
+        epochs = np.bincount([piece.epoch for piece in pieces]) if pieces else []
+        several += len(epochs) > 1
+        ids = [np.concatenate([np.arange(*piece[2:]) for piece in pieces if piece.epoch == epoch] or [np.zeros(0, int)])
+               for epoch in range(len(epochs))]
+        length = stream.document_length(bucket, number)
+        assert all(len(of_epoch) <= length + n for of_epoch, n in zip(ids, epochs)), "an id twice where samples meet"
+    assert (several > 10) == (weights is not None or num > 100), "the case: documents come again"
+
+
 def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_sequence(tmp_path):
     for name, dtype, bad, message in (("a", np.uint16, 300, r"a\.bin: sequence 2 holds the id 300, outside"),
                                       ("b", np.int32, -3, r"b\.bin: sequence 2 holds the id -3, outside"),

@@ -220,3 +220,23 @@ def test_a_receipt_is_verified_on_the_pairs_somewhere_else(workplace, tmp_path):
     (tmp_path / "a.idx").write_bytes(index[:-1] + b"x")
     outcome = command_line(verify.main, tmp_path / "r.json", f"--data-path={tmp_path}")
     assert outcome.code == 1 and f"PROBLEM {tmp_path / 'a'}" in outcome.out
+
+
+def test_find_names_the_steps_of_a_document_that_rows_names(capsys):
+    path, table = run_dir("whole"), {}
+    for step in range(STEPS):
+        for line in looked(capsys, "rows", path, f"--step={step}", "--sort=loss", "--json").splitlines():
+            row = json.loads(line)
+            for place in row["documents"]:
+                use = (step, row["row"], row["lane"], place["start"], place["stop"], row["loss"])
+                table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
+    for document in [*table][::7]:
+        found = json.loads(looked(capsys, "find", path, f"--document={document}", "--json"))
+        uses = {tuple(use.values())[1:] for of_epoch in found["passes"] for use in of_epoch["uses"]}
+        assert uses == table[document] and found["split"] == "train" and found["text"]
+    assert "validation: the run never" in looked(capsys, "find", path, "--document=a.bin:59")
+    [document] = json.loads(looked(capsys, "rows", path, "--step=2", "--row=0", "--json"))["documents"][:1]
+    log = training.log_file("whole")
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] < 2))
+    name = f"{document['file']}:{document['document']}"
+    assert "expected around step 2\n" in looked(capsys, "find", path, f"--document={name}")

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanochat.common import write_json
-from nanochat.run_dir import keep_cursors, pack_cursors, read_log
+from nanochat.common import read_json, write_json
+from nanochat.run_dir import RowLosses, keep_cursors, pack_cursors, read_log
 from nanochat.run_reader import RunReader
 from scripts import page, report
 from tests.training import PATIENCE_S
@@ -104,6 +104,23 @@ def test_what_is_drawn_is_what_the_log_has(runs, tmp_path):
     shown = unescape(re.sub(r"<[^>]*>", " ", text.partition("<script type")[0]))
     for told in ("It took 2 launches (1 killed), on 1 and 2 processes", "40 / 60", "It balances", "2.125", EVIL):
         assert told in shown, told
+
+
+def test_a_band_under_the_loss_shows_where_eight_of_ten_rows_lie(runs, tmp_path, monkeypatch):
+    path = shutil.copytree(runs[0], tmp_path / "banded")
+    write_json(path / "config.json", {**read_json(path / "config.json", {}), "total_batch_size": 11 * T})
+    kept = RowLosses(path, num_rows=11, T=T)
+    for i in range(10, STEPS):  # as if the first launch had recorded none
+        kept.write(i, [(i + row) * T for row in range(10)] + [0], [T] * 10 + [0])
+    for points, steps in ((500, range(10, STEPS)), (10, range(12, STEPS, 4))):
+        monkeypatch.setattr(page, "BAND_POINTS", points)
+        [run] = write([path], tmp_path / "page.html")[1]["runs"]
+        edge, band = run["series"][:2]
+        assert (edge["look"], band["look"], {edge["chart"], band["chart"]}) == ("edge", "band", {page.LOSS})
+        assert run["axes"][band["axis"]]["steps"] == [*steps]
+        assert edge["y"] == pytest.approx([i + 0.9 for i in steps], abs=1e-4)
+        assert band["y"] == pytest.approx([i + 8.1 for i in steps], abs=1e-4)
+    assert "band" not in {curve["look"] for curve in write(runs, tmp_path / "page.html")[1]["runs"][0]["series"]}
 
 
 def test_the_horizon_is_that_of_the_last_launch(tmp_path):

@@ -320,6 +320,15 @@ class SampleCounts(NamedTuple):
     rows: list[int]  # of this lane, by bucket
 
 
+class SamplePiece(NamedTuple):
+    """Ids `start` to `stop` - 1 of a document in a sample of a run."""
+
+    epoch: int  # how often the stream of its data set had these ids before
+    sample: int
+    start: int
+    stop: int
+
+
 class SampleStream:
     """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. It shuffles, or
     opens the tables in the index cache, when it is made, unless it has no lanes. ValueError for cursors of another
@@ -416,6 +425,44 @@ class SampleStream:
                           "of": int(lengths[first:end].sum(dtype=np.int64))})
             at += length
         return found
+
+    def samples_with(self, bucket: str, document: int) -> list[SamplePiece]:
+        """The pieces of a document in all samples of the run, by epoch and then in order: `describe` the other way
+        round. Ids are counted as there."""
+        number = self.buckets.index(bucket)
+        part, run_samples = self.samples.datasets[number], np.arange(self.config.num_samples)
+        own_samples = run_samples
+        if isinstance(self.samples, BlendedDataset):
+            run_samples = run_samples[self.samples.dataset_index[:len(run_samples)] == number]
+            own_samples = self.samples.dataset_sample_index[run_samples]
+        first, end = part.dataset.document_indices[document:document + 2].tolist()
+        lengths = np.asarray(part.dataset.sequence_lengths[first:end], np.int64)
+        # where the document's sequences stand in the stream, and the stretches of it that hold each
+        sequences, begins = part.document_index, part.sample_index
+        places = np.flatnonzero((sequences >= first) & (sequences < end))
+        low = np.maximum(np.searchsorted(begins[:, 0], places) - 1, 0)
+        counts = np.minimum(np.searchsorted(begins[:, 0], places, side="right"), len(part)) - low
+        at = np.repeat(np.arange(len(places)), counts)
+        stretch = np.repeat(low + counts - np.cumsum(counts), counts) + np.arange(len(at))
+        here = sequences[places[at]] - first
+        extra = int(part.config.add_extra_token_to_sequence)
+        start = np.where(begins[stretch, 0] == places[at], begins[stretch, 1], 0)
+        stop = np.where(begins[stretch + 1, 0] == places[at], begins[stretch + 1, 1] + extra, lengths[here])
+        epoch = np.array([np.count_nonzero(sequences[places[:i]] == sequences[place])
+                          for i, place in enumerate(places)], np.int64)[at]
+        # which sample of the run a stretch is
+        shuffled = part.shuffle_index[own_samples]
+        taken = np.flatnonzero(np.isin(shuffled, stretch))
+        sample_of = dict(zip(shuffled[taken].tolist(), run_samples[taken].tolist()))
+        before = np.cumsum(lengths)[here] - lengths[here]
+        pieces = zip(epoch.tolist(), stretch.tolist(), (before + start).tolist(), (before + stop).tolist())
+        return sorted(SamplePiece(e, sample_of[k], a, b) for e, k, a, b in pieces if k in sample_of and a < b)
+
+    def document_length(self, bucket: str, document: int) -> int:
+        """Ids of a document, as `describe` counts them."""
+        dataset = self.samples.datasets[self.buckets.index(bucket)].dataset
+        first, end = dataset.document_indices[document:document + 2].tolist()
+        return int(dataset.sequence_lengths[first:end].sum(dtype=np.int64))
 
 
 def account(rows: int, epoch: int, T: int) -> dict[str, int]:

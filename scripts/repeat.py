@@ -159,7 +159,8 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
     columns = [record["seeds"], record["bits_per_byte"]]
     if base:
         columns += [base["bits_per_byte"][:len(record["seeds"])], record["against"]["differences"]]
-    print0(*table(header, list(zip(*columns))), "", sep="\n")
+    rows = [[seed, *(f"{value:.6f}" for value in values)] for seed, *values in zip(*columns)]
+    print0(*table(header, rows), "", sep="\n")
     n, (low, high) = len(record["seeds"]), record["stdev_interval"]
     print0(f"mean {record['mean']:.6f}, standard deviation {record['stdev']:.6f} (95 % interval {low:.6f} to "
            f"{high:.6f})")

@@ -63,6 +63,7 @@ def commands(page):
     said = re.findall(r"`(python -m [^`]*)`", page.read_text())
     for line in [*said, *(command for block in blocks(page) if block.language == "sh" for command in block.commands())]:
         words = shlex.split(line.partition("<<")[0].replace("\\\n", " "), comments=True)
+        words = words[:words.index("--")] if "--" in words else words  # scripts.repeat passes on the flags behind it
         yield from (words[i + 1:] for i, word in enumerate(words[:-1])
                     if word == "-m" and words[i + 1].startswith(("scripts.", "nanochat.", "dev.")))
 

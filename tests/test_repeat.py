@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from nanochat.common import read_json
 from scripts import repeat
 from tests import training
 
@@ -28,3 +29,33 @@ def test_the_smallest_difference_is_the_one_at_the_edge_of_significance():
     unpaired, paired = repeat.smallest_difference(0.01, 0.005, 5)
     assert unpaired == pytest.approx(2.306 * 0.01 * math.sqrt(2 / 5), rel=1e-3)
     assert paired == pytest.approx(2.776 * 0.005 / math.sqrt(5), rel=1e-3)
+
+
+def command(capsys, *words, **changed):
+    """(the record, output) of the command."""
+    capsys.readouterr()
+    runs = {**changed, "model_tag": None}
+    assert repeat.main([*words, "--", *training.flags(**runs)]) == 0
+    name = next(word.partition("=")[2] for word in words if word.startswith("--name="))
+    return read_json(training.run_dir().parents[1] / "repeats" / f"{name}.json"), capsys.readouterr().out
+
+
+def test_seeds_of_weights_and_data_vary_apart_and_a_rerun_differs_by_nothing(capfd):
+    weights, out = command(capfd, "--name=w", "--seeds=2", "--vary=weights", "--rerun")
+    assert weights["rerun_difference"] == 0.0 and "a rerun of seed 1 differs by 0" in out
+    assert training.digests("w-seed1") == training.digests("w-seed2") == training.digests("w-rerun-seed1")
+    assert len(set(weights["bits_per_byte"])) == 2 and weights["stdev"] > 0
+    command(capfd, "--name=d", "--seeds=2", "--vary=data")
+    assert training.digests("d-seed1") != training.digests("d-seed2")
+    assert training.losses("d-seed1") != training.losses("w-seed1")
+
+
+def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reused(capfd):
+    base, _ = command(capfd, "--name=base", "--seeds=2")
+    twice, out = command(capfd, "--name=base", "--seeds=2")
+    assert f"{base['bits_per_byte'][0]:.6f}" in out, "noise is in the digits that a table of three leaves out"
+    assert twice == base and "completed" in out and len(training.events("started", "base-seed1")) == 1
+    change, out = command(capfd, "--name=lr", "--against=base", matrix_lr=0.1)
+    differences = [a - b for a, b in zip(change["bits_per_byte"], base["bits_per_byte"], strict=True)]
+    assert change["against"]["differences"] == differences and change["against"]["p"] in (0.5, 1.0)
+    assert "mean difference to base" in out

@@ -1,0 +1,216 @@
+"""
+What exactness gives, shown on small runs on a CPU. docs/exactness.md has the output.
+
+    python -m dev.demo_exactness hash                        # one hash of the weights, whatever happens to a run
+    python -m dev.demo_exactness dry --data-path=DIR         # when buckets run dry, as predicted and as it happened
+    python -m dev.demo_exactness left-out --data-path=DIR    # one document left out: what changes, and from where on
+
+DIR has a folder of text files for each bucket: `python -m dev.make_sample_corpus --buckets --output-dir=DIR` makes two.
+Everything else is written to a temporary folder and deleted. Duration: one to five minutes each.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from dev.measure import tell_about
+from nanochat.cli import EXIT_HALTED, Parser, run_main
+from nanochat.common import read_json, table
+from nanochat.dataset import find_buckets
+from nanochat.engine import load_model
+from nanochat.run_dir import PLAN_NAME
+from nanochat.text_kinds import read_texts
+from nanochat.tokenizer import RustBPETokenizer
+from scripts import compare_runs, tok_shards
+from tests import training
+
+WORLD_SIZES = (4, 4, 4, 4, 1, 1, 1, 2, 2, 2)  # of the launches that are killed
+STEPS_PER_KILL = 12  # at most
+CHARS = {"dry": 1_000_000, "left-out": 6_000_000}  # of each bucket that are used
+STEPS = 120  # of the runs that differ in a document
+MODEL: dict[str, Any] = {
+    "depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 128, "total_batch_size": 2048, "lanes": 16,
+    "device_batch_size": 16, "overlap": 32, "buffer_size": 64,
+    "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.064}
+
+
+def weights(tag: str, checkpoint: str = "final") -> str:
+    """A hash of the weights."""
+    path = training.run_dir(tag) / "checkpoints" / checkpoint / "model" / "pytorch_model.bin"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+# ---- one hash ------------------------------------------------------------------------------------
+
+def num_logged(tag: str) -> int:
+    """How many lines of steps the log has, repeated ones too."""
+    return len(training.all_steps(tag)) if training.log_file(tag).exists() else 0
+
+
+def wait_for_steps(group: training.Group, number: int) -> None:
+    """Wait until the log of the run "killed" has this many lines of steps, or until the run ends."""
+    training.wait_for(lambda: group.processes[0].exitcode is not None or num_logged("killed") >= number)
+
+
+def one_hash(seed: int) -> bool:
+    """Runs on 1, 2 and 4 processes, and one that is moved between them by ten kills: all have the same weights."""
+    settings: dict[str, Any] = {"leaves": 4, "device_batch_size": 2, "save_every": 5,
+                "num_iterations": (STEPS_PER_KILL + 2) * len(WORLD_SIZES)}
+    rows: list[tuple[str, int, str, str]] = []
+    step_s = {}
+    for W in (1, 2, 4):
+        training.finish(W, model_tag=f"w{W}", **settings)
+        step_s[W] = statistics.median(record["step_s"] for record in training.steps(f"w{W}").values())
+    rng, moments = random.Random(seed), []
+    for W in WORLD_SIZES:
+        group = training.start(W, model_tag="killed", **settings)
+        wait_for_steps(group, num_logged("killed") + rng.randint(1, STEPS_PER_KILL))
+        time.sleep(rng.uniform(0, step_s[W]))
+        if group.processes[0].exitcode is not None:
+            raise ValueError(f"the run ended before a kill:\n{group.text()[-2000:]}")
+        group.kill()
+        moments.append(training.all_steps("killed")[-1]["step"])
+    training.finish(WORLD_SIZES[-1], model_tag="killed", **settings)
+    for name, tag in (("1", "w1"), ("2", "w2"), ("4", "w4"), ("4 -> 1 -> 2", "killed")):
+        digests = hashlib.sha256("".join(training.digests(tag)).encode()).hexdigest()[:16]
+        rows.append((name, len(WORLD_SIZES) * (tag == "killed"), digests, weights(tag)))
+    done = len(training.all_steps("killed")) - settings["num_iterations"]
+    print(*table(("processes", "kills", "all batches", "weights"), rows), sep="\n")
+    print(f"killed after steps {', '.join(map(str, moments))}; {done} steps were trained again, of "
+          f"{settings['num_iterations']}")
+    return len({row[2:] for row in rows}) == 1
+
+
+# ---- dry as predicted ----------------------------------------------------------------------------
+
+def copy_text(data_path: Path, text: Path, max_chars: int) -> list[str]:
+    """text/BUCKET with the first documents of each bucket to train on and a few to validate; the buckets."""
+    buckets = find_buckets(data_path)
+    for bucket, files in buckets.items():
+        found, chars = [], 0
+        for document in itertools.chain.from_iterable(map(read_texts, files)):
+            found.append(document)
+            chars += len(document)
+            if chars > max_chars:
+                break
+        (text / bucket).mkdir(parents=True)
+        for name, part in (("a", found[:-8]), ("b", found[-8:])):
+            pq.write_table(pa.table({"text": part}), text / bucket / f"{name}.parquet", row_group_size=256)
+    return sorted(buckets)
+
+
+def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
+    """text/ and a tokenizer of its own in the base directory."""
+    buckets = copy_text(data_path, base / "text", max_chars)
+    texts = (text for path in sorted((base / "text").rglob("a.parquet")) for text in read_texts(path))
+    RustBPETokenizer.train_from_iterator(texts, 2048).save(base / "tokenizer", force=True)
+    return buckets
+
+
+def dry(data_path: Path, base: Path) -> bool:
+    """A curriculum that asks for more than there is: the plan's steps are those of the run."""
+    buckets = make_data(data_path, base, CHARS["dry"])
+    with contextlib.redirect_stdout(None):
+        assert tok_shards.main([f"--input-dir={base / 'text'}", f"--output-dir={base / 'shards'}", "--max-length=0",
+                                f"--tokenizer={base / 'tokenizer'}", "--num-workers=1"]) == 0
+    step = MODEL["total_batch_size"] * 4
+    tokens = {bucket: sum(path.stat().st_size // 2 for path in (base / "shards").rglob(f"{bucket}/**/a*.bin"))
+              for bucket in buckets}
+    steps = math.ceil(1.2 * sum(tokens.values()) / step)
+    mix = ", ".join(f"{bucket}: {1 / len(buckets)}" for bucket in buckets)
+    (base / "mix.yaml").write_text(f"curriculum:\n- duration_tokens: {steps * step}\n  mix: {{{mix}}}\n")
+    settings = {**MODEL, "depth": 1, "aspect_ratio": 24, "head_dim": 12, "total_batch_size": step, "plan": "warn",
+                "data_path": base / "shards", "data_format": "shards", "curriculum": base / "mix.yaml",
+                "allow_bucket_exhaustion": True, "num_iterations": steps, "long_docs": "split", "save_every": -1}
+    group = training.start(1, model_tag="dry", **settings)
+    [code] = group.wait()
+    if code not in (0, EXIT_HALTED):
+        raise ValueError(f"the run failed:\n{group.text()[-2000:]}")
+    plan = read_json(training.run_dir("dry") / PLAN_NAME)
+    actual: dict[str, int] = {}
+    for event in training.events("dropped", "dry"):
+        actual.setdefault(event["bucket"], event["step"])
+    rows = [(bucket, f"{tokens[bucket]:,}", plan["buckets"][bucket]["dry_step"], actual.get(bucket))
+            for bucket in buckets]
+    print(*table(("bucket", "tokens", "predicted: dry at step", "actual"), rows), sep="\n")
+    ended = [event["step"] for event in training.events("halted", "dry")]
+    print(f"all are dry: predicted at step {plan['steps']}, actual {ended} (exit code {code})")
+    return all(predicted == happened for *_, predicted, happened in rows) and ended == [plan["steps"]]
+
+
+# ---- one document left out -----------------------------------------------------------------------
+
+def bits_per_byte(tag: str, text: str) -> float:
+    """How many bits a run's final weights need for a byte of a text."""
+    model, tokenizer, _ = load_model(tag, "cpu", compute_dtype=torch.float32)
+    T = model.config.sequence_len
+    ids = torch.tensor([tokenizer.get_bos_token_id(), *tokenizer.encode(text)])
+    with torch.no_grad():
+        nats = sum(float(model(ids[None, at:at + T], ids[None, at + 1:at + T + 1], loss_reduction="sum"))
+                   for at in range(0, len(ids) - 1, T) if len(ids[at + 1:at + T + 1]) == len(ids[at:at + T]))
+        counted = (len(ids) - 1) // T * T
+    return nats / math.log(2) / len(tokenizer.decode(ids[1:counted + 1].tolist()).encode())
+
+
+def left_out(data_path: Path, base: Path) -> bool:
+    """Two runs that differ in one document, which the first meets half-way."""
+    bucket = make_data(data_path / max(find_buckets(data_path)), base, CHARS["left-out"])[-1]
+    settings = {**MODEL, "data_path": base / "text" / bucket, "num_iterations": STEPS, "save_every": STEPS // 2,
+                "keep_last_k": 9, "eval_every": STEPS, "eval_tokens": 16_384}
+    training.finish(1, model_tag="plain", **settings)
+    before = {(place["file"], place["document"]) for step in range(STEPS // 2)
+              for row in training.read_rows("plain", step) for place in row["documents"]}
+    step, (file, row) = next(
+        (step, (place["file"], place["document"])) for step in range(STEPS // 2, STEPS)
+        for line in training.read_rows("plain", step) for place in line["documents"]
+        if (place["file"], place["document"]) not in before and place["tokens"] >= 100)
+    (base / "list.txt").write_text(f"{file}:{row}\n")
+    training.finish(1, model_tag="without", without_documents=base / "list.txt", **settings)
+    compare_runs.main(["plain", "without"])
+    text = list(read_texts(base / "text" / bucket / file))[row]
+    rows = []
+    for tag in ("plain", "without"):
+        [*_, val] = [event["bpb"] for event in training.events("val", tag)]
+        rows.append((tag, weights(tag, f"checkpoint-{STEPS // 2}"), weights(tag), f"{val:.6f}",
+                     f"{bits_per_byte(tag, text):.6f}"))
+    head = ("run", f"weights at step {STEPS // 2}", "at the end", "validation bits per byte", "of the document")
+    print(*table(head, rows), sep="\n")
+    print(f"left out: {file}:{row}, {len(text):,} characters, first met at step {step}")
+    return rows[0][1] == rows[1][1] and rows[0][2] != rows[1][2]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show one thing; 1 if it did not come out as it should."""
+    parser = Parser(description=__doc__)
+    parser.add_argument("part", choices=("hash", "dry", "left-out"))
+    parser.add_argument("--data-path", type=Path, help="a folder with a folder of text files for each bucket")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    args = parser.parse_args(argv)
+    if args.part != "hash" and args.data_path is None:
+        raise ValueError("--data-path: expected a folder with a folder of text files for each bucket; "
+                         "python -m dev.make_sample_corpus --buckets --output-dir=DIR makes one")
+    tell_about()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="demo-") as folder, training.workplace(Path(folder)) as base:
+        if args.part == "hash":
+            good = one_hash(args.seed)
+        else:
+            good = {"dry": dry, "left-out": left_out}[args.part](args.data_path.resolve(), base)
+    print(f"{'as expected' if good else 'NOT as expected'}; {time.monotonic() - began:.0f} s")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    run_main(main)

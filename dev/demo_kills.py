@@ -1,0 +1,440 @@
+"""
+The table of kills: which tokens data loaders skip and repeat after kills, and on another number of processes.
+
+    python -m dev.demo_kills --work=DIR --nanochat=CHECKOUT --gpt-simple=PYTHON --megatron=PYTHON --litdata=PYTHON \\
+        --streaming=PYTHON
+
+Each loader reads one epoch of the same documents on two processes, as a training job would: in steps of 32 rows of
+256 tokens, saving its state every 20 steps. No two tokens of these documents are equal, so each shows whether it was
+skipped or repeated. Three runs of each loader are compared at the end of the epoch:
+
+    undisturbed   |----------------------------------------|
+    ten kills     |----x--x-----x---x-x----x--x---x---x----|   SIGKILL to both processes at random steps
+    2 -> 1        |----------------x-----------------------|   SIGKILL half-way; the rest on one process
+
+After a kill, the job is started again and resumes from the newest state, in the way that the loader's own project
+documents. Steps after that state are trained again and count once: the weights of the killed process are lost, too.
+
+    skipped       tokens of the undisturbed run that this run never trained on
+    repeated      tokens that this run trained on more often than the undisturbed run did
+    other steps   steps whose tokens are not those of the same step of the undisturbed run
+
+PYTHON is the interpreter of an environment with that package; CHECKOUT is one of nanochat. Loaders that are not given
+are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes for each loader.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DOCUMENTS, SHORTEST, LONGEST = 131_072, 16, 250  # tokens
+T, ROWS, SAVE_EVERY, KILLS = 256, 32, 20, 10
+STEP_S = 0.005  # what a step of training takes, at least
+Batches = Iterator[tuple[Any, Any]]  # targets (rows, T) of this process, not positive where there are none; its state
+
+
+# ---- the documents -------------------------------------------------------------------------------
+
+def documents() -> tuple[np.ndarray, np.ndarray]:
+    """(lengths, first token of each): document i has tokens first[i], first[i] + 1, ... No token is 0."""
+    lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, DOCUMENTS)
+    return lengths, np.cumsum(lengths) - lengths + 1
+
+
+def blocks() -> np.ndarray:
+    """(number, T): the documents one after the other, for loaders that read samples of one length."""
+    num = int(documents()[0].sum()) // T
+    return np.arange(1, num * T + 1, dtype=np.int32).reshape(num, T)
+
+
+class Numbers:
+    """The tokenizer of the text files, whose documents are "FIRST LENGTH"."""
+
+    fingerprint, token_dtype = "numbers", np.dtype(np.uint32)
+
+    def get_bos_token_id(self) -> int:
+        return 0
+
+    def get_vocab_size(self) -> int:
+        return 1 << 30
+
+    def encode(self, texts: Sequence[str], prepend: Any = None, num_threads: int = 1) -> list[list[int]]:
+        pairs = (map(int, text.split()) for text in texts)
+        return [[0, *range(first, first + length)] for first, length in pairs]
+
+    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        ids = self.encode(texts)
+        return np.concatenate(ids).astype(self.token_dtype), np.cumsum([0, *map(len, ids)])
+
+
+def write_text(folder: Path) -> None:
+    """Four parquet files to train on and one to validate, in row groups of 1,024 documents."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    texts = [f"{first} {length}" for length, first in zip(*documents())]
+    for i in range(5):
+        part = texts[i * DOCUMENTS // 4:(i + 1) * DOCUMENTS // 4] or texts[:1]
+        pq.write_table(pa.table({"text": part}), folder / f"shard_{i:05d}.parquet", row_group_size=1024)
+
+
+# ---- the loaders ---------------------------------------------------------------------------------
+# Each takes the states that all processes saved at one step (None at the start), and yields what it trains on.
+
+def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
+    """The same cursors for any number of processes: docs/resume.md."""
+    from nanochat.dataloader import DataLoader, Dry
+    from nanochat.dataset import find_files, scan
+    from nanochat.order import StreamConfig
+    from nanochat.sources import open_source
+
+    tokenizer: Any = Numbers()
+    source = open_source(scan(work / "text", find_files(work / "text")[:-1]), tokenizer)
+    cursors = None if states is None else [cursor for state in states for cursor in state]
+    with DataLoader(StreamConfig(T=T, V=ROWS, max_epochs=1), {"data": source}, tokenizer=tokenizer, rank=rank,
+                    world_size=W, rows_per_step=ROWS, device_batch_size=ROWS // W, cursors=cursors) as loader:
+        with contextlib.suppress(Dry):
+            for batch in loader:
+                yield batch.targets, loader.cursors()
+
+
+def nanochat(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
+    """scripts/base_train.py: rank 0 saves the state that came with the next batch, and all ranks resume from it."""
+    import types
+
+    for name in ("requests", "filelock"):  # only its downloads need them
+        sys.modules.setdefault(name, types.ModuleType(name))
+    sys.modules["filelock"].FileLock = None  # type: ignore[attr-defined]
+    from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
+
+    batches: Any = loader(Numbers(), ROWS // W, T, "train", device="cpu",  # type: ignore[arg-type]
+                          resume_state_dict=None if states is None else states[0])
+    _, y, state = next(batches)
+    while state["epoch"] == 1:
+        trained = y.clone()
+        _, y, state = next(batches)
+        yield trained, state
+
+
+def gpt_simple(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
+    """_train_loop.py: the cursors of the workers that have delivered; each rank saves, all states are applied."""
+    from types import SimpleNamespace
+
+    from gpt_simple.config import DataConfig
+    from gpt_simple.data import StreamingDataModule
+
+    module = StreamingDataModule(DataConfig(path=str(work / "gpt-simple"), max_length=T, overlap_size=0),
+                                 SimpleNamespace(pad_token_id=0, eod_token_id=0), W, per_device_batch_size=ROWS // W)
+    module.prepare_data()
+    module.apply_dataloader_state(states)
+    committed = {}
+    for batch in module.train_dataloader():
+        worker, state = batch["_cursor"]
+        committed[worker] = state
+        yield batch["labels"], module.make_dataloader_state(committed, rank)
+
+
+def write_gpt_simple(folder: Path) -> None:
+    """Sixteen shards: each process has four workers, their default."""
+    from gpt_simple.pretokenize import write_idx
+
+    lengths, firsts = documents()
+    for split in ("train", "val"):
+        (folder / split / "all").mkdir(parents=True)
+        for i in range(16 if split == "train" else 1):
+            part = range(i, DOCUMENTS, 16)
+            ids = [np.append(np.arange(firsts[k], firsts[k] + lengths[k]), 0).astype(np.uint32) for k in part]
+            np.concatenate(ids).tofile(folder / split / "all" / f"{i:02d}.bin")
+            write_idx(folder / split / "all" / f"{i:02d}.idx", np.cumsum([0, *map(len, ids)]),
+                      np.zeros(len(ids), np.int64), 4)
+
+
+def megatron(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
+    """Its trainer keeps consumed_train_samples; its sampler goes on there, a slice of each batch for each rank."""
+    data = megatron_dataset(work)
+    consumed = 0 if states is None else states[0]
+    while consumed + ROWS <= len(data):
+        mine = range(consumed + rank * ROWS // W, consumed + (rank + 1) * ROWS // W)
+        consumed += ROWS
+        yield np.stack([data[i]["labels"] for i in mine]), consumed
+
+
+def megatron_dataset(work: Path) -> Any:
+    """One epoch of samples. The first process that opens it writes its tables."""
+    from types import SimpleNamespace
+
+    from megatron.core.datasets import gpt_dataset as g
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+
+    config = g.GPTDatasetConfig(
+        random_seed=1, sequence_length=T, blend=([str(work / "megatron" / "all")], None), split="1,0,0",
+        path_to_cache=str(work / "megatron" / "cache"),
+        tokenizer=SimpleNamespace(eod=0, vocab_size=1 << 30, unique_identifiers={}),
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False)
+    return Builder(g.GPTDataset, [len(blocks()) - 1, 0, 0], lambda: True, config).build()[0]
+
+
+def write_megatron(folder: Path) -> None:
+    """A pair of files, a document for each of ours."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder.mkdir()
+    builder = IndexedDatasetBuilder(str(folder / "all.bin"), dtype=np.int32)
+    for length, first in zip(*documents()):
+        builder.add_document(torch.arange(first, first + length), [int(length)])
+    builder.finalize(str(folder / "all.idx"))
+    megatron_dataset(folder.parent)
+
+
+def litdata(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
+    """README, "Pause, resume data streaming": state_dict and load_state_dict of the loader."""
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+
+    data = StreamingDataset(str(work / "litdata"), item_loader=TokensLoader(T), shuffle=True, drop_last=True)
+    loader = StreamingDataLoader(data, batch_size=ROWS // W, num_workers=2)
+    if states is not None:
+        loader.load_state_dict(states[min(rank, len(states) - 1)])
+    for batch in loader:
+        yield batch, loader.state_dict()
+
+
+def write_litdata(folder: Path) -> None:
+    from litdata import TokensLoader, optimize
+
+    optimize(torch_rows, np.array_split(np.arange(len(blocks())), 64), str(folder), chunk_bytes="1MB", num_workers=1,
+             item_loader=TokensLoader(T))
+
+
+def torch_rows(numbers: np.ndarray) -> Iterator[Any]:
+    import torch
+
+    yield from torch.from_numpy(blocks()[numbers])
+
+
+def streaming(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
+    """README, "Instant mid-epoch resumption": state_dict (of rank 0) and load_state_dict of the loader."""
+    from streaming import StreamingDataLoader, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    clean_stale_shared_memory()  # that a killed process left: their advice
+    data = StreamingDataset(local=str(work / "streaming"), shuffle=True, batch_size=ROWS // W)
+    loader = StreamingDataLoader(data, batch_size=ROWS // W, num_workers=2, drop_last=True)
+    if states is not None:
+        loader.load_state_dict(states[0])
+    for batch in loader:
+        yield batch["ids"], loader.state_dict()
+
+
+def write_streaming(folder: Path) -> None:
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(folder), columns={"ids": f"ndarray:int32:{T}"}, size_limit=1 << 20) as writer:
+        for block in blocks():
+            writer.write({"ids": block})
+
+
+LOADERS = {"ours": ours, "nanochat": nanochat, "gpt-simple": gpt_simple, "megatron": megatron, "litdata": litdata,
+           "streaming": streaming}
+WRITERS = {"gpt-simple": write_gpt_simple, "megatron": write_megatron, "litdata": write_litdata,
+           "streaming": write_streaming}
+
+
+# ---- a job: one process of a launch --------------------------------------------------------------
+
+def job(name: str, work: Path, run: Path) -> None:
+    """Read until the epoch ends, or a kill. `run` gets states, STEP-RANK.pt, and what each step trained on."""
+    import torch
+    from torch import distributed as dist
+
+    rank, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    start, saved = newest(run)
+    states = None if start == 0 else [torch.load(path, weights_only=False) for path in saved]
+    loader = LOADERS[name](work, rank, W, states)
+    with open(run / f"{start}-{rank}-of-{W}.tokens", "wb") as tokens:
+        for step in range(start, sys.maxsize):
+            batch, state = next(loader, (None, None))
+            ended = torch.tensor(int(batch is None))
+            dist.all_reduce(ended)  # as the gradients of a step: no rank gets ahead, and all end together
+            if ended:
+                break
+            time.sleep(STEP_S)
+            tokens.write(np.asarray(batch).reshape(ROWS // W, T).astype(np.int32).tobytes())
+            tokens.flush()
+            if (step + 1) % SAVE_EVERY == 0:
+                torch.save(state, run / f"{rank}.new")
+                dist.barrier()
+                os.rename(run / f"{rank}.new", run / f"{step + 1:06d}-{rank}-of-{W}.pt")
+    (run / f"ended-{rank}").touch()
+    os._exit(0)  # their threads and workers do not matter any more
+
+
+def newest(run: Path) -> tuple[int, list[Path]]:
+    """The newest step of which all processes have saved a state, and the states in the order of ranks; 0 at first."""
+    for last in sorted(run.glob("*.pt"), reverse=True):
+        step, W = last.name.split("-")[0], int(last.stem.split("-")[-1])
+        files = [run / f"{step}-{rank}-of-{W}.pt" for rank in range(W)]
+        if all(file.exists() for file in files):
+            return int(step), files
+    return 0, []
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+
+def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: int | None) -> int:
+    """Start the processes of a job, kill them at a step, or wait until they end. Returns the step it started from.
+    ValueError with the last line of a process that failed."""
+    start = newest(run)[0]
+    port = str(random.SystemRandom().randrange(20_000, 60_000))
+    common = {**env, "WORLD_SIZE": str(W), "LOCAL_WORLD_SIZE": str(W), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    children = []
+    for rank in range(W):
+        ranks = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "GLOBAL_RANK")}
+        with open(run / f"{rank}.log", "wb") as log:
+            children.append(subprocess.Popen(command, env={**common, **ranks}, stdout=log, stderr=log, cwd=run,
+                                             start_new_session=True))
+    written = run / f"{start}-0-of-{W}.tokens"
+    failed: list[int] = []
+    while not failed and any(child.poll() is None for child in children):
+        time.sleep(0.002)
+        failed = [rank for rank, child in enumerate(children) if child.poll() not in (None, 0)]
+        steps = written.stat().st_size // (ROWS // W * T * 4) if written.exists() else 0
+        if kill_at is not None and start + steps >= kill_at:
+            break
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # with the workers of its loader, as a node that fails
+        child.wait()
+    if failed:
+        lines = (run / f"{failed[0]}.log").read_text().strip().splitlines() or ["no output"]
+        raise ValueError(lines[-1])
+    if kill_at is not None and (run / "ended-0").exists():
+        raise ValueError(f"the epoch ended before the kill at step {kill_at}")
+    return start
+
+
+def play(command: list[str], env: dict[str, str], run: Path, plan: Sequence[tuple[int, int | None]]
+         ) -> list[np.ndarray]:
+    """The launches of a plan, (processes, step of the kill or None) each. Returns the tokens of each step that is part
+    of the final weights."""
+    run.mkdir(parents=True)
+    steps: list[np.ndarray] = []
+    for W, kill_at in plan:
+        start = launch(command, env, run, W, kill_at)
+        record = ROWS // W * T
+        parts = [np.fromfile(run / f"{start}-{rank}-of-{W}.tokens", np.int32) for rank in range(W)]
+        num = min(len(part) for part in parts) // record
+        of_ranks = [part[:num * record].reshape(num, record) for part in parts]
+        steps[start:] = [row[row > 0] for row in np.concatenate(of_ranks, axis=1)]
+    return steps
+
+
+def compare(steps: Sequence[np.ndarray], undisturbed: Sequence[np.ndarray]) -> list[str]:
+    """Skipped, repeated, other steps."""
+    size = int(documents()[0].sum()) + 1
+    here, there = (np.bincount(np.concatenate(run), minlength=size) for run in (steps, undisturbed))
+    same = sum(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(steps, undisturbed))
+    skipped = np.maximum(there - here, 0).sum()
+    repeated = np.maximum(here - np.maximum(there, 1), 0).sum()
+    return [f"{skipped:,}", f"{repeated:,}", f"{max(len(steps), len(undisturbed)) - same:,} of {len(undisturbed):,}"]
+
+
+def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) -> list[list[str]]:
+    """The rows of a loader in the table."""
+    env = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+           "NANOCHAT_BASE_DIR": str(work / "base"), "USE_TF": "0"}
+
+    def command(*words: str) -> list[str]:
+        return [python, "-m", "dev.demo_kills", *words]
+
+    if name in WRITERS and not (work / name).exists():
+        done = subprocess.run(command(f"--write={name}", f"--work={work}"), cwd=work, env=env, capture_output=True,
+                              text=True)
+        if done.returncode:
+            raise ValueError(f"{name}: its data could not be written: {done.stderr.strip().splitlines()[-1]}")
+    runs = work / "runs" / name
+    undisturbed = play(command(f"--job={name}", f"--work={work}"), env, runs / "undisturbed", [(2, None)])
+    last = int(0.7 * len(undisturbed))  # a loader that skips much ends early
+    kills = sorted(rng.sample(range(SAVE_EVERY, last), KILLS))
+    rows = []
+    for title, plan in ((f"{KILLS} kills", [*((2, step) for step in kills), (2, None)]),
+                        ("2 -> 1", [(2, rng.randrange(last // 2, last)), (1, None)])):
+        try:
+            steps = play(command(f"--job={name}", f"--work={work}"), env, runs / title.replace(" ", ""), plan)
+            rows.append([name, title, *compare(steps, undisturbed)])
+        except ValueError as e:
+            rows.append([name, title, f"refuses: {e}"[:90], "", ""])
+        print(*rows[-1], sep=" | ", flush=True)
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all loaders that are given; print the table."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith(("--job=", "--write=")):  # a process of its own, maybe without our package
+        p = argparse.ArgumentParser()
+        p.add_argument("--job"), p.add_argument("--write"), p.add_argument("--work", type=Path)
+        args = p.parse_args(words)
+        if args.write:
+            WRITERS[args.write](args.work / args.write)
+        else:
+            job(args.job, args.work, Path.cwd())
+        return 0
+    from dev.measure import tell_about
+    from nanochat.cli import Parser
+    from nanochat.common import table
+
+    parser = Parser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="a folder that does not exist yet")
+    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
+    for name in WRITERS:
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"of an environment with {name}")
+    parser.add_argument("--only", nargs="+", choices=LOADERS, default=[*LOADERS], help="measure only these")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    args = parser.parse_args(words)
+    tell_about()
+    work, root = args.work.resolve(), Path(__file__).parents[1]
+    write_text(work / "text")
+    (work / "base").mkdir()
+    (work / "base" / "base_data_climbmix").symlink_to(work / "text")
+    (work / "link").mkdir()
+    (work / "link" / "dev").symlink_to(root / "dev")  # of ours, the others see `dev` alone
+    rows = []
+    for name in args.only:
+        given = root if name == "ours" else getattr(args, name.replace("-", "_"))
+        if given is None:
+            print(f"{name}: skipped, for --{name} is not given", flush=True)
+            continue
+        python = str(Path(given).absolute()) if name in WRITERS else sys.executable
+        path = root if name == "ours" else work / "link"
+        if name == "nanochat":
+            path = work / "link-nanochat"
+            path.mkdir()
+            (path / "dev").symlink_to(root / "dev")
+            (path / "nanochat").symlink_to(Path(given).resolve() / "nanochat")
+        try:
+            rows += measure(name, python, path, work, random.Random(args.seed))
+        except ValueError as e:
+            rows.append([name, "", f"failed: {e}", "", ""])
+    print("", *table(["loader", "what happens", "skipped", "repeated", "other steps"], rows), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1].startswith(("--job=", "--write=")):
+        raise SystemExit(main())
+    from nanochat.cli import run_main
+
+    run_main(main)

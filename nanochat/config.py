@@ -326,9 +326,11 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
         what = "config.json of the run, which this program did not write so"
         check_shape(found, {name: TYPES[name] for name in found}, what)
         try:
-            return cls(**found)
+            settings = cls(**found)
+            _ = settings.mix  # ValueError for a curriculum that is none
         except ValueError as e:
             raise ValueError(f"{what}: {e}") from None
+        return settings
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON, for `from_json`."""

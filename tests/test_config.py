@@ -242,7 +242,8 @@ def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name, value, told
         assert Settings.from_json({**RUN.to_json(), name: value}).mix
 
 
-@pytest.mark.parametrize("damage", [{"z_loss": float("nan")}, {"data_format": "shards", "min_chars": 3}])
+@pytest.mark.parametrize("damage", [{"z_loss": float("nan")}, {"data_format": "shards", "min_chars": 3},
+                                    {"curriculum": {"phases": ["x"]}}])  # regression: its error named no file
 def test_a_config_json_that_no_command_can_have_made_is_named(damage):
     with pytest.raises(ValueError, match=r"config\.json of the run, which this program did not write so"):
         Settings.from_json({**RUN.to_json(), **damage})

@@ -54,19 +54,40 @@ def windows(seed, long_docs):
     return source, [a + b for a, b in pairwise(halves)]  # windows that overlap by half
 
 
+def begun(rows):
+    """(group, row of the group) of each document that begins in these rows."""
+    return [(group, row) for of_row in rows for (_, group, row), start, *_ in of_row.placed if start == 0]
+
+
 def classes(lengths):
     return np.bincount(np.searchsorted(EDGES, lengths, side="right"), minlength=len(EDGES) + 1)
+
+
+def all_lengths(source):
+    return np.array([1 + len(document) for group in source.documents for document in group])
 
 
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
 def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs):
     source, found = windows(0, long_docs)
     assert len(found) >= 2
-    everything = np.array([1 + len(document) for group in source.documents for document in group])
     for rows in found:
-        begun = [(group, document) for row in rows for (_, group, document), start, *_ in row.placed if start == 0]
-        lengths = np.array([1 + len(source.documents[group][document]) for group, document in begun])
-        assert p_value(classes(lengths), classes(everything)) > LEVEL
+        lengths = np.array([1 + len(source.documents[group][row]) for group, row in begun(rows)])
+        assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
+
+
+def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch):
+    push = BestFit.push
+
+    def dropping(self, key, length, *rest):
+        if length > 8 or hash(key) % 2:
+            push(self, key, length, *rest)
+
+    monkeypatch.setattr(BestFit, "push", dropping)
+    windows.cache_clear()
+    with pytest.raises(AssertionError):
+        test_a_window_has_documents_of_all_lengths_as_the_epoch_has("crop")
+    windows.cache_clear()
 
 
 # ---- a small folder of several kinds --------------------------------------------------------------------------------
@@ -75,13 +96,13 @@ KINDS = ("book", "note", "page")
 WINDOW, WINDOWS = 64, 6  # rows of a window; windows that are looked at
 
 
-def folder():
+def folder(small=True):
     """Sixty books, each a file; one file of notes, of which a row holds several; one of pages, about a row each."""
     rng = np.random.default_rng(3)
     pages = rng.lognormal(4.0, 0.5, 400).astype(int)
     lengths = [*([n] for n in rng.integers(300, 900, 60)), rng.integers(4, 20, 900).tolist(), pages.tolist()]
     kinds = [*["book"] * 60, "note", "page"]
-    return MemorySource([[np.zeros(n, np.uint32) for n in group] for group in lengths], small=True), kinds
+    return MemorySource([[np.zeros(n, np.uint32) for n in group] for group in lengths], small=small), kinds
 
 
 def shares(windows):
@@ -124,18 +145,37 @@ def windows_of_shuffled_documents(source, kinds, seed, long_docs):
     return found
 
 
+def misfits(small, long_docs):
+    """By how many standard deviations windows of the stream are off the brute force: (at most, on average)."""
+    source, kinds = folder(small)
+    wanted = np.stack([shares(windows_of_shuffled_documents(source, kinds, s, long_docs)) for s in range(40)])
+    found = np.stack([shares(windows_of_lanes(source, kinds, s, long_docs)) for s in range(5)])
+    sigma = wanted.std(0)
+    return np.abs((found - wanted.mean(0)) / sigma).max(), np.abs((found.mean(0) - wanted.mean(0)) / sigma).mean()
+
+
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
 def test_every_window_of_a_small_mixed_folder_has_the_mix_of_shuffled_documents(long_docs):
     """Regression: lanes were dealt equal numbers of units, a unit being one book or eight notes, and groups were
     shuffled, not documents. So books were half of the first rows and a sixth of the text."""
-    source, kinds = folder()
-    wanted = np.stack([shares(windows_of_shuffled_documents(source, kinds, s, long_docs)) for s in range(40)])
-    found = np.stack([shares(windows_of_lanes(source, kinds, s, long_docs)) for s in range(5)])
-    off = (found - wanted.mean(0)) / wanted.std(0)  # in standard deviations
-    assert np.abs(off).max() < 4.5 and np.abs(off.mean(0)).mean() < 0.7  # of 90 draws; a mean of 5 draws has 0.36
+    largest, average = misfits(True, long_docs)
+    assert largest < 4.5 and average < 0.7  # of 90 draws; a mean of 5 draws has 0.36
+
+
+def test_the_same_folder_shuffled_by_files_is_seen():
+    largest, average = misfits(False, "split")
+    assert largest > 4.5 and average > 0.7
 
 
 # ---- how many lanes -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("documents, mean, lanes", [
+    (6_400, 700, 8),  # little data: never fewer than 8
+    (100_000, 100, 32), (1_000_000, 100, 64), (1_000_000, 20_000, 64), (20_000, 20_000, 8)])
+def test_default_lanes_follow_from_the_data(documents, mean, lanes):
+    fed = fed_lanes(np.full(10, documents // 10), np.full(10, mean), T=512)
+    assert default_lanes(256, fed=fed) == lanes
+
 
 @pytest.mark.parametrize("R, fed, W, V", [
     (64, 100, 1, 64), (64, 20, 1, 16), (64, 0, 1, 8), (64, 0, 16, 16), (60, 0, 1, 10), (60, 12, 1, 12), (4, 0, 1, 4),

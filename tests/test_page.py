@@ -211,3 +211,25 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
     assert plots[page.BPB] == plots[f"{page.BPB}: {EVIL}"] == [2, 2]
     assert all(points for points in plots.values()) and set(plots["mix-1"]) == {STEPS}
     assert told["digest"] == f"{STEPS - 1:016x}"
+
+
+def test_the_wait_of_a_resume_is_clipped_and_no_other_chart_is(tmp_path):
+    path = make_run(tmp_path / "run")
+    log = path / "logs" / "train.jsonl"
+    log.write_text(log.read_text().replace(
+        f'"digest": "{20:016x}", "loss": 6.0, "smooth_loss": 7.0, "lr": 1.0, "grad_norm": 0.5, "wait_s": 0.05',
+        f'"digest": "{20:016x}", "loss": 6.0, "smooth_loss": 7.0, "lr": 1.0, "grad_norm": 0.5, "wait_s": 9.0'))
+    text, data = write([path], tmp_path / "page.html")
+    clipped = [chart for chart in data["charts"] if "range" in chart.get("y", {})]
+    assert [chart["id"] for chart in clipped] == [page.CHARTS["wait_s"][0]] and "clipped" in clipped[0]["title"]
+    assert clipped[0]["y"]["range"] == [0, pytest.approx(75)] and "(clipped)" in text
+    assert max(curves(data["runs"][0])[page.CHARTS["wait_s"][0], "wait_s"]) == 9000
+
+
+def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible(runs, tmp_path):
+    """As far as that can be seen without a browser."""
+    text, _ = write(runs[:1], tmp_path / "page.html")
+    assert ".charts { display: flex; flex-wrap: wrap" in text and ".charts .card { margin: 0; flex: 1 1" in text
+    dark = re.search(r"prefers-color-scheme: dark.*?--raw: ([\d.]+)", text, re.S)
+    assert dark and float(dark[1]) >= 0.7
+    assert 'marker: { size: 8 }' in text and 'cliponaxis: series.look !== "points"' in text

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from nanochat import core_eval, start_run, trainer
+from nanochat.checkpoint import load_checkpoint
 from nanochat.lifecycle import read_state
+from scripts import status
 from tests import training
-from tests.training import before, checkpoints, digests, events, finish, succeed
+from tests.training import before, checkpoints, die, digests, events, final, finish, start, succeed
 
 workplace = training.in_workplace(**training.SMALL, num_iterations=4, save_every=-1, eval_every=2)
 
@@ -22,6 +24,19 @@ def out_of_memory_on_rank_1() -> None:
     """From now on evaluations run out of memory there."""
     if training.os.environ.get("RANK") == "1":
         before("nanochat.loss_eval._measure_own", 1, out_of_memory)
+
+
+def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_finishes_the_evaluation_later():
+    succeed(model_tag="whole")
+    group = start(hook=partial(before, "nanochat.loss_eval.evaluate_buckets", 3, die))
+    group.wait_for_death()
+    assert checkpoints() == ["final"] and load_checkpoint(final()).step == 4
+    assert [event["step"] for event in events("val")] == [0, 2]
+    assert status.main(["run", "--exit-code"]) != 0
+    succeed()
+    assert events("val")[-1]["bpb"] == events("val", "whole")[-1]["bpb"] and events("val")[-1]["step"] == 4
+    assert len(digests()) == 4 and status.main(["run", "--exit-code"]) == 0
+    assert "nothing to do" in succeed().out and len(events("val")) == 3
 
 
 @pytest.mark.parametrize(("function", "flags", "what"), [

@@ -161,7 +161,7 @@ def write_gpt_simple(folder: Path) -> None:
 
 
 def megatron(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """Its trainer keeps consumed_train_samples; its sampler goes on there, a slice of each batch for each rank."""
+    """Its trainer keeps consumed_train_samples; its sampler resumes there, with a slice of each batch for each rank."""
     data = megatron_dataset(work)
     consumed = 0 if states is None else states[0]
     while consumed + ROWS <= len(data):

@@ -42,7 +42,7 @@ from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_
 log = logging.getLogger(__name__)
 
 PHASE = {"first_step": int, "tokens": int, "asked": dict}
-ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # what is told of a bucket's account
+ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of a bucket's account
 FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
 SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed

@@ -312,9 +312,9 @@ class RunReader:
     # ---- where the run stands now ----
 
     def status(self) -> dict[str, Any]:
-        """The run's state, whether it is alive, and its newest checkpoint, read anew at each call. "status" is None if
+        """The run's state, whether it is alive, and its newest checkpoint, read again at each call. "status" is None if
         the state is missing or corrupt; "shown" is the word for it that commands print."""
-        why = f"{self.run_dir / STATE_NAME} is missing, so no launch told how the run stands; see {self.log_path}"
+        why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
         status = {"run": str(self.run_dir), "status": None, "shown": "unknown", "liveness": None, "val_bpb": None,
                   "reason": why}
         try:
@@ -328,7 +328,7 @@ class RunReader:
                            "heartbeat_age_s": heartbeat_age_s(state),
                            "checkpoint": self.newest_checkpoint() or state["checkpoint"]}
         if alive == "dead":
-            way_out = self.damaged_tokens() or "the same command goes on with it"
+            way_out = self.damaged_tokens() or "the same command resumes it"
             status |= {"shown": "dead", "reason": f"it says {state['status']}, but its process is gone; {way_out}"}
         return status
 

@@ -303,7 +303,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
-    # a value takes some 10 bytes, and each step has four positions on axes and a digest besides
+    # a value takes some 10 bytes, and each step also has four positions on axes and a digest
     size = sum(len(run.steps) * (60 + 10 * len(drawable(run.steps[-1]))) for run in runs if run.steps)
     stride = max(1, -(-size // ROOM))
     data = [chart_data(run, stride, len(runs) > 1) for run in runs]

@@ -63,7 +63,7 @@ BUCKET = {"number": int, "contents": str, "others": dict}  # and "files", or "pa
 MARK = {"digest": str, "chain": str}
 SHAPE = {"nanochat_receipt": int, "run": str, "code": [str], "steps": int, "settings": dict,
          "stream": {"tokenizer": str}, "files": dict, "marks": dict, "begin": str | None, "checksum": str}
-WAY_OUT = "get it again from whoever made it (python -m scripts.receipt RUN)"
+WAY_OUT = "write it again with python -m scripts.receipt RUN"
 
 
 class FileLine(NamedTuple):

@@ -25,6 +25,7 @@ all 2^n choices of signs of the differences whose mean is at least as far from 0
 """
 
 import argparse
+import contextlib
 import io
 import itertools
 import math
@@ -134,8 +135,7 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
                    f"--model-tag={tag}"]
         print0(f"run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}")
         log = get_base_dir() / "repeats" / f"{tag}.log"
-        with open(log, "wb") as file:
-            out = file if jobs > 1 else None
+        with open(log, "wb") if jobs > 1 else contextlib.nullcontext() as out:
             code = subprocess.run(command, stdout=out, stderr=out).returncode
         run = RunReader(run_path(tag))
         if code or not run.launches or run.launches[-1].end != "completed":

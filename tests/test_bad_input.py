@@ -210,7 +210,7 @@ READERS = [
       for script in ("sample", "base_eval", "report", "infer_bench", "status")),
     ("status d2", {}, ("no run 'd2'",)),
     ("status run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
-    ("status old", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("no launch told how the run stands",)),
+    ("status old", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("so the run's status is unknown",)),
     ("status --exit-code", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("expected one run",)),
     ("stop run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
     ("stop", {}, ("none is at work",)),

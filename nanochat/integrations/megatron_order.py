@@ -359,7 +359,7 @@ class SampleStream:
                 counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
         for part in self.samples.datasets:
             part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
-            if self.lanes:  # before the first step, where nobody waits with a time-out
+            if self.lanes:  # before the first step: no other rank waits with a timeout yet
                 _ = part.shuffle_index
 
     def next_rows(self, num_rows: int) -> list[Row]:

@@ -123,7 +123,7 @@ def ask(step: str, nanochat: Path, work: Path) -> None:
 def core(nanochat: Path, work: Path, compared: peers.Compared) -> None:
     """The CORE metric."""
     from dev.make_eval_bundle import make_eval_bundle, make_repeater
-    from nanochat.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
+    from nanochat.integrations.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
 
     for seed in SEEDS:
         folder = work / f"core-{seed}"

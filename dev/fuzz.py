@@ -46,10 +46,8 @@ from dev.make_eval_bundle import make_eval_bundle
 from nanochat import (
     checkpoint,
     config,
-    core_eval,
     curriculum,
     dataset,
-    download,
     lifecycle,
     plan,
     run_dir,
@@ -60,6 +58,7 @@ from nanochat import (
 )
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import as_path, begin_launch, hash_bytes, table
+from nanochat.integrations import core_eval, download
 from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import (

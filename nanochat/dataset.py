@@ -506,7 +506,7 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
 
 def download_single_file(index: int) -> bool:
     """Fetch one shard of climbmix unless it exists; True when it does. The reason for a False is logged."""
-    from nanochat.download import make_downloader
+    from nanochat.integrations.download import make_downloader
 
     try:
         make_downloader().fetch(index)
@@ -518,7 +518,7 @@ def download_single_file(index: int) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Download or verify (`download.main`)."""
-    from nanochat import download
+    from nanochat.integrations import download
 
     download.main(argv)
 

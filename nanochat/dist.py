@@ -21,11 +21,13 @@ traceback. All of these are collective, and plain calls in a single process. Err
 between collectives are the watchdog's.
 """
 
+import contextlib
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -37,6 +39,8 @@ import torch.distributed as dist
 from nanochat.common import StopAsked, get_dist_info
 
 T = TypeVar("T")
+
+RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
 # ---- device and group ----------------------------------------------------------------------------
@@ -282,3 +286,34 @@ def share(tensor: torch.Tensor) -> None:
     if dist.is_initialized() and tensor.numel():
         # bytes: backends do not know every dtype
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
+
+
+# ---- what each rank's GPU is doing: where to look for a slow rank, a hang, or memory -----------------------------
+
+def log_ranks(run: Any, began: float) -> None:
+    """Collective, before the ranks wait for each other: log how long each took for its own rows of a step that began
+    at a time.perf_counter, and the clock and power of its GPU."""
+    device, state = run.loader.device, dict[str, float]()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        with contextlib.suppress(Exception):  # nvidia-ml-py is missing, or the driver does not say
+            state = {"clock_mhz": torch.cuda.clock_rate(device), "power_w": torch.cuda.power_draw(device) / 1000}
+    run.journal.event("ranks", ranks=gather_all({"own_s": time.perf_counter() - began, **state}))
+
+
+def write_memory(run_dir: Path, rank: int) -> str:
+    """Write what is allocated on this GPU; returns the end of a sentence, empty if it cannot be written."""
+    path = run_dir / f"memory-rank{rank}.pickle"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception as e:  # it must not hide why the run ends
+        return f"; {path} could not be written ({e})"
+    return f"; {path} shows what was allocated (pytorch.org/memory_viz)"
+
+
+def write_collectives(run_dir: Path, rank: int) -> None:
+    """Write NCCL's flight recorder, if this launch has one."""
+    with contextlib.suppress(Exception):  # the process is about to end, with its own sentence
+        if dist.get_backend() == "nccl":
+            backend: Any = torch._C._distributed_c10d
+            (run_dir / f"nccl-rank{rank}.pickle").write_bytes(backend._dump_nccl_trace())

@@ -50,9 +50,8 @@ from nanochat.dataset import (
     pin_files,
     read_manifests,
 )
-from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions
+from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions, write_memory
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.gpu_state import write_memory
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.run_dir import (
@@ -198,7 +197,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     # before any look: whatever changes from here on, `claim` finds another owner's record
     last_owner = check_free(run_dir)
     if settings.core_metric_every > 0:  # a bundle that is not there is an error now, and not after hours
-        from nanochat.core_eval import read_bundle
+        from nanochat.integrations.core_eval import read_bundle
 
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
     config, notices, checkpoint, origin = dict[str, Any](), list[str](), None, None

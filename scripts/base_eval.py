@@ -10,7 +10,7 @@ Everything comes from the run directory: the tokenizer, the pinned files, the le
 the run's own --eval-tokens, the default, the validation result is the one that training printed at
 that step. The floor is a unigram model: it knows how often each token occurs in the first rows of
 training, and nothing else. CORE needs the eval_bundle folder, and nothing of the run but model and
-tokenizer (nanochat/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
+tokenizer (nanochat/integrations/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
 
 def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
     """Collective. The CORE metric, told task by task; see `core_eval.summary`."""
-    from nanochat.core_eval import evaluate_core, read_bundle, summary
+    from nanochat.integrations.core_eval import evaluate_core, read_bundle, summary
 
     tasks, scores = on_rank0(lambda: read_bundle(args.eval_bundle, args.max_per_task)), []
     for task, score in zip(tasks, evaluate_core(model, tokenizer, tasks)):
@@ -161,7 +161,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result as JSON, and beside it CORE's table."""
     write_json(path, result)
     if "core" in result:
-        from nanochat.core_eval import write_csv
+        from nanochat.integrations.core_eval import write_csv
 
         write_csv(path.with_suffix(".csv"), result["core"])
 

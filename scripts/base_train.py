@@ -35,14 +35,16 @@ from nanochat.common import StopAsked, duration, print0
 from nanochat.config import add_flags, from_flags, stream_config
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
+    RANKS_EVERY,
     agree,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
     gather_all,
+    log_ranks,
     peak_memory,
+    write_collectives,
 )
-from nanochat.gpu_state import RANKS_EVERY, log_ranks, write_collectives
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import log_validation
 from nanochat.reduce import LeafAccumulator
@@ -87,7 +89,7 @@ def loop(run: Trainer) -> int:
             if run.due(settings.eval_every, "val"):
                 run.between_steps("evaluation", log_validation)
             if run.due(settings.core_metric_every, "core") and p.step > 0:
-                from nanochat.core_eval import log_core
+                from nanochat.integrations.core_eval import log_core
 
                 run.between_steps("CORE", log_core)
             if run.due(settings.sample_every, "samples") and p.step > 0 and run.loader.layout.rank == 0:

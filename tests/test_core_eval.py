@@ -7,9 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from dev.make_eval_bundle import make_eval_bundle, make_repeater
-from nanochat import core_eval
-from nanochat.core_eval import Item, Rows, Task, evaluate_core, evaluate_task, make_prompts, make_rows, read_bundle
 from nanochat.engine import load_model
+from nanochat.integrations import core_eval
+from nanochat.integrations.core_eval import (
+    Item,
+    Rows,
+    Task,
+    evaluate_core,
+    evaluate_task,
+    make_prompts,
+    make_rows,
+    read_bundle,
+)
 from nanochat.lifecycle import StopWatch
 from nanochat.trainer import Silence
 from tests import training

@@ -13,9 +13,10 @@ import pyarrow as pa
 import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
-from nanochat import dataset, download
+from nanochat import dataset
 from nanochat.dataset import Dataset, default_data_dir, index_to_filename, list_parquet_files
-from nanochat.download import fetch_bundle, make_downloader
+from nanochat.integrations import download
+from nanochat.integrations.download import fetch_bundle, make_downloader
 from tests.test_dataset import parquet_bytes, write
 from tests.training import PATIENCE_S
 

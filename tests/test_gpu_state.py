@@ -5,7 +5,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from nanochat import gpu_state
+from nanochat import dist as gpu_state
 from scripts import base_train
 from tests import training
 

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from nanochat import core_eval, start_run, trainer
+from nanochat import start_run, trainer
 from nanochat.checkpoint import load_checkpoint
+from nanochat.integrations import core_eval
 from nanochat.lifecycle import read_state
 from scripts import status
 from tests import training
@@ -41,7 +42,7 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_finishes_the_
 
 @pytest.mark.parametrize(("function", "flags", "what"), [
     ("nanochat.loss_eval.evaluate_buckets", {}, "evaluation"),
-    ("nanochat.core_eval.read_bundle", {"core_metric_every": 4}, "CORE"),
+    ("nanochat.integrations.core_eval.read_bundle", {"core_metric_every": 4}, "CORE"),
     ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples")])
 def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what):
     """Every call fails from the time that the run has started."""

@@ -194,7 +194,7 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
     """Fetch the tasks of the CORE metric into `folder`, or read those that it already holds. There is no published
     checksum of the archive: it is good if its own checksums are right and all its items can be read. OSError, and
     then no folder, if it does not arrive or is damaged."""
-    from nanochat.core_eval import read_bundle
+    from nanochat.integrations.core_eval import read_bundle
 
     url = f"{(base_url or BUNDLE_URL).rstrip('/')}/{BUNDLE_NAME}.zip"
     check_url("--base-url", url)

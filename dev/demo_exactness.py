@@ -1,12 +1,14 @@
 """
-What exactness gives, shown on small runs on a CPU. docs/exactness.md has the output.
+Small runs on a CPU that show what exactness is good for. docs/exactness.md shows their output.
 
-    python -m dev.demo_exactness hash                        # one hash of the weights, whatever happens to a run
-    python -m dev.demo_exactness dry --data-path=DIR         # when buckets run dry, as predicted and as it happened
-    python -m dev.demo_exactness left-out --data-path=DIR    # one document left out: what changes, and from where on
+    python -m dev.demo_exactness hash                          # every run ends with the same hash of its weights
+    python -m dev.demo_exactness dry --data-path=DIR           # predicted and actual step at which buckets run dry
+    python -m dev.demo_exactness left-out --data-path=DIR      # what one document changes, and from which step on
+    python -m dev.demo_exactness noise --picture=noise.png     # how much the seed of weights or data changes the result
 
-DIR has a folder of text files for each bucket: `python -m dev.make_sample_corpus --buckets --output-dir=DIR` makes two.
-Everything else is written to a temporary folder and deleted. Duration: one to five minutes each.
+DIR contains one folder of text files for each bucket: `python -m dev.make_sample_corpus --buckets --output-dir=DIR`
+writes two. Everything else goes to a temporary folder, which is deleted at the end. Duration: one to five minutes
+each; `noise` trains 21 models in half an hour.
 """
 
 import contextlib
@@ -25,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from dev import make_sample_corpus
 from dev.measure import tell_about
 from nanochat.cli import EXIT_HALTED, Parser, run_main
 from nanochat.common import read_json, table
@@ -33,13 +36,19 @@ from nanochat.engine import load_model
 from nanochat.run_dir import PLAN_NAME
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
-from scripts import compare_runs, tok_shards
+from scripts import compare_runs, repeat, tok_shards, tok_train
 from tests import training
 
-WORLD_SIZES = (4, 4, 4, 4, 1, 1, 1, 2, 2, 2)  # of the launches that are killed
-STEPS_PER_KILL = 12  # at most
-CHARS = {"dry": 1_000_000, "left-out": 6_000_000}  # of each bucket that are used
-STEPS = 120  # of the runs that differ in a document
+WORLD_SIZES = (4, 4, 4, 4, 1, 1, 1, 2, 2, 2)  # processes of each launch that is killed
+STEPS_PER_KILL = 12  # a launch is killed after at most this many steps
+CHARS = {"dry": 1_000_000, "left-out": 6_000_000}  # characters that are used of each bucket
+STEPS = 120  # length of the two runs that differ in one document
+NOISE_CHARS = 8_000_000
+NOISE_FLAGS = ("--config=runs/laptop.yaml", "--max-seq-len=128", "--total-batch-size=2048", "--num-iterations=100",
+               "--eval-every=100", "--sample-every=-1")
+NOISE = (  # the columns of the picture: flags of scripts.repeat, and flags that are added to the training's
+    (("--name=weights", "--vary=weights", "--rerun"), ()), (("--name=data", "--vary=data"), ()),
+    (("--name=both", "--vary=both"), ()), (("--name=batch", "--against=weights"), ("--device-batch-size=4",)))
 MODEL: dict[str, Any] = {
     "depth": 2, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 128, "total_batch_size": 2048, "lanes": 16,
     "device_batch_size": 16, "overlap": 32, "buffer_size": 64,
@@ -47,25 +56,25 @@ MODEL: dict[str, Any] = {
 
 
 def weights(tag: str, checkpoint: str = "final") -> str:
-    """A hash of the weights."""
+    """Hash the weights of a checkpoint."""
     path = training.run_dir(tag) / "checkpoints" / checkpoint / "model" / "pytorch_model.bin"
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-# ---- one hash ------------------------------------------------------------------------------------
+# ---- one hash -------------------------------------------------------------------------------------------------------
 
 def num_logged(tag: str) -> int:
-    """How many lines of steps the log has, repeated ones too."""
+    """Count the lines of steps in the log, including repeated ones."""
     return len(training.all_steps(tag)) if training.log_file(tag).exists() else 0
 
 
 def wait_for_steps(group: training.Group, number: int) -> None:
-    """Wait until the log of the run "killed" has this many lines of steps, or until the run ends."""
+    """Wait until the log of the run "killed" has `number` lines of steps, or until the run ends."""
     training.wait_for(lambda: group.processes[0].exitcode is not None or num_logged("killed") >= number)
 
 
 def one_hash(seed: int) -> bool:
-    """Runs on 1, 2 and 4 processes, and one that is moved between them by ten kills: all have the same weights."""
+    """Train on 1, 2 and 4 processes, then move one run between them with ten kills: all end with the same weights."""
     settings: dict[str, Any] = {"leaves": 4, "device_batch_size": 2, "save_every": 5,
                 "num_iterations": (STEPS_PER_KILL + 2) * len(WORLD_SIZES)}
     rows: list[tuple[str, int, str, str]] = []
@@ -86,33 +95,33 @@ def one_hash(seed: int) -> bool:
     for name, tag in (("1", "w1"), ("2", "w2"), ("4", "w4"), ("4 -> 1 -> 2", "killed")):
         digests = hashlib.sha256("".join(training.digests(tag)).encode()).hexdigest()[:16]
         rows.append((name, len(WORLD_SIZES) * (tag == "killed"), digests, weights(tag)))
-    done = len(training.all_steps("killed")) - settings["num_iterations"]
+    repeated = len(training.all_steps("killed")) - settings["num_iterations"]
     print(*table(("processes", "kills", "all batches", "weights"), rows), sep="\n")
-    print(f"killed after steps {', '.join(map(str, moments))}; {done} steps were trained again, of "
-          f"{settings['num_iterations']}")
+    print(f"killed after steps {', '.join(map(str, moments))}; {repeated} of {settings['num_iterations']} steps were "
+          f"trained twice")
     return len({row[2:] for row in rows}) == 1
 
 
 # ---- dry as predicted ----------------------------------------------------------------------------
 
 def copy_text(data_path: Path, text: Path, max_chars: int) -> list[str]:
-    """text/BUCKET with the first documents of each bucket to train on and a few to validate; the buckets."""
+    """Copy the first documents of each bucket to text/BUCKET, a few of them for validation. Returns the buckets."""
     buckets = find_buckets(data_path)
     for bucket, files in buckets.items():
-        found, chars = [], 0
+        documents, chars = [], 0
         for document in itertools.chain.from_iterable(map(read_texts, files)):
-            found.append(document)
+            documents.append(document)
             chars += len(document)
             if chars > max_chars:
                 break
         (text / bucket).mkdir(parents=True)
-        for name, part in (("a", found[:-8]), ("b", found[-8:])):
+        for name, part in (("a", documents[:-8]), ("b", documents[-8:])):
             pq.write_table(pa.table({"text": part}), text / bucket / f"{name}.parquet", row_group_size=256)
     return sorted(buckets)
 
 
 def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
-    """text/ and a tokenizer of its own in the base directory."""
+    """Write text/ and a tokenizer trained on it to the base directory."""
     buckets = copy_text(data_path, base / "text", max_chars)
     texts = (text for path in sorted((base / "text").rglob("a.parquet")) for text in read_texts(path))
     RustBPETokenizer.train_from_iterator(texts, 2048).save(base / "tokenizer", force=True)
@@ -120,7 +129,7 @@ def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
 
 
 def dry(data_path: Path, base: Path) -> bool:
-    """A curriculum that asks for more than there is: the plan's steps are those of the run."""
+    """Train on a curriculum that wants more than its buckets hold: each runs dry at the step that the plan predicts."""
     buckets = make_data(data_path, base, CHARS["dry"])
     with contextlib.redirect_stdout(None):
         assert tok_shards.main([f"--input-dir={base / 'text'}", f"--output-dir={base / 'shards'}", "--max-length=0",
@@ -146,14 +155,14 @@ def dry(data_path: Path, base: Path) -> bool:
             for bucket in buckets]
     print(*table(("bucket", "tokens", "predicted: dry at step", "actual"), rows), sep="\n")
     ended = [event["step"] for event in training.events("halted", "dry")]
-    print(f"all are dry: predicted at step {plan['steps']}, actual {ended} (exit code {code})")
+    print(f"all buckets dry: predicted at step {plan['steps']}, actual {ended} (exit code {code})")
     return all(predicted == happened for *_, predicted, happened in rows) and ended == [plan["steps"]]
 
 
 # ---- one document left out -----------------------------------------------------------------------
 
 def bits_per_byte(tag: str, text: str) -> float:
-    """How many bits a run's final weights need for a byte of a text."""
+    """Bits per byte of a text, with the final weights of a run."""
     model, tokenizer, _ = load_model(tag, "cpu", compute_dtype=torch.float32)
     T = model.config.sequence_len
     ids = torch.tensor([tokenizer.get_bos_token_id(), *tokenizer.encode(text)])
@@ -165,7 +174,7 @@ def bits_per_byte(tag: str, text: str) -> float:
 
 
 def left_out(data_path: Path, base: Path) -> bool:
-    """Two runs that differ in one document, which the first meets half-way."""
+    """Train twice, the second time without one document that the first run reads half-way."""
     bucket = make_data(data_path / max(find_buckets(data_path)), base, CHARS["left-out"])[-1]
     settings = {**MODEL, "data_path": base / "text" / bucket, "num_iterations": STEPS, "save_every": STEPS // 2,
                 "keep_last_k": 9, "eval_every": STEPS, "eval_tokens": 16_384}
@@ -185,27 +194,46 @@ def left_out(data_path: Path, base: Path) -> bool:
         [*_, val] = [event["bpb"] for event in training.events("val", tag)]
         rows.append((tag, weights(tag, f"checkpoint-{STEPS // 2}"), weights(tag), f"{val:.6f}",
                      f"{bits_per_byte(tag, text):.6f}"))
-    head = ("run", f"weights at step {STEPS // 2}", "at the end", "validation bits per byte", "of the document")
+    head = ("run", f"weights at step {STEPS // 2}", "at the end", "validation bits per byte", "document's")
     print(*table(head, rows), sep="\n")
-    print(f"left out: {file}:{row}, {len(text):,} characters, first met at step {step}")
+    print(f"left out: {file}:{row}, {len(text):,} characters, first read at step {step}")
     return rows[0][1] == rows[1][1] and rows[0][2] != rows[1][2]
 
 
+# ---- where noise comes from ------------------------------------------------------------------------------------------
+
+def noise(base: Path, picture: Path) -> bool:
+    """Train five seeds of the weights, of the data and of both, then with another device batch size; draw all runs. A
+    rerun with the same seeds must end with the same loss."""
+    make_sample_corpus.main([f"--output-dir={base / 'text'}", f"--max-chars={NOISE_CHARS}", "--min-chars=100000"])
+    tok_train.main([f"--data-path={base / 'text'}", "--vocab-size=2048", "--force"])
+    records = []
+    for flags, more in NOISE:
+        repeat.main([*flags, "--", *NOISE_FLAGS, f"--data-path={base / 'text'}", *more])
+        name = flags[0].removeprefix("--name=")
+        records.append(read_json(base / "repeats" / f"{name}.json"))
+    print(repeat.draw(records, picture))
+    return records[0]["rerun_difference"] == 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show one thing; 1 if it did not come out as it should."""
+    """Run one demonstration; 1 if its result is not the expected one."""
     parser = Parser(description=__doc__)
-    parser.add_argument("part", choices=("hash", "dry", "left-out"))
-    parser.add_argument("--data-path", type=Path, help="a folder with a folder of text files for each bucket")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("part", choices=("hash", "dry", "left-out", "noise"))
+    parser.add_argument("--data-path", type=Path, help="contains one folder of text files for each bucket")
+    parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
+    parser.add_argument("--picture", type=Path, default=Path("noise.png"), help="where `noise` draws its runs")
     args = parser.parse_args(argv)
-    if args.part != "hash" and args.data_path is None:
-        raise ValueError("--data-path: expected a folder with a folder of text files for each bucket; "
-                         "python -m dev.make_sample_corpus --buckets --output-dir=DIR makes one")
+    if args.part in CHARS and args.data_path is None:
+        raise ValueError("--data-path is missing: give a folder with one folder of text files for each bucket; "
+                         "python -m dev.make_sample_corpus --buckets --output-dir=DIR writes one")
     tell_about()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder, training.workplace(Path(folder)) as base:
         if args.part == "hash":
             good = one_hash(args.seed)
+        elif args.part == "noise":
+            good = noise(base, args.picture.absolute())
         else:
             good = {"dry": dry, "left-out": left_out}[args.part](args.data_path.resolve(), base)
     print(f"{'as expected' if good else 'NOT as expected'}; {time.monotonic() - began:.0f} s")

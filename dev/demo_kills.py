@@ -1,26 +1,26 @@
 """
-The table of kills: which tokens data loaders skip and repeat after kills, and on another number of processes.
+The table of kills: the tokens that data loaders skip or repeat after kills, or when the number of processes changes.
 
     python -m dev.demo_kills --work=DIR --nanochat=CHECKOUT --gpt-simple=PYTHON --megatron=PYTHON --litdata=PYTHON \\
         --streaming=PYTHON
 
 Each loader reads one epoch of the same documents on two processes, as a training job would: in steps of 32 rows of
-256 tokens, saving its state every 20 steps. No two tokens of these documents are equal, so each shows whether it was
-skipped or repeated. Three runs of each loader are compared at the end of the epoch:
+256 tokens, with a saved state every 20 steps. All tokens of these documents differ, so the program sees which ones a
+loader skips or repeats. It compares three runs of each loader at the end of the epoch:
 
     undisturbed   |----------------------------------------|
     ten kills     |----x--x-----x---x-x----x--x---x---x----|   SIGKILL to both processes at random steps
     2 -> 1        |----------------x-----------------------|   SIGKILL half-way; the rest on one process
 
-After a kill, the job is started again and resumes from the newest state, in the way that the loader's own project
-documents. Steps after that state are trained again and count once: the weights of the killed process are lost, too.
+After a kill, the job restarts and resumes from the newest state, in the way that the loader's own project documents.
+Steps after that state are trained again and count once, because the weights of the killed process are lost as well.
 
     skipped       tokens of the undisturbed run that this run never trained on
     repeated      tokens that this run trained on more often than the undisturbed run did
     other steps   steps whose tokens are not those of the same step of the undisturbed run
 
-PYTHON is the interpreter of an environment with that package; CHECKOUT is one of nanochat. Loaders that are not given
-are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes for each loader.
+PYTHON is the interpreter of an environment with that package, and CHECKOUT is a clone of nanochat. Loaders without a
+flag are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes for each loader.
 """
 
 import argparse
@@ -39,8 +39,8 @@ import numpy as np
 
 DOCUMENTS, SHORTEST, LONGEST = 131_072, 16, 250  # tokens
 T, ROWS, SAVE_EVERY, KILLS = 256, 32, 20, 10
-STEP_S = 0.005  # what a step of training takes, at least
-Batches = Iterator[tuple[Any, Any]]  # targets (rows, T) of this process, not positive where there are none; its state
+STEP_S = 0.005  # shortest time of a step
+Batches = Iterator[tuple[Any, Any]]  # (targets (rows, T) of this process, 0 or less where masked; its state)
 
 
 # ---- the documents -------------------------------------------------------------------------------
@@ -52,13 +52,13 @@ def documents() -> tuple[np.ndarray, np.ndarray]:
 
 
 def blocks() -> np.ndarray:
-    """(number, T): the documents one after the other, for loaders that read samples of one length."""
+    """Concatenate the documents into (number, T) blocks, for loaders that read samples of one length."""
     num = int(documents()[0].sum()) // T
     return np.arange(1, num * T + 1, dtype=np.int32).reshape(num, T)
 
 
 class Numbers:
-    """The tokenizer of the text files, whose documents are "FIRST LENGTH"."""
+    """A tokenizer that turns the text "FIRST LENGTH" into LENGTH consecutive ids, starting at FIRST."""
 
     fingerprint, token_dtype = "numbers", np.dtype(np.uint32)
 
@@ -78,7 +78,7 @@ class Numbers:
 
 
 def write_text(folder: Path) -> None:
-    """Four parquet files to train on and one to validate, in row groups of 1,024 documents."""
+    """Write four parquet files for training and one for validation, in row groups of 1,024 documents."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -90,10 +90,10 @@ def write_text(folder: Path) -> None:
 
 
 # ---- the loaders ---------------------------------------------------------------------------------
-# Each takes the states that all processes saved at one step (None at the start), and yields what it trains on.
+# Each one takes the states that all processes saved at the same step (None at the start), and yields its batches.
 
 def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """The same cursors for any number of processes: docs/resume.md."""
+    """The cursors are the same for any number of processes: docs/resume.md."""
     from nanochat.dataloader import DataLoader, Dry
     from nanochat.dataset import find_files, scan
     from nanochat.order import StreamConfig
@@ -110,7 +110,7 @@ def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
 
 
 def nanochat(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """scripts/base_train.py: rank 0 saves the state that came with the next batch, and all ranks resume from it."""
+    """As in its scripts/base_train.py: rank 0 saves the next batch's state, and all ranks resume from it."""
     import types
 
     for name in ("requests", "filelock"):  # only its downloads need them
@@ -128,7 +128,7 @@ def nanochat(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches
 
 
 def gpt_simple(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """_train_loop.py: the cursors of the workers that have delivered; each rank saves, all states are applied."""
+    """As in its _train_loop.py: each rank saves the cursors of its workers, and every rank applies all states."""
     from types import SimpleNamespace
 
     from gpt_simple.config import DataConfig
@@ -146,7 +146,7 @@ def gpt_simple(work: Path, rank: int, W: int, states: list[Any] | None) -> Batch
 
 
 def write_gpt_simple(folder: Path) -> None:
-    """Sixteen shards: each process has four workers, their default."""
+    """Write sixteen shards. Each process has four workers, the default."""
     from gpt_simple.pretokenize import write_idx
 
     lengths, firsts = documents()
@@ -161,7 +161,7 @@ def write_gpt_simple(folder: Path) -> None:
 
 
 def megatron(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """Its trainer keeps consumed_train_samples; its sampler resumes there, with a slice of each batch for each rank."""
+    """As its trainer does: save consumed_train_samples, resume there, and give each rank its slice of a batch."""
     data = megatron_dataset(work)
     consumed = 0 if states is None else states[0]
     while consumed + ROWS <= len(data):
@@ -171,7 +171,7 @@ def megatron(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches
 
 
 def megatron_dataset(work: Path) -> Any:
-    """One epoch of samples. The first process that opens it writes its tables."""
+    """Open one epoch of samples. The first process that opens it writes its tables."""
     from types import SimpleNamespace
 
     from megatron.core.datasets import gpt_dataset as g
@@ -186,7 +186,7 @@ def megatron_dataset(work: Path) -> Any:
 
 
 def write_megatron(folder: Path) -> None:
-    """A pair of files, a document for each of ours."""
+    """Write a .bin and .idx pair with the same documents."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -199,7 +199,7 @@ def write_megatron(folder: Path) -> None:
 
 
 def litdata(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """README, "Pause, resume data streaming": state_dict and load_state_dict of the loader."""
+    """As in its README, "Pause, resume data streaming": the loader's state_dict and load_state_dict."""
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
     data = StreamingDataset(str(work / "litdata"), item_loader=TokensLoader(T), shuffle=True, drop_last=True)
@@ -224,11 +224,11 @@ def torch_rows(numbers: np.ndarray) -> Iterator[Any]:
 
 
 def streaming(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """README, "Instant mid-epoch resumption": state_dict (of rank 0) and load_state_dict of the loader."""
+    """As in its README, "Instant mid-epoch resumption": the loader's state_dict (of rank 0) and load_state_dict."""
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
-    clean_stale_shared_memory()  # that a killed process left: their advice
+    clean_stale_shared_memory()  # its documentation advises this after a kill
     data = StreamingDataset(local=str(work / "streaming"), shuffle=True, batch_size=ROWS // W)
     loader = StreamingDataLoader(data, batch_size=ROWS // W, num_workers=2, drop_last=True)
     if states is not None:
@@ -254,7 +254,7 @@ WRITERS = {"gpt-simple": write_gpt_simple, "megatron": write_megatron, "litdata"
 # ---- a job: one process of a launch --------------------------------------------------------------
 
 def job(name: str, work: Path, run: Path) -> None:
-    """Read until the epoch ends, or a kill. `run` gets states, STEP-RANK.pt, and what each step trained on."""
+    """Read until the epoch ends or a signal kills us. Writes states (STEP-RANK-of-W.pt) and every batch to `run`."""
     import torch
     from torch import distributed as dist
 
@@ -267,7 +267,7 @@ def job(name: str, work: Path, run: Path) -> None:
         for step in range(start, sys.maxsize):
             batch, state = next(loader, (None, None))
             ended = torch.tensor(int(batch is None))
-            dist.all_reduce(ended)  # as the gradients of a step: no rank gets ahead, and all end together
+            dist.all_reduce(ended)  # like gradients: ranks stay in step, and end together
             if ended:
                 break
             time.sleep(STEP_S)
@@ -278,11 +278,11 @@ def job(name: str, work: Path, run: Path) -> None:
                 dist.barrier()
                 os.rename(run / f"{rank}.new", run / f"{step + 1:06d}-{rank}-of-{W}.pt")
     (run / f"ended-{rank}").touch()
-    os._exit(0)  # their threads and workers do not matter any more
+    os._exit(0)  # do not wait for the loader's threads and workers
 
 
 def newest(run: Path) -> tuple[int, list[Path]]:
-    """The newest step of which all processes have saved a state, and the states in the order of ranks; 0 at first."""
+    """(step, state files in rank order) of the newest step that all processes saved; (0, []) at the start."""
     for last in sorted(run.glob("*.pt"), reverse=True):
         step, W = last.name.split("-")[0], int(last.stem.split("-")[-1])
         files = [run / f"{step}-{rank}-of-{W}.pt" for rank in range(W)]
@@ -294,8 +294,8 @@ def newest(run: Path) -> tuple[int, list[Path]]:
 # ---- kills ---------------------------------------------------------------------------------------
 
 def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: int | None) -> int:
-    """Start the processes of a job, kill them at a step, or wait until they end. Returns the step it started from.
-    ValueError with the last line of a process that failed."""
+    """Start the processes of a job, and kill them at a step or wait until they end. Returns the first step. ValueError
+    gives the last line of a process that failed."""
     start = newest(run)[0]
     port = str(random.SystemRandom().randrange(20_000, 60_000))
     common = {**env, "WORLD_SIZE": str(W), "LOCAL_WORLD_SIZE": str(W), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -315,7 +315,7 @@ def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: 
             break
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # with the workers of its loader, as a node that fails
+            os.killpg(child.pid, signal.SIGKILL)  # with its loader's workers, like a node that fails
         child.wait()
     if failed:
         lines = (run / f"{failed[0]}.log").read_text().strip().splitlines() or ["no output"]
@@ -327,8 +327,8 @@ def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: 
 
 def play(command: list[str], env: dict[str, str], run: Path, plan: Sequence[tuple[int, int | None]]
          ) -> list[np.ndarray]:
-    """The launches of a plan, (processes, step of the kill or None) each. Returns the tokens of each step that is part
-    of the final weights."""
+    """Run the launches of a plan: (processes, step of the kill or None) for each. Returns the tokens of each step that
+    the final weights contain."""
     run.mkdir(parents=True)
     steps: list[np.ndarray] = []
     for W, kill_at in plan:
@@ -342,17 +342,17 @@ def play(command: list[str], env: dict[str, str], run: Path, plan: Sequence[tupl
 
 
 def compare(steps: Sequence[np.ndarray], undisturbed: Sequence[np.ndarray]) -> list[str]:
-    """Skipped, repeated, other steps."""
+    """The last three columns of the table: skipped, repeated, other steps."""
     size = int(documents()[0].sum()) + 1
-    here, there = (np.bincount(np.concatenate(run), minlength=size) for run in (steps, undisturbed))
+    trained, expected = (np.bincount(np.concatenate(run), minlength=size) for run in (steps, undisturbed))
     same = sum(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(steps, undisturbed))
-    skipped = np.maximum(there - here, 0).sum()
-    repeated = np.maximum(here - np.maximum(there, 1), 0).sum()
+    skipped = np.maximum(expected - trained, 0).sum()
+    repeated = np.maximum(trained - np.maximum(expected, 1), 0).sum()
     return [f"{skipped:,}", f"{repeated:,}", f"{max(len(steps), len(undisturbed)) - same:,} of {len(undisturbed):,}"]
 
 
 def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) -> list[list[str]]:
-    """The rows of a loader in the table."""
+    """Measure one loader; returns its rows of the table."""
     env = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
            "NANOCHAT_BASE_DIR": str(work / "base"), "USE_TF": "0"}
 
@@ -366,7 +366,7 @@ def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) 
             raise ValueError(f"{name}: its data could not be written: {done.stderr.strip().splitlines()[-1]}")
     runs = work / "runs" / name
     undisturbed = play(command(f"--job={name}", f"--work={work}"), env, runs / "undisturbed", [(2, None)])
-    last = int(0.7 * len(undisturbed))  # a loader that skips much ends early
+    last = int(0.7 * len(undisturbed))  # a loader that skips tokens ends early
     kills = sorted(rng.sample(range(SAVE_EVERY, last), KILLS))
     rows = []
     for title, plan in ((f"{KILLS} kills", [*((2, step) for step in kills), (2, None)]),
@@ -381,9 +381,9 @@ def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure all loaders that are given; print the table."""
+    """Measure every loader that has a flag, and print the table."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].startswith(("--job=", "--write=")):  # a process of its own, maybe without our package
+    if words and words[0].startswith(("--job=", "--write=")):  # a child process, perhaps without our package
         p = argparse.ArgumentParser()
         p.add_argument("--job"), p.add_argument("--write"), p.add_argument("--work", type=Path)
         args = p.parse_args(words)
@@ -400,9 +400,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
     for name in WRITERS:
-        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"of an environment with {name}")
+        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
     parser.add_argument("--only", nargs="+", choices=LOADERS, default=[*LOADERS], help="measure only these")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
     args = parser.parse_args(words)
     tell_about()
     work, root = args.work.resolve(), Path(__file__).parents[1]
@@ -410,12 +410,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     (work / "base").mkdir()
     (work / "base" / "base_data_climbmix").symlink_to(work / "text")
     (work / "link").mkdir()
-    (work / "link" / "dev").symlink_to(root / "dev")  # of ours, the others see `dev` alone
+    (work / "link" / "dev").symlink_to(root / "dev")  # the other projects import only `dev` of ours
     rows = []
     for name in args.only:
         given = root if name == "ours" else getattr(args, name.replace("-", "_"))
         if given is None:
-            print(f"{name}: skipped, for --{name} is not given", flush=True)
+            print(f"{name}: skipped, because --{name} is missing", flush=True)
             continue
         python = str(Path(given).absolute()) if name in WRITERS else sys.executable
         path = root if name == "ours" else work / "link"

@@ -93,7 +93,7 @@ def write_text(folder: Path) -> None:
 # Each takes the states that all processes saved at one step (None at the start), and yields what it trains on.
 
 def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """The same cursors for any number of processes: docs/resume.md."""
+    """The same cursors for any number of processes: docs/resuming.md."""
     from nanochat.dataloader import DataLoader, Dry
     from nanochat.dataset import find_files, scan
     from nanochat.order import StreamConfig

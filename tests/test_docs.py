@@ -145,7 +145,8 @@ def test_commands_that_a_page_shows_exist_with_their_flags(page, capsys):
 
 def test_flags_that_stand_for_those_of_other_projects_exist(capsys):
     known = {flag for module in ("base_train", "tok_shards") for flag in flags_of(capsys, f"scripts.{module}")}
-    ours = [row.split("|")[-2] for row in (ROOT / "docs/coming_from.md").read_text().splitlines() if row.startswith("|")]
+    rows = (ROOT / "docs/coming_from.md").read_text().splitlines()
+    ours = [row.split("|")[-2] for row in rows if row.startswith("|")]
     named = re.findall(r"(?<!\S)`?(--[a-z][a-z_-]*)", " ".join(ours))
     assert len(named) > 25 and [flag for flag in named if flag.replace("_", "-") not in known] == []
     assert sum(1 for page in PAGES for _ in commands(page)) > 40, "the case: pages show commands"

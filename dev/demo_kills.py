@@ -93,7 +93,7 @@ def write_text(folder: Path) -> None:
 # Each one takes the states that all processes saved at the same step (None at the start), and yields its batches.
 
 def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """The cursors are the same for any number of processes: docs/resume.md."""
+    """The cursors are the same for any number of processes: docs/resuming.md."""
     from nanochat.dataloader import DataLoader, Dry
     from nanochat.dataset import find_files, scan
     from nanochat.order import StreamConfig

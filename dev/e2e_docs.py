@@ -1,7 +1,7 @@
 """
 Run what README.md and the pages of docs/ tell a reader to type, word by word, in the order of the README's links.
 
-    README.md --> docs/data.md --> ...     one fresh copy of the checkout's files and one base directory:
+    README.md --> docs/first_run.md ...    one fresh copy of the checkout's files and one base directory:
       ```sh      a command after another   what a page makes is there for the pages behind it
       ```python  as one program
 

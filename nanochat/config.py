@@ -4,7 +4,7 @@ The settings of a run: one frozen dataclass, and everything that people see of i
     warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
 
 From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
-config.json, the rule for a later launch, and a row of the table in docs/resume.md. A fork that
+config.json, the rule for a later launch, and a row of the table in docs/reference.md. A fork that
 wants a flag adds one field here; a room that owns a default declares its fields itself
 (`ScheduleSettings` in nanochat/schedule.py) and is listed among the bases.
 
@@ -383,7 +383,7 @@ TYPES = get_type_hints(Settings)
 # ---- the command line ---------------------------------------------------------------------------
 
 SECTION = ("gpt-simple's files have sections; here each flag stands at the top level, as data_path: DIR or "
-           "num_iterations: 1000 (docs/others.md lists the names)")
+           "num_iterations: 1000 (docs/coming_from.md lists the names)")
 ELSEWHERE = {  # flags that people know from other programs
     "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) "
                           "from the newest",

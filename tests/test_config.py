@@ -108,7 +108,7 @@ def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
 
 
 def test_a_budget_mismatch_is_allowed_by_a_flag_or_by_the_curriculum(tmp_path):
-    """Regression: docs/others.md named the flag, and there was none."""
+    """Regression: docs/coming_from.md named the flag, and there was none."""
     for text, flags, expected in (("", [], False), ("", ["--allow-budget-mismatch"], True),
                                   ("allow_budget_mismatch: true\n", [], True)):
         (tmp_path / "mix.yaml").write_text("curriculum: [{duration_tokens: 10, mix: {web: 1}}]\n" + text)

@@ -82,7 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ValueError(f"--to {args.to}: the output folder is missing, as in scripts.export {args.source} OUT "
                          f"--to={args.to}")
     if args.to is not None and (args.model_tag or args.data_path or args.tokenizer):
-        raise ValueError(f"--to {args.to}: --model-tag, --data-path and --tokenizer work with --from only; leave them out")
+        raise ValueError(f"--to {args.to}: leave out --model-tag, --data-path and --tokenizer, which go with --from")
     return args
 
 

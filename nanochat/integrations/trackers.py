@@ -66,8 +66,8 @@ class Trackio:
 
 
 class Trackers:
-    """All trackers that a run asks for, and its profile. `wandb_id`: id of the wandb run to resume; the attribute is the
-    id in use. `step`: the first step of this launch."""
+    """All trackers that a run asks for, and its profile. `wandb_id`: id of the wandb run to resume; the attribute
+    holds the id in use. `step`: the first step of this launch."""
 
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id

@@ -157,8 +157,8 @@ class Tokenizer(metaclass=_Opens):
     """The interface of every tokenizer. A subclass implements the members up to `contents`; the others use them.
     `Tokenizer(name)` is `get_tokenizer(name)`.
 
-    One id, `bos_token_id`, separates documents: the stream puts it in front of a document and token files put it
-    behind one, whatever its own program calls it (BOS, EOD, EOS).
+    One id, `bos_token_id`, separates documents: the stream puts it in front of a document, and token files put it
+    behind one. Other programs call it BOS, EOD or EOS.
     """
 
     file: ClassVar[str | None]  # the file that `save` writes beside tokenizer.json, if any
@@ -260,7 +260,7 @@ class Tokenizer(metaclass=_Opens):
         return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def encode_one(self, text: str) -> np.ndarray:
-        """One document: (num_tokens,) `token_dtype`, BOS first."""
+        """The ids of one document, BOS first: (num_tokens,) `token_dtype`."""
         return self.encode_flat([text], num_threads=1)[0]
 
     # -- disk
@@ -276,8 +276,8 @@ class Tokenizer(metaclass=_Opens):
             raise ValueError(f"{tokenizer_dir}: holds another tokenizer ({existing['fingerprint']}), which data and "
                              f"runs may depend on; name another folder (--output-dir), or replace it with --force")
         data_path = json_path.with_name(self.file) if self.file else None
-        # Every resume comes here: writing the same files again would remove the tokenizer for a moment, or until
-        # there is space if the disk is full.
+        # Every resume saves its tokenizer. Writing the same files again would delete it for a moment, and forever if
+        # the disk is full.
         if existing == description and (not data_path or (data_path.is_file() and data_path.read_bytes() == data)):
             return
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -289,7 +289,7 @@ class Tokenizer(metaclass=_Opens):
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Tokenizer":
         """The tokenizer of a tokenizer.json, `saved`, and the bytes of the file `name` beside it. ValueError or
-        TypeError if they do not describe one."""
+        TypeError if they are damaged."""
         raise NotImplementedError
 
     @staticmethod

@@ -142,8 +142,8 @@ class Bucket:
         try:
             self.obs = load_obstore()
         except (ImportError, OSError) as e:
-            advice = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder from which "
-                      f"libraries can be loaded, or start processes with spawn" if _parents else
+            advice = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
+                      f"allows loading libraries, or start processes with spawn" if _parents else
                       "pip install -e '.[s3]'")
             raise ValueError(f"{self.name}: object storage needs obstore; {advice}") from None
         if scheme == "gs":

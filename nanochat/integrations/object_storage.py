@@ -400,6 +400,12 @@ def read_range(stat: Stat, begin: int, end: int) -> memoryview:
         raise FileNotFoundError(f"{e}, but this run reads it; {ADVICE}") from None
 
 
+def read_whole(stat: Stat) -> Iterator[memoryview]:
+    """All bytes of an object in pieces, with several requests at once."""
+    return each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, stat.size)),
+                range(0, stat.size, REQUEST_BYTES), at_once=8)
+
+
 kept_range = functools.lru_cache(KEPT_PARTS)(read_range)
 
 
@@ -419,16 +425,15 @@ class RemoteReader:
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Elements begin .. end - 1, (end - begin,), read-only. Raises what `read_range` raises."""
-        size = self.dtype.itemsize
-        return np.frombuffer(read_parts(self.pinned, begin * size, end * size), self.dtype)
+        return self._read(read_parts, begin, end)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """`read` of each range, in order, with several requests at once. Fetches only these bytes and caches none."""
-        def read_one(span: tuple[int, int]) -> np.ndarray:
-            begin, end = span[0] * self.dtype.itemsize, span[1] * self.dtype.itemsize
-            return np.frombuffer(read_range(self.pinned, begin, end) if begin < end else b"", self.dtype)
+        return list(each(lambda span: self._read(read_range, *span), ranges))
 
-        return list(each(read_one, ranges))
+    def _read(self, read_bytes: Callable[..., bytes | memoryview], begin: int, end: int) -> np.ndarray:
+        size = self.dtype.itemsize
+        return np.frombuffer(read_bytes(self.pinned, begin * size, end * size) if begin < end else b"", self.dtype)
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
@@ -526,8 +531,7 @@ class RemotePath(PosixPath):
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)
             with atomic_open(copy) as f:
-                f.writelines(each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, stat.size)),
-                                  range(0, stat.size, REQUEST_BYTES), at_once=8))
+                f.writelines(read_whole(stat))
         return copy
 
 

@@ -225,9 +225,9 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
             (f"validation {measured}", f"{val['bpb'] or val['loss']:.6f}" if val else "not measured"),
-            ("digest of the last step's batch", run.digests.get(step - 1, "not known")),
-            ("seal of the checkpoint", checkpoint.trainer_state["checksum"]),
-            ("code, commit", (launches[-1].started.get("code") if launches else None) or "not known")]
+            ("digest of the last step's batch", run.digests.get(step - 1, "unknown")),
+            ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
+            ("code, commit", (launches[-1].started.get("code") if launches else None) or "unknown")]
     about, data = ("\n".join(markdown(*table)) for table in (
         (("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files)))
     return f"""---

@@ -77,7 +77,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream, self.url = upstream, f"http://127.0.0.1:{self.server_port}"
         self.faults: list[Fault] = []
-        self.requests: list[Request] = []
+        self.seen: list[Request] = []
         self.latency_s = 0.0
         self.released = threading.Event()  # ends all stalls
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class Proxy(ThreadingHTTPServer):
         return None
 
     def gets(self, name: str = "") -> list[Request]:
-        return [s for s in self.requests if s.method == "GET" and name in s.path]
+        return [s for s in self.seen if s.method == "GET" and name in s.path]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         span = (int(match[1]), int(match[2]) + 1) if match else None
         fault = self.server.pop_fault(self.command, self.path)
-        self.server.requests.append(Request(self.command, self.path, span, fault, self.headers.get("If-Match")))
+        self.server.seen.append(Request(self.command, self.path, span, fault, self.headers.get("If-Match")))
         time.sleep(self.server.latency_s)
         fault = fault or Fault()
         if fault.before:
@@ -192,7 +192,7 @@ class Store:
         """Remove all faults and forget all requests."""
         self.proxy.released.set()
         self.proxy.faults.clear()
-        self.proxy.requests.clear()
+        self.proxy.seen.clear()
         self.proxy.latency_s, self.proxy.released = 0.0, threading.Event()
 
     def make_bucket(self, bucket: str) -> None:
@@ -251,4 +251,4 @@ if __name__ == "__main__":
         running.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
         print(running.proxy.url, running.moto_url, flush=True)
         sys.stdin.read()
-        print(json.dumps(Counter(request.method for request in running.proxy.requests)), flush=True)
+        print(json.dumps(Counter(request.method for request in running.proxy.seen)), flush=True)

@@ -107,7 +107,7 @@ def test_a_folder_is_listed_once(store):
     assert [p.name for p in root.rglob("*.idx")] == ["x.idx"] and root.is_dir() and not root.is_file()
     assert (root / "tokens.bin").stat().st_size == TOKENS.nbytes and len((root / "tokens.bin").pinned().etag) > 10
     assert not (root / "none").exists() and (root / "b").is_dir() and not (root / "b" / "y").is_file()
-    assert len(store.proxy.requests) == 1
+    assert len(store.proxy.seen) == 1
     with pytest.raises(FileNotFoundError, match=r"^s3://bucket/a/none: no such object$"):
         (root / "none").open("rb")
     begin_launch()
@@ -133,14 +133,14 @@ def test_any_ranges_are_the_bytes_of_the_file(store):
 
 def test_lanes_request_each_part_once_and_samples_only_their_bytes(store):
     r = reader(store)
-    store.proxy.requests.clear()
+    store.proxy.seen.clear()
     share = 2 * PART  # ids of a lane, so four parts; seven lanes read in turn
     for at in range(0, share, 1024):
         for a in range(at, len(TOKENS), share):
             assert (r.read(a, min(a + 1024, len(TOKENS))) == TOKENS[a:a + 1024]).all()
     ranges = [request.range for request in store.proxy.gets()]
     assert len(ranges) == len(set(ranges)) == -(-TOKENS.nbytes // PART) and len(ranges) > 16
-    store.proxy.requests.clear()
+    store.proxy.seen.clear()
     r.read_many([(50_000, 50_100), (10, 20), (7, 7)])
     assert sorted(s.range for s in store.proxy.gets()) == [(20, 40), (100_000, 100_200)]
     assert all(s.if_match == r.pinned.etag for s in store.proxy.gets())
@@ -280,10 +280,10 @@ def test_no_such_object_no_such_bucket_and_no_credentials(store, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     begin_launch()
-    store.proxy.requests.clear()
+    store.proxy.seen.clear()
     with pytest.raises(PermissionError, match=r"tokens\.bin: no credentials; set AWS_ACCESS_KEY_ID, AWS_SECRET"):
         find(store.path(KEY))
-    assert not store.proxy.requests
+    assert not store.proxy.seen
 
 
 @pytest.mark.parametrize("keys, odd", [
@@ -303,7 +303,7 @@ def test_unusable_keys_are_skipped_with_one_warning(store, caplog, keys, odd):
 def test_a_key_that_no_path_can_name_is_refused_without_a_request(store):
     with pytest.raises(ValueError, match=r"s3://bucket/odd/../x: the key, or one below it, has an empty"):
         list_objects("s3://bucket/odd/../x")
-    assert not store.proxy.requests
+    assert not store.proxy.seen
 
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT"])

@@ -44,7 +44,7 @@ def files_of(folder):
 
 
 def puts(store):
-    return [s.path.split("/bucket/")[1].split("?")[0] for s in store.proxy.requests if s.method == "PUT"]
+    return [s.path.split("/bucket/")[1].split("?")[0] for s in store.proxy.seen if s.method == "PUT"]
 
 
 def test_all_of_it_arrives_and_the_manifests_last(store, folder, capsys):
@@ -62,14 +62,14 @@ def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, ca
     err = capsys.readouterr().err
     assert "b.bin: access denied" in err and "no manifest was written; run the same command again" in err
     assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
-    store.proxy.requests.clear()
+    store.proxy.seen.clear()
     assert main([str(folder), store.path("s")]) == 0
     assert sorted(puts(store)) == ["s/train/web/b.bin", "s/train/web/manifest.json",
                                    "s/val/web/manifest.json"]
     sums = sum_file  # other ETags are settled by reading back
     for of in (sums, lambda file: ("none", sums(file)[1])):
         monkeypatch.setattr(push_shards, "sum_file", of)
-        store.proxy.requests.clear()
+        store.proxy.seen.clear()
         assert main([str(folder), store.path("s")]) == 0
         assert not puts(store) and bool(store.proxy.gets("c.bin")) == (of is not sums)
         assert "0 files sent and checked (0 bytes), 9 were there" in capsys.readouterr().out

@@ -101,7 +101,7 @@ def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, k
     assert len([s for s in bucket.proxy.gets(".bin") if s.fault is None]) <= (samples if kind == "samples" else 10)
     if kind != "samples":  # it lists; of prefixes it asks one by one
         lists = [s for s in bucket.proxy.gets("list-type") if s.fault is None]
-        assert len(lists) == 1 and not [s for s in bucket.proxy.requests if s.method == "HEAD"]
+        assert len(lists) == 1 and not [s for s in bucket.proxy.seen if s.method == "HEAD"]
     entries = [e for m in read_json(run_dir() / "data_manifest.json")["train"].values() for e in m["files"]]
     assert entries and all(e["etag"] for e in entries)
     copies = {p.name[13:] for p in (run_dir().parents[1] / "object_storage").rglob("*.idx")}
@@ -226,7 +226,7 @@ def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, c
     found = tokenize("s3://bucket/raw", "of bucket")
     assert found == tokenize(tmp_path / "raw", "of files") and sum(name.endswith(".bin") for name in found) == 3
     assert "3 of 3 shards finished" in capfd.readouterr().out
-    bucket.proxy.requests.clear()
+    bucket.proxy.seen.clear()
     assert tokenize("s3://bucket/raw", "of bucket") == found
     assert not bucket.proxy.gets("raw/"), "finished shards are not made again"
     bucket.put("raw/web/0.jsonl", bucket.get("raw/web/0.jsonl").replace(b"th", b"ht"))
@@ -321,6 +321,6 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
 
 def wait_for_stall(bucket, group):
     """Until a request waits for ever."""
-    while not any(s.fault is not None and s.fault.stall for s in bucket.proxy.requests):
+    while not any(s.fault is not None and s.fault.stall for s in bucket.proxy.seen):
         assert all(process.exitcode is None for process in group.processes), group.text()
         time.sleep(0.05)

@@ -1,5 +1,5 @@
 """
-Write a trained model for Hugging Face transformers or nanochat, or import a checkpoint of nanochat as a run.
+Export a model to Hugging Face transformers or nanochat, or import one of nanochat's as a run.
 
     python -m scripts.export mine mine-hf --to=hf           # for AutoModelForCausalLM.from_pretrained("mine-hf", ...)
     python -m scripts.export mine@50 nano --to=nanochat     # step 50; then set NANOCHAT_BASE_DIR=nano in nanochat
@@ -12,7 +12,7 @@ Write a trained model for Hugging Face transformers or nanochat, or import a che
     tokenizer/                             tokenizer.json                tokenizer/tokenizer.pkl, token_bytes.pt
                                            modeling_nanochat_exact.py
                                            README.md, the model card
-    logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)         receipt.json beside the model
+    logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)   receipt.json beside the model
 
 Parameters keep their names and types in every direction. The output appears by one rename, complete or not at all, and
 never overwrites anything. Reading executes nothing: weights are tensors only, and a pickled tokenizer may name only one

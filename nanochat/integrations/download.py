@@ -217,8 +217,8 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Download or verify. ValueError for bad flags; OSError, which lists the shards that failed."""
-    parser = Parser(description="Download text to train on, or verify what was downloaded.",
-                    epilog="python -m nanochat.dataset -n 8    # 8 shards for training and one for validation")
+    parser = Parser(description="Download text to train on, or verify downloaded text.\n\n"
+                                "    python -m nanochat.dataset -n 8    # 8 shards for training and one for validation")
     parser.add_argument("-n", "--num-files", type=int, default=-1,
                         help="how many training shards to download, some 100 MB each; -1: all, which are thousands")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="how many shards to download at a time")

@@ -37,7 +37,6 @@ tokenizer adds a blank only to texts without one, "a" and " a" have the same ids
 """
 
 import importlib
-import itertools
 import json
 import logging
 import os
@@ -46,7 +45,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -240,9 +239,10 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.ends = [token for token in USUAL_ENDS if token in self.special_tokens]
-        self.inside = self.library.get_vocab(with_added_tokens=False)  # in the model's alphabet
+        self.model_vocab = self.library.get_vocab(with_added_tokens=False)  # in the model's alphabet
+        # these parts show whether the vocabulary is byte-level, and how it writes a blank
         steps = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
-                         ensure_ascii=False)
+                           ensure_ascii=False)
         self.by_byte, self.blank = '"ByteLevel"' in steps, BLANK if BLANK in steps else " "
         self.alphabet = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model = self.spec["model"]
@@ -268,18 +268,18 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
                 continue
             if self._is_byte(token):
                 yield i, 1
-            elif self.by_byte and token in self.inside:
+            elif self.by_byte and token in self.model_vocab:
                 yield i, len(token)
             else:
-                yield i, len((token.replace(self.blank, " ") if token in self.inside else token).encode())
+                yield i, len((token.replace(self.blank, " ") if token in self.model_vocab else token).encode())
 
     def spell(self, token: int) -> list[int]:
         """Write a token's text in the model's alphabet and let the model encode each character."""
         text = self.library.id_to_token(token) or ""
         if self._is_byte(text):
             return [token]
-        if text not in self.inside:
-            text = (self.alphabet.pre_tokenize_str(text)[0][0] if self.by_byte else text.replace(" ", self.blank))
+        if text not in self.model_vocab:
+            text = self.alphabet.pre_tokenize_str(text)[0][0] if self.by_byte else text.replace(" ", self.blank)
         try:
             return [token.id for character in text for token in self.library.model.tokenize(character)]
         except Exception:  # the vocabulary has neither this character nor an unknown token
@@ -355,9 +355,8 @@ class IdsTokenizer(ThirdPartyTokenizer):
 
 # ---- opening one ---------------------------------------------------------------------------------------------------
 
-KINDS: Mapping[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] = {
-    ".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED: Mapping[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
+KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+SAVED = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
@@ -365,13 +364,12 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
     path = as_path(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
-    tokenizer: ThirdPartyTokenizer
     if name.startswith("ids:"):
         match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
         if match is None or not 2 <= int(match[1]) <= MAX_IDS:
             raise ValueError(f"--tokenizer {name}: expected ids:VOCAB:EOD, the number of ids (at most {MAX_IDS:,}) and "
                              f"the id that ends a document")
-        tokenizer = IdsTokenizer(match[1].encode(), name)
+        tokenizer: ThirdPartyTokenizer = IdsTokenizer(match[1].encode(), name)
         tokenizer.ends = [int(match[2] or -1)]
     else:
         path = _find_file(path)
@@ -391,7 +389,7 @@ def named_ends(folder: Path) -> list[str | int]:
     files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
     values = {file: parse_json(local_copy(file).read_bytes(), file, dict, way_out="repair or delete it")
               for file in files}
-    for name, file in itertools.product(("eos_token", "bos_token"), files):
+    for name, file in product(("eos_token", "bos_token"), files):
         token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token
         check_shape({name: token}, {name: str | None}, file)

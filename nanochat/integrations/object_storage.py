@@ -1,8 +1,8 @@
 """
-Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.data_path` imports this module
+Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.as_path` imports this module
 for the first path such as s3://bucket/folder; a program that reads local files never loads it.
 
-    data_path("s3://b/set")    a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
+    as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
                                answered from one listing of the folder
     path.local_copy()          a local copy, for files that are mapped or read whole: indices, manifests
     RemoteReader(path)         the ids of a .bin, by ranges
@@ -16,7 +16,7 @@ the size, ETag, range and length of the answer are checked. So bytes of two vers
 proxy drops If-Match: a changed object is an error that names it.
 
 **Waiting.** Every request goes through `request`. obstore retries a request where that may help: for 300 s, but only
-for 9 s until the bucket first answers, because then the endpoint is probably wrong. It runs in a daemon thread, while
+for 9 s until the bucket first answers, because then the endpoint is probably wrong. The request runs in a daemon thread, while
 the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a signal nor
 the end of Python. An answer that does not fit the request is requested again up to four times.
 
@@ -432,6 +432,7 @@ class RemoteReader:
         return list(each(lambda span: self._read(read_range, *span), ranges))
 
     def _read(self, read_bytes: Callable[..., bytes | memoryview], begin: int, end: int) -> np.ndarray:
+        """Elements begin .. end - 1, by `read_parts` or `read_range`."""
         size = self.dtype.itemsize
         return np.frombuffer(read_bytes(self.pinned, begin * size, end * size) if begin < end else b"", self.dtype)
 

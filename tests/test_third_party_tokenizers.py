@@ -379,7 +379,7 @@ def test_a_document_that_makes_the_library_panic_is_one_sentence_with_its_place(
     with pytest.raises(ValueError, match=r"^text 7 of 10: this tokenizer cannot encode it \(PanicException: .*; it "
                                          r"begins with 'aaaa") as caught:
         tokenizer.encode_flat(texts, num_threads=2)
-    assert "\n" not in str(caught.value) and tokenizer.encode("ab") == tokenizer.encode(["ab"])[0]
+    assert "\n" not in str(caught.value)
     training.write_shard(tmp_path / "text" / "x.parquet", texts)
     source = open_source(scan(tmp_path / "text"), tokenizer)
     with pytest.raises(ValueError, match=r"^x\.parquet: row group 0, row 7: this tokenizer cannot encode it"):
@@ -401,27 +401,23 @@ class Attack:
         return self.call
 
 
-def attacks(flag):
-    """Objects whose pickles would create the file `flag`."""
-    touch, shell = f"open({str(flag)!r}, 'w')", f"touch {flag}"
-    return [Attack(os.system, shell), Attack(eval, touch), Attack(exec, touch), Attack(Path.touch, flag),
-            {"mergeable_ranks": Attack(os.system, shell)}, [Attack(eval, touch)],
-            Attack(getattr, Attack(__import__, "os"), "system"),
-            Attack(functools.partial, os.system, shell), Attack(operator.methodcaller, "system", shell),
-            Attack(collections.OrderedDict, [(1, Attack(os.system, shell))]), Attack(tiktoken.Encoding, "x")]
-
-
 def test_a_malicious_pickle_executes_nothing(paths, tmp_path):
     flag, path = tmp_path / "executed", tmp_path / "tokenizer.pkl"
-    os.system(f"touch {flag}")
+    touch, shell = f"open({str(flag)!r}, 'w')", f"touch {flag}"
+    os.system(shell)
     assert flag.exists(), "the attack works"
     flag.unlink()
+    attacks = [Attack(os.system, shell), Attack(eval, touch), Attack(exec, touch), Attack(Path.touch, flag),
+               {"mergeable_ranks": Attack(os.system, shell)}, [Attack(eval, touch)],
+               Attack(getattr, Attack(__import__, "os"), "system"),
+               Attack(functools.partial, os.system, shell), Attack(operator.methodcaller, "system", shell),
+               Attack(collections.OrderedDict, [(1, Attack(os.system, shell))]), Attack(tiktoken.Encoding, "x")]
     raw = [b"\x80\x04" + b"\x8c\x0dtiktoken.core\x8c" + bytes([len(name)]) + name + b"\x93" + tail for name, tail in (
         (b"Encoding.__init__.__globals__", b"."), (b"Encoding.__setstate__", b"."),
         (b"Encoding", b")R."), (b"Encoding", b")\x81}\x8c\x05stateNsb."), (b"get_encoding", b"."))]
     raw += [b"cos\nsystem\n(S'touch " + str(flag).encode() + b"'\ntR.", b"\x80\x04P1\n.", b"\x80\x02\x82\x01.",
             b"(i__main__\nAttack\n."]
-    for data in [*(pickle.dumps(attack, protocol) for attack in attacks(flag) for protocol in (0, 2, 5)), *raw]:
+    for data in [*(pickle.dumps(attack, protocol) for attack in attacks for protocol in (0, 2, 5)), *raw]:
         path.write_bytes(data)
         with pytest.raises(ValueError, match=r"tokenizer\.pkl: not a tokenizer that nanochat saved.*nothing"):
             get_tokenizer(path)

@@ -16,9 +16,9 @@ the size, ETag, range and length of the answer are checked. So bytes of two vers
 proxy drops If-Match: a changed object is an error that names it.
 
 **Waiting.** Every request goes through `request`. obstore retries a request where that may help: for 300 s, but only
-for 9 s until the bucket first answers, because then the endpoint is probably wrong. The request runs in a daemon thread, while
-the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a signal nor
-the end of Python. An answer that does not fit the request is requested again up to four times.
+for 9 s until the bucket first answers, because then the endpoint is probably wrong. The request runs in a daemon
+thread, while the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a
+signal nor the end of Python. An answer that does not fit the request is requested again up to four times.
 
 **Secrets.** obstore's error messages may contain an access key or a signed URL. None of their text is passed on: we
 write every message and take at most the HTTP status and the S3 code from theirs. A path that may hold credentials is

@@ -76,7 +76,7 @@ class Downloader:
             open_parquet(part).close()
         except ValueError as e:
             part.unlink()
-            raise OSError(f"{url}: the complete download is not a usable shard: {e}") from e
+            raise OSError(f"{url}: the complete download is not a usable shard: {e}; check --base-url") from e
         os.replace(part, final)
         fsync_dir(self.data_dir)
 

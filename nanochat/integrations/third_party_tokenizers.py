@@ -356,7 +356,8 @@ class IdsTokenizer(ThirdPartyTokenizer):
 # ---- opening one ---------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
+SAVED: dict[str, type[ThirdPartyTokenizer]] = {
+    "huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer, "ids": IdsTokenizer}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:

@@ -1,27 +1,25 @@
 """
-Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an
-encoder equal to it. And the one door to any other tokenizer, `get_tokenizer`.
+Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an equal encoder. Every
+command opens its tokenizer, ours or another program's, with `get_tokenizer`.
 
     text                pieces (by the pattern)              tokens (by the ranks)
     "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
 
-The pattern cuts text into pieces and no token ever crosses a piece; inside a piece the neighbours
-whose join has the lowest rank are joined first. Ids 0..255 are the bytes, so every text has an
-encoding; then come the trained ranks, then the special tokens. Text never turns into a special
-token: "<|bos|>" in a document is seven ordinary characters.
+The pattern cuts text into pieces, and no token crosses the edge of a piece. Inside a piece, the two neighbours whose
+join has the lowest rank are joined first. Ids 0..255 are the bytes, so every text has an encoding; the trained ranks
+follow, then the special tokens. Text never becomes a special token: "<|bos|>" in a document is seven ordinary
+characters.
 
-Ids are those of tiktoken's `encode_ordinary`, and decoding gives the text back (a lone surrogate
-becomes U+FFFD). The fingerprint is a hash of everything that decides ids (ranks, pattern, special
-tokens, BOS) and of nothing else, so equal fingerprints mean equal ids; what is loaded is checked
-against it. The same texts in the same order train the same ranks, whatever the number of threads.
+Ids equal those of tiktoken's `encode_ordinary`, and decoding returns the text (a lone surrogate becomes U+FFFD). The
+fingerprint hashes everything that decides ids (ranks, pattern, special tokens, BOS) and nothing else, so equal
+fingerprints mean equal ids. A loaded tokenizer is checked against its saved fingerprint. The same texts in the same
+order train the same ranks with any number of threads.
 
-On disk: `ranks.tiktoken` (a line for each token: base64 of its bytes, rank) and `tokenizer.json`,
-written last. A pickle of the tiktoken object would be one file less, but to load it is to run
-code, and tiktoken's classes change.
+On disk: `ranks.tiktoken` (one line per token: base64 of its bytes, rank) and `tokenizer.json`, written last. nanochat
+pickles tiktoken's object instead; but loading a pickle can execute code, and tiktoken's classes change.
 
-`Tokenizer` is what every command asks of a tokenizer, whoever trained it. Those of other programs
-are in integrations/third_party_tokenizers.py; saved, one of them is a copy of its own file beside a `tokenizer.json` of
-ours.
+`Tokenizer` is the interface that commands use. integrations/third_party_tokenizers.py holds the tokenizers of other
+programs; each is saved as a copy of its program's file beside our `tokenizer.json`.
 """
 
 import argparse
@@ -52,20 +50,20 @@ from nanochat.common import (
 from nanochat.dataset import GET_DATA, default_data_dir
 
 if TYPE_CHECKING:
-    import torch  # takes seconds; only `token_bytes` needs it
+    import torch  # takes seconds to import; only `token_bytes` needs it
 
 log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = (
-    "<|bos|>",  # stands in front of every document
-    # the rest delimit the turns of a conversation and of tool use, for models tuned on chats
+    "<|bos|>",  # begins every document
+    # the others delimit turns of conversations and of tool use, for models that are tuned on chats
     "<|user_start|>", "<|user_end|>",
     "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>",
     "<|output_start|>", "<|output_end|>",
 )
 
-# GPT-4's pattern, but numbers are cut after 2 digits instead of 3: a small vocabulary has better uses for 1,000 ids.
+# GPT-4's pattern, but numbers are cut after 2 digits, not 3: a small vocabulary has better uses for 1,000 ids.
 SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"""
     r"""\s+(?!\S)|\s+"""
@@ -77,23 +75,22 @@ _LONG_SPACE = re.compile(rf"(\s{{{LONG_RUN}}})")
 
 FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
-TRIAL = "a text, 1\n"  # that a tokenizer encodes when it is opened
-MAX_IDS = 1 << 24  # more is a mistake: tables of the size of the vocabulary are made
+TRIAL = "a text, 1\n"  # encoded once when a tokenizer is opened
+MAX_IDS = 1 << 24  # tables have one entry per id, so a forged size must not fill memory
 TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json of Hugging Face; .model of SentencePiece; tokenizer.pkl of "
                   "nanochat; a name of tiktoken's (gpt2, ...); ids:VOCAB:EOD for token files alone")
-EOD_HELP = "the token that separates documents, where the tokenizer's files do not tell (text or id)"
+EOD_HELP = "the token that separates documents (text or id), if the tokenizer's files do not name it"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
-SHAPE = {"format": str, "version": int, "fingerprint": str}  # of any tokenizer.json, and of
-OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # our own and of
-FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # one that stands for another's file
+SHAPE = {"format": str, "version": int, "fingerprint": str}  # of every tokenizer.json
+OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # of our own, in addition
+FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # of another program's, in addition
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts (sum of lengths,) uint32, lengths (texts,) int64
-Encoder = Callable[[Sequence[str]], Encoded]  # texts as ordinary text; one object is called from many threads
+Encoder = Callable[[Sequence[str]], Encoded]  # treats special tokens as ordinary text; many threads share one
 
 
 class TiktokenEncoder:
-    """The oracle. Takes tiktoken's ids as a buffer, so that no Python integer is made; releases
-    the GIL."""
+    """tiktoken, which defines the ids. Encoding releases the GIL and creates no Python integers."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
@@ -107,7 +104,7 @@ class TiktokenEncoder:
             return self.encoding.encode_to_numpy(text, disallowed_special=())
         except UnicodeEncodeError:
             return self._encode(replace_surrogates(text))
-        except ValueError:  # a very long run of spaces
+        except ValueError:  # a very long run of spaces exhausted the regex engine
             pieces = cut_long_spaces(text)
             if len(pieces) < 2:
                 raise
@@ -115,70 +112,68 @@ class TiktokenEncoder:
 
 
 def replace_surrogates(text: str) -> str:
-    """Join pairs of surrogates to the character they mean, put U+FFFD for lone ones: what tiktoken
-    does."""
+    """Join pairs of surrogates and replace lone ones by U+FFFD, as tiktoken does."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def cut_long_spaces(text: str) -> list[str]:
-    """Cut a text inside runs of white space that no regex engine here survives; [text] where there
-    are none."""
+    """The pieces of a text, cut inside runs of white space that are too long for the regex engines."""
     return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
 class CannotEncode(ValueError):
-    """A text that a tokenizer's library gives up on: text `number` of those that it was given."""
+    """The tokenizer's library failed on text `number` of a batch."""
 
     def __init__(self, number: int, texts: Sequence[str], error: BaseException):
         reason = " ".join(str(error).split())[:150]
         self.number = number
         self.reason = (f"this tokenizer cannot encode it ({type(error).__name__}: {reason}); it begins with "
-                       f"{texts[number][:40]!a}; delete the document, or use another tokenizer")
+                       f"{texts[number][:40]!a}; delete the document or use another tokenizer")
         super().__init__(f"text {number} of {len(texts)}: {self.reason}")
 
 
 def _first_failing(encoder: Encoder, texts: Sequence[str]) -> CannotEncode | None:
-    """The error of the first text that cannot be encoded alone."""
+    """The error of the first text that cannot be encoded alone; None if all can be."""
     for number, text in enumerate(texts):
         try:
             encoder([text])
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as e:  # a panic in Rust is no Exception
+        except BaseException as e:  # a panic in Rust is not an Exception
             return CannotEncode(number, texts, e)
     return None
 
 
-# ---- what every tokenizer can do ------------------------------------------------------------------
+# ---- the interface --------------------------------------------------------------------------------------------------
 
 class _Opens(type):
-    """Makes `Tokenizer(name)` what `get_tokenizer(name)` opens: an object of a subclass."""
+    """Lets `Tokenizer(name)` return an object of a subclass, the one that `get_tokenizer(name)` opens."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return get_tokenizer(*args, **kwargs) if cls is Tokenizer else super().__call__(*args, **kwargs)
 
 
 class Tokenizer(metaclass=_Opens):
-    """What the commands ask of a tokenizer. A kind of tokenizer is a subclass: it gives the members
-    up to `contents`, and the others follow from them. `Tokenizer(name)` is `get_tokenizer(name)`.
+    """The interface of every tokenizer. A subclass implements the members up to `contents`; the others use them.
+    `Tokenizer(name)` is `get_tokenizer(name)`.
 
-    Documents are separated by one id, `bos_token_id`: it stands in front of a document in the
-    stream and behind it in token files, whatever its own program calls it (BOS, EOD, EOS).
+    One id, `bos_token_id`, separates documents: the stream puts it in front of a document, and token files put it
+    behind one. Other programs call it BOS, EOD or EOS.
     """
 
-    file: ClassVar[str | None]  # that `save` puts beside tokenizer.json; None: there is none
+    file: ClassVar[str | None]  # the file that `save` writes beside tokenizer.json, if any
     bos_token_id: int
-    special_tokens: Mapping[str, int]  # id of each token that no text turns into
-    knows_bytes: bool = True  # whether `token_bytes` tells bytes of text; else validation tells nats a token
+    special_tokens: Mapping[str, int]  # {text: id}; no text becomes one of these ids
+    knows_bytes: bool = True  # if False, `token_bytes` is unknown and validation reports nats per token
 
     @property
     def fingerprint(self) -> str:
-        """128 bits, as hex, of everything that decides ids."""
+        """A 128-bit hash, as hex, of everything that decides ids."""
         raise NotImplementedError
 
     @property
     def encoder(self) -> Encoder:
-        """From texts to ids, without BOS. ValueError where only ids are known and no text."""
+        """The function from texts to ids, without BOS. ValueError if the tokenizer knows ids but no text."""
         raise NotImplementedError
 
     def get_vocab_size(self) -> int:
@@ -186,19 +181,17 @@ class Tokenizer(metaclass=_Opens):
         raise NotImplementedError
 
     def token_bytes(self) -> "torch.Tensor":
-        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special
-        tokens. The sum over a document, BOS included, is the length of its text in UTF-8: where a
-        tokenizer begins every document with a blank of its own, BOS counts -1 before a token. All
-        are 1 for one that does not know bytes."""
+        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special tokens. Over a
+        document they add up to its length in UTF-8. If the tokenizer adds a blank to the front of every document,
+        BOS counts -1. All are 1 if `knows_bytes` is False."""
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
-        """Text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
-        U+FFFD."""
+        """The text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become U+FFFD."""
         raise NotImplementedError
 
     def contents(self) -> tuple[dict[str, Any], bytes]:
-        """What `save` writes: (what tokenizer.json says, the bytes of `file`)."""
+        """(fields of tokenizer.json, bytes of `file`), which `save` writes."""
         raise NotImplementedError
 
     # -- vocabulary
@@ -215,21 +208,20 @@ class Tokenizer(metaclass=_Opens):
         return self.special_tokens[text]
 
     def get_bos_token_id(self) -> int:
-        """The id that stands in front of every document."""
+        """The id that begins every document."""
         return self.bos_token_id
 
     @property
     def token_dtype(self) -> np.dtype:
-        """The smallest type that holds every id: uint16 or uint32."""
+        """uint16 if it holds every id, else uint32."""
         return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
 
     # -- text to ids
 
     def encode(self, text: str | list[str], prepend: int | str | None = None, append: int | str | None = None,
                num_threads: int = 8) -> list[Any]:
-        """The ids of a text (list[int]), or of each of a list of texts (list[list[int]]).
-        `prepend`, `append`: ids or the texts of special tokens. For much text use `encode_flat`: a
-        list costs 8 bytes a token or more."""
+        """The ids of a text (list[int]), or of each text of a list (list[list[int]]). `prepend`, `append`: ids, or
+        texts of special tokens. For much text use `encode_flat`, because a list takes 8 bytes or more per token."""
         first, last = ([] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
                        for end in (prepend, append))
         ids, offsets = self.encode_flat([text] if isinstance(text, str) else text, num_threads=num_threads, bos=False)
@@ -240,27 +232,27 @@ class Tokenizer(metaclass=_Opens):
 
     def encode_flat(self, texts: Sequence[str], *, num_threads: int = 4, bos: bool = True
                     ) -> tuple[np.ndarray, np.ndarray]:
-        """Encode documents, with `bos` BOS in front of each, back to back.
+        """Encode documents back to back, with BOS in front of each if `bos` is true.
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
-        ids[offsets[i]:offsets[i + 1]]. With `num_threads=1` no pool is made: callers may be worker
-        threads. `CannotEncode` names a text that the library gives up on.
+        ids[offsets[i]:offsets[i + 1]]. `num_threads=1` starts no thread, for callers that are threads themselves.
+        Raises CannotEncode, which names the text, if the library fails on one.
         """
         if isinstance(texts, str):
             raise TypeError("texts: got one str, expected a list of them")
         encoder = self.encoder
-        size = -(-len(texts) // (8 * num_threads)) or 1  # several runs a thread even out documents of unequal length
-        runs = [texts[i:i + size] for i in range(0, len(texts), size)]
+        size = -(-len(texts) // (8 * num_threads)) or 1  # several batches per thread even out unequal lengths
         try:
             if num_threads == 1 or len(texts) <= 1:
                 ids, lengths = encoder(texts)
             else:
-                ids, lengths = map(np.concatenate, zip(*each(encoder, runs, at_once=num_threads)))
+                batches = [texts[i:i + size] for i in range(0, len(texts), size)]
+                ids, lengths = map(np.concatenate, zip(*each(encoder, batches, at_once=num_threads)))
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException:  # a panic in Rust is no Exception
-            if failing := _first_failing(encoder, texts):
-                raise failing from None
+        except BaseException:  # a panic in Rust is not an Exception
+            if error := _first_failing(encoder, texts):
+                raise error from None
             raise
         ids = ids.astype(self.token_dtype)
         if bos:
@@ -268,79 +260,78 @@ class Tokenizer(metaclass=_Opens):
         return ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def encode_one(self, text: str) -> np.ndarray:
-        """One document: (num_tokens,) `token_dtype`, BOS first."""
+        """The ids of one document, BOS first: (num_tokens,) `token_dtype`."""
         return self.encode_flat([text], num_threads=1)[0]
 
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write tokenizer.json and the file beside it; nothing where they hold this already.
-        ValueError where a different tokenizer is there, unless `force`."""
+        """Write tokenizer.json and the file beside it, unless the folder already holds exactly this. ValueError if
+        it holds a different tokenizer, unless `force`."""
         (own, data), json_path = self.contents(), Path(tokenizer_dir) / JSON_FILE
         description = {"format": FORMAT, "version": VERSION, "fingerprint": self.fingerprint,
                        "vocab_size": self.get_vocab_size(), **own}
-        there = None if force else read_description(tokenizer_dir)
-        if there is not None and there["fingerprint"] != self.fingerprint:
-            raise ValueError(f"{tokenizer_dir}: holds another tokenizer ({there['fingerprint']}), which data and runs "
-                             f"may have been made with; name another folder (--output-dir), or replace it with --force")
+        existing = None if force else read_description(tokenizer_dir)
+        if existing is not None and existing["fingerprint"] != self.fingerprint:
+            raise ValueError(f"{tokenizer_dir}: holds another tokenizer ({existing['fingerprint']}), which data and "
+                             f"runs may depend on; name another folder (--output-dir), or replace it with --force")
         data_path = json_path.with_name(self.file) if self.file else None
-        if there == description and (not data_path or (data_path.is_file() and data_path.read_bytes() == data)):
+        # Every resume saves its tokenizer. Writing the same files again would delete it for a moment, and forever if
+        # the disk is full.
+        if existing == description and (not data_path or (data_path.is_file() and data_path.read_bytes() == data)):
             return
         json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer: never one half each of two
+        json_path.unlink(missing_ok=True)  # a folder without it holds no tokenizer, so a crash never mixes two
         if data_path:
             write_bytes(data_path, data)
         write_json(json_path, description)
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Tokenizer":
-        """The tokenizer that `contents` described: tokenizer.json, and the bytes of the file `name`
-        beside it. ValueError or TypeError where they are none."""
+        """The tokenizer of a tokenizer.json, `saved`, and the bytes of the file `name` beside it. ValueError or
+        TypeError if they are damaged."""
         raise NotImplementedError
 
     @staticmethod
     def from_directory(tokenizer_dir: Path | str, *, data_path: Path | str | None = None) -> Any:
-        """Load what `save` wrote, a tokenizer of any kind, checked against its fingerprint.
+        """Load a saved tokenizer of any kind and check its fingerprint.
 
-        Raises FileNotFoundError where there is no tokenizer, with the command that makes one (on
-        `data_path`, if given), and ValueError (naming the file) where it has changed.
+        Raises FileNotFoundError, with the command that trains one (on `data_path`, if given), if the folder holds no
+        tokenizer. Raises ValueError, which names the file, if a file has changed.
         """
         json_path, saved = as_path(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
-            there = data or default_data_dir().exists()
-            first = "" if there else f", and no data to train one on: {GET_DATA}; then"
-            raise FileNotFoundError(f"{json_path}: no tokenizer here{first or ';'} train one with python -m "
-                                    f"scripts.tok_train {data}--output-dir {tokenizer_dir}")
+            missing = "no tokenizer here;"
+            if not data and not default_data_dir().exists():
+                missing = f"no tokenizer here, and no data to train one on: {GET_DATA}; then"
+            raise FileNotFoundError(f"{json_path}: {missing} train one with python -m scripts.tok_train "
+                                    f"{data}--output-dir {tokenizer_dir}")
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:
             from nanochat.integrations.third_party_tokenizers import SAVED
 
             if saved["kind"] not in SAVED:
-                raise ValueError(f"{json_path}: of a kind {saved['kind']!r} that this code does not know; {RESTORE}")
+                raise ValueError(f"{json_path}: kind {saved['kind']!r} is unknown to this code; {RESTORE}")
             kind = SAVED[saved["kind"]]
         path = json_path.with_name(kind.file or JSON_FILE)
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: missing, though {JSON_FILE} is there; {RESTORE}")
+            raise FileNotFoundError(f"{path}: missing, although {JSON_FILE} exists; {RESTORE}")
         try:
             tokenizer = kind.from_saved(saved, local_copy(path).read_bytes(), str(path))
         except (ValueError, TypeError) as e:
-            raise ValueError(f"{json_path}: no usable tokenizer, or {path.name} beside it has changed ({e}); "
-                             f"{RESTORE}") from e
+            raise ValueError(f"{json_path}: it or {path.name} is damaged ({e}); {RESTORE}") from e
         if tokenizer.fingerprint != saved["fingerprint"]:
-            raise ValueError(f"{json_path}: it or {path.name} changed since it was saved: they have fingerprint "
-                             f"{tokenizer.fingerprint}, it says {saved['fingerprint']}; {RESTORE}")
+            raise ValueError(f"{json_path}: it or {path.name} changed since it was saved: the fingerprint is "
+                             f"{tokenizer.fingerprint}, the file says {saved['fingerprint']}; {RESTORE}")
         return tokenizer
 
 
-# ---- our own -------------------------------------------------------------------------------------
+# ---- our own tokenizer ----------------------------------------------------------------------------------------------
 
 class RustBPETokenizer(Tokenizer):
-    """A tiktoken encoding, the special token that separates documents, and what it was trained on.
-
-    `training` is a JSON dict for people (files, counts); it is saved and has no part in the
-    fingerprint.
-    """
+    """A tiktoken encoding, and the special token that separates documents. `training`: a JSON dict of the files and
+    counts that it was trained on; it is saved, but is not part of the fingerprint."""
 
     file = RANK_FILE
 
@@ -353,8 +344,7 @@ class RustBPETokenizer(Tokenizer):
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder that serves this tokenizer, chosen when it is first needed: tiktoken, or a faster one where the
-        extra `fast` is installed."""
+        """tiktoken, or a faster encoder with the same ids if the extra `fast` is installed."""
         if importlib.util.find_spec("fastokens") is None:
             return TiktokenEncoder(self.enc)
         from nanochat.integrations.fast_encoders import fastest_encoder
@@ -363,37 +353,31 @@ class RustBPETokenizer(Tokenizer):
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
-        """Train `vocab_size` tokens, the special ones included, on texts.
-
-        Raises ValueError where `vocab_size` leaves no room, or where the texts hold too few pairs
-        to fill it.
-        """
+        """Train `vocab_size` tokens, the special ones included, on texts. ValueError if `vocab_size` has no room for
+        the bytes and special tokens, or the texts have too few pairs to fill it."""
         num_ranks = vocab_size - len(SPECIAL_TOKENS)
         if num_ranks < 256:
-            raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least "
-                             f"{256 + len(SPECIAL_TOKENS)} (256 bytes and {len(SPECIAL_TOKENS)} "
-                             f"special tokens)")
+            raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least {256 + len(SPECIAL_TOKENS)} "
+                             f"(256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
         training = {"documents": 0, "characters": 0}
 
         def trainable() -> Iterator[str]:
-            """The texts as rustbpe survives them, counted."""
+            """Count the texts, and change what would make rustbpe fail."""
             for text in text_iterator:
                 training["documents"] += 1
                 training["characters"] += len(text)
                 yield from cut_long_spaces(replace_surrogates(text))
             log.info("read %(documents)d documents with %(characters)d characters, now merging", training)
 
-        import rustbpe  # here, so that only who trains one needs it
+        import rustbpe  # only training needs it
 
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(trainable(), num_ranks, pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
         if len(ranks) < num_ranks:
-            raise ValueError(
-                f"too little text for a vocabulary of {vocab_size:,}: {training['documents']:,} "
-                f"documents with {training['characters']:,} characters give "
-                f"{len(ranks) + len(SPECIAL_TOKENS):,} tokens; train on more text or ask for a "
-                f"smaller vocabulary (--vocab-size)")
+            raise ValueError(f"too little text for a vocabulary of {vocab_size:,}: {training['documents']:,} documents "
+                             f"with {training['characters']:,} characters give {len(ranks) + len(SPECIAL_TOKENS):,} "
+                             f"tokens; train on more text, or set a smaller --vocab-size")
         special_tokens = {token: num_ranks + i for i, token in enumerate(SPECIAL_TOKENS)}
         encoding = make_encoding(ranks, SPLIT_PATTERN, special_tokens)
         return cls(encoding, SPECIAL_TOKENS[0], training=training)
@@ -405,28 +389,25 @@ class RustBPETokenizer(Tokenizer):
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str, bos_token: str = "<|endoftext|>") -> "RustBPETokenizer":
-        """One of tiktoken's own encodings (gpt2, cl100k_base, ...); tiktoken downloads its ranks on
-        first use. Raises ValueError for an unknown name, OSError where the ranks cannot be had."""
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...), which tiktoken downloads on first use. ValueError
+        if the name is unknown, OSError if the download fails."""
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
             raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {known}")
         try:
             encoding = tiktoken.get_encoding(tiktoken_name)
         except OSError as e:
-            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache "
-                          f"(TIKTOKEN_CACHE_DIR) and its download failed with {type(e).__name__}; "
-                          f"fetch it once on a machine with a network"
-                          ) from e
+            raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache (TIKTOKEN_CACHE_DIR), and "
+                          f"downloading it failed with {type(e).__name__}; download it once on a machine with a "
+                          f"network") from e
         return cls(encoding, bos_token)
-
-    # -- vocabulary
 
     def get_vocab_size(self) -> int:
         return self.enc.n_vocab
 
     def token_bytes(self) -> "torch.Tensor":
-        """As of `Tokenizer`. Counting the bytes of each token's decoded text would be wrong: a
-        token that is part of a character decodes to U+FFFD, three bytes."""
+        """See `Tokenizer`. Bytes of each token's decoded text would be wrong: a token that is part of a character
+        decodes to U+FFFD, which has three."""
         import torch
 
         num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
@@ -440,12 +421,8 @@ class RustBPETokenizer(Tokenizer):
         return hash_json({"ranks": ranks, "pattern": self.enc._pat_str, "bos_token": self.bos_token,
                           "special_tokens": self.enc._special_tokens})
 
-    # -- text to ids and back
-
     def decode(self, ids: Any) -> str:
         return self.enc.decode(ids.tolist() if hasattr(ids, "tolist") else list(ids))
-
-    # -- disk
 
     def contents(self) -> tuple[dict[str, Any], bytes]:
         own = {"bos_token": self.bos_token, "special_tokens": self.enc._special_tokens, "pattern": self.enc._pat_str,
@@ -453,43 +430,39 @@ class RustBPETokenizer(Tokenizer):
         return own, format_ranks(self.enc._mergeable_ranks)
 
 
-# ---- helpers -------------------------------------------------------------------------------------
-
 def format_ranks(ranks: dict[bytes, int]) -> bytes:
-    """The content of a rank file: a line "base64 rank" for each token, in the order of the
-    ranks."""
+    """The content of a rank file: one line "base64 rank" per token, in the order of the ranks."""
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank)
                     for token, rank in sorted(ranks.items(), key=lambda item: item[1]))
 
 
 def make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
-    """tiktoken's object, after a look at what it does not survive; ValueError where it would
-    not."""
+    """tiktoken's object for some ranks. ValueError if tiktoken could not use them."""
     ids = [*ranks.values(), *special_tokens.values()]
     if not all(type(i) is int and 0 <= i < MAX_IDS for i in ids) or len(set(ids)) < len(ids):
-        raise ValueError(f"its {len(ids):,} ids are not different whole numbers below {MAX_IDS:,}")
+        raise ValueError(f"the {len(ids):,} ids are not different whole numbers below {MAX_IDS:,}")
     if not all(bytes([b]) in ranks for b in range(256)):
         raise ValueError("not every byte has a token")
     try:
         encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
-        encoding.encode_ordinary(TRIAL)  # a pattern that matches the empty text is an error only now
+        encoding.encode_ordinary(TRIAL)  # fails if the pattern matches the empty text
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as e:  # a panic in Rust is no Exception
+    except BaseException as e:  # a panic in Rust is not an Exception
         raise ValueError(f"tiktoken cannot use it: {str(e)[:200]}") from None
     return encoding
 
 
 @lru_cache(maxsize=1)
 def _parse(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]) -> tiktoken.Encoding:
-    """The encoding of a rank file; the last one is kept, as its encoder is."""
+    """The encoding of a rank file. The last one is cached, so its encoder is reused, too."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, rank_bytes.splitlines())}
     return make_encoding(ranks, pattern, dict(special_tokens))
 
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
-    """What tokenizer.json says, None where there is none; ValueError if it is broken, or none of
-    ours. Does not look at the file beside it."""
+    """The content of tokenizer.json, None if the file does not exist. ValueError if it is damaged or not in our format.
+    The file beside it is not checked."""
     path = as_path(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
@@ -500,16 +473,16 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     return read_json(local_copy(path), SHAPE | (FOREIGN if "kind" in saved else OURS), way_out=RESTORE)
 
 
-# ---- the door ------------------------------------------------------------------------------------
+# ---- opening a tokenizer --------------------------------------------------------------------------------------------
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of a script that takes a tokenizer its two flags."""
+    """Add --tokenizer and --eod-token to a parser."""
     parser.add_argument("--tokenizer", "--tokenizer-dir", metavar="NAME", help=TOKENIZER_HELP)
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds, or should hold, what `Tokenizer.save` wrote."""
+    """Whether a folder holds files of `Tokenizer.save`, perhaps damaged."""
     if (folder / RANK_FILE).is_file():
         return True
     path = folder / JSON_FILE
@@ -521,14 +494,11 @@ def is_ours(folder: Path) -> bool:
 
 def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = None,
                   data_path: Path | str | None = None) -> Tokenizer:
-    """The tokenizer that a --tokenizer names; by default the one that scripts.tok_train writes,
-    get_base_dir()/"tokenizer". All commands open tokenizers here.
+    """The tokenizer that --tokenizer names; by default the one that scripts.tok_train writes.
 
-    `name`: a folder that `Tokenizer.save` wrote, or whatever else integrations/third_party_tokenizers.py opens.
-    `eod_token`: --eod-token, the text or the number of the token that separates documents, for a
-    tokenizer whose files do not tell. `data_path`: the user's data, for the advice where there is
-    no tokenizer. Raises FileNotFoundError, OSError and ValueError, in a sentence that says what to
-    do.
+    `name`: a folder that `Tokenizer.save` wrote, or another program's tokenizer (third_party_tokenizers.py lists them).
+    `eod_token`: the text or id of the token that separates documents, if the tokenizer's files do not name it.
+    `data_path`: the user's data, for the error message. Raises FileNotFoundError, OSError and ValueError.
     """
     folder = get_base_dir() / "tokenizer" if name is None else name
     if name is not None and not is_ours(as_path(name)):
@@ -536,12 +506,10 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
 
         return open_third_party(str(name), eod_token)
     if eod_token is not None:
-        raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave it out")
-    return RustBPETokenizer.from_directory(folder, data_path=data_path)
+        raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave this flag out")
+    return Tokenizer.from_directory(folder, data_path=data_path)
 
 
-def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: Tokenizer | None = None
-                    ) -> "torch.Tensor":
-    """`Tokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,)
-    int32."""
+def get_token_bytes(device: "torch.device | str" = "cpu", tokenizer: Tokenizer | None = None) -> "torch.Tensor":
+    """`Tokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,) int32."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

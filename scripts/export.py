@@ -1,9 +1,9 @@
 """
-Write a trained model for Hugging Face transformers or nanochat, or bring in one of nanochat's as a run.
+Export a model to Hugging Face transformers or nanochat, or import one of nanochat's as a run.
 
-    python -m scripts.export d12 OUT --to=hf                # AutoModelForCausalLM.from_pretrained(OUT, ...)
-    python -m scripts.export d12@1000 OUT --to=nanochat     # NANOCHAT_BASE_DIR=OUT, then nanochat's own commands
-    python -m scripts.export CHECKPOINTS/d12 --from=nanochat --data-path=DIR      # becomes the run d12
+    python -m scripts.export mine mine-hf --to=hf           # for AutoModelForCausalLM.from_pretrained("mine-hf", ...)
+    python -m scripts.export mine@50 nano --to=nanochat     # step 50; then set NANOCHAT_BASE_DIR=nano in nanochat
+    python -m scripts.export nano/base_checkpoints/mine --from=nanochat --model-tag=back --data-path=mytext
 
     run directory                          --to=hf                       --to=nanochat
     checkpoints/checkpoint-1000/
@@ -12,14 +12,14 @@ Write a trained model for Hugging Face transformers or nanochat, or bring in one
     tokenizer/                             tokenizer.json                tokenizer/tokenizer.pkl, token_bytes.pt
                                            modeling_nanochat_exact.py
                                            README.md, the model card
-    logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)         receipt.json beside the model
+    logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)   receipt.json beside the model
 
-Parameters keep their names and their types on all ways. What is written appears by one rename, whole
-or not at all, and never over something that is there. What is read executes nothing: weights are
-tensors only, and a pickled tokenizer is opened by parts that are known.
+Parameters keep their names and types in every direction. The output appears by one rename, complete or not at all, and
+never overwrites anything. Reading executes nothing: weights are tensors only, and a pickled tokenizer may name only one
+known class.
 
-What comes in has no optimizer and no place in the data: such a run can be evaluated, sampled from and
-trained on with --init-from. It counts as completed.
+An imported checkpoint has no optimizer and no position in the data. The run counts as completed, and can be evaluated,
+sampled from and trained further with --init-from.
 """
 
 import argparse
@@ -58,41 +58,42 @@ from scripts.report import escape_html, markdown
 
 log = logging.getLogger(__name__)
 
-CODE = "modeling_nanochat_exact"  # of nanochat/integrations, copied into what transformers reads
-SHARD_BYTES = 5 * 10**9  # more than this is cut into several files
-ERROR_CHARS = 400  # of PyTorch's message about a model that does not fit
+CODE = "modeling_nanochat_exact"  # the file of nanochat/integrations that transformers runs
+SHARD_BYTES = 5 * 10**9  # larger weights are split over several files
+ERROR_CHARS = 400  # of PyTorch's message if weights do not match the model
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Write a trained model for other programs, or bring one in.", epilog=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or a checkpoint's folder; with --from a folder "
-                        "of nanochat's checkpoints, with @STEP for another than the newest")
+    parser = Parser(description=__doc__)
+    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or the folder of a checkpoint; with --from a "
+                        "folder of nanochat's checkpoints, FOLDER@STEP for another step than the newest")
     parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (default with "
                         "--from: $NANOCHAT_BASE_DIR/runs/MODEL_TAG)")
-    way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--to", choices=("hf", "nanochat"), help="whose files are written; hf: for transformers")
-    way.add_argument("--from", choices=("nanochat",), dest="origin", help="whose files are read")
-    parser.add_argument("--model-tag", help="with --from: name of the new run (default: the folder's)")
-    parser.add_argument("--data-path", help="with --from: folder of text for base_eval to read "
-                        f"(default: where {DATASET_NAME} is downloaded to)")
-    parser.add_argument("--tokenizer", type=Path, help="with --from: folder or file of its tokenizer "
+    direction = parser.add_mutually_exclusive_group(required=True)
+    direction.add_argument("--to", choices=("hf", "nanochat"), help="format to write; hf: for transformers")
+    direction.add_argument("--from", choices=("nanochat",), dest="origin", help="format to read")
+    parser.add_argument("--model-tag", help="with --from: name of the new run (default: the folder's name)")
+    parser.add_argument("--data-path", help="with --from: folder of text for base_eval "
+                        f"(default: the {DATASET_NAME} download)")
+    parser.add_argument("--tokenizer", type=Path, help="with --from: folder or file of the model's tokenizer "
                         "(default: tokenizer/ beside base_checkpoints/)")
     args = parser.parse_args(argv)
     if args.to is not None and args.out is None:
-        raise ValueError(f"--to {args.to}: say where to, as in scripts.export {args.source} OUT --to={args.to}")
+        raise ValueError(f"--to {args.to}: the output folder is missing, as in scripts.export {args.source} OUT "
+                         f"--to={args.to}")
     if args.to is not None and (args.model_tag or args.data_path or args.tokenizer):
-        raise ValueError("--model-tag, --data-path, --tokenizer: they go with --from")
+        raise ValueError(f"--to {args.to}: leave out --model-tag, --data-path and --tokenizer, which go with --from")
     return args
 
 
 @contextmanager
-def new_folder(out: Path, way_out: str) -> Iterator[Path]:
-    """A hidden folder beside `out` to fill. It takes that name when the block ends, with everything on disk, and is
-    removed if the block raises; so is the leftover of a killed process. ValueError if `out` exists and is not an
-    empty folder."""
+def new_folder(out: Path, advice: str) -> Iterator[Path]:
+    """Yield a hidden folder beside `out` to fill. At the end of the block its files are fsynced and it is renamed to
+    `out`; if the block raises, it is removed. The next call removes what a killed process left. ValueError, which
+    ends with the advice, if `out` exists and is not an empty folder."""
     out = as_local_path(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"{out}: something is there already, and nothing is ever overwritten; {way_out}")
+        raise ValueError(f"{out}: already exists and is never overwritten; {advice}")
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -112,44 +113,43 @@ def new_folder(out: Path, way_out: str) -> Iterator[Path]:
 
 
 def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
-    """The receipt of the steps up to a checkpoint, beside its weights, if the run has a log and a manifest."""
+    """Write the receipt of the steps up to a checkpoint, if the run has a log and a manifest."""
     run = RunReader(run_of(checkpoint))
     if run.digests and run.manifests:
         try:
             write_json(folder / RECEIPT_NAME, make_receipt(run, checkpoint.step))
         except (ValueError, OSError) as e:
-            log.warning("no %s: %s", RECEIPT_NAME, e)
+            log.warning("skipping %s: %s", RECEIPT_NAME, e)
 
 
-# ---- to transformers -----------------------------------------------------------------------------
+# ---- to transformers -----------------------------------------------------------------------------------------------
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """A state dict as safetensors: one file, or where it has more than `shard_bytes` several with an
-    index. A tensor is in one file."""
+    """Write a state dict as safetensors: in one file, or in several with an index if it has more than `shard_bytes`."""
     from huggingface_hub import save_torch_state_dict
 
-    # its logger, called as its file is, would tell the name that the folder has for now
+    # this logger would print the temporary name of the folder
     logging.getLogger(inspect.getfile(save_torch_state_dict)).setLevel(logging.WARNING)
     save_torch_state_dict(dict(state), folder, max_shard_size=shard_bytes)
     for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)  # as the files beside it: safetensors lets its owner alone read it
+        file.chmod(0o644)  # like the other files: safetensors lets only the owner read it
 
 
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
-    """Our ranks as an object of the package `tokenizers` that gives the same ids.
+    """Our ranks as an object of the package `tokenizers` with the same ids. ValueError if the ids differ on a sample of
+    hard texts.
 
-    tiktoken joins any two neighbours whose join has a rank; `tokenizers` wants the pairs listed. So
-    each token has a merge for each way to cut it in two tokens, all of them at the place of its rank.
-    ValueError where the ids differ on texts made to be hard.
+    tiktoken joins any two neighbours whose join has a rank, while `tokenizers` needs a list of pairs. So each token has
+    one merge for every way to cut it into two tokens, all of them at the place of its rank.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     from nanochat.integrations.fast_encoders import hard_sample
 
-    # a byte is written as a letter: itself where it can be seen, else the next one from 256 on (GPT-2's table)
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in seen]
-    letters = {byte: chr(byte) for byte in seen} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    # GPT-2's table of one letter per byte: the byte itself if it is visible, else the next letter from 256 on
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
 
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -165,18 +165,17 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
-    library.encode_special_tokens = True  # as ours: "<|bos|>" in a text is seven characters
+    library.encode_special_tokens = True  # like ours: "<|bos|>" in a text is seven characters
     for text in map(replace_surrogates, [*hard_sample(), *special]):
         if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(text, num_threads=1):
-            raise ValueError(f"tokenizer.json: `tokenizers` gives other ids than tiktoken for {text[:40]!a}, with "
+            raise ValueError(f"tokenizer.json: `tokenizers` gives different ids than tiktoken for {text[:40]!a} with "
                              f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported")
     return library
 
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
-    """The tokenizer as transformers reads it, by file name: with BOS in front of every text, which is
-    what the model was trained on, whatever the tokenizer's own program does. SentencePiece's file goes
-    as it is."""
+    """{file name: content} of the tokenizer for transformers. It puts BOS in front of every text, as in training,
+    whatever the tokenizer's own program does. A SentencePiece file is copied unchanged."""
     from tokenizers import processors
 
     from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
@@ -187,22 +186,23 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
         library = tokenizer.library
     else:
         file, (_, data) = tokenizer.file, tokenizer.contents()
-        log.warning("transformers finds no tokenizer.json here: %s; give the model ids, with %d in front of each text",
-                    f"the tokenizer is {file}" if file else "only ids are known", tokenizer.bos_token_id)
+        log.warning("the export has no tokenizer.json for transformers, because %s; call the model with ids, with %d "
+                    "in front of each text", f"the tokenizer is {file}" if file else "only ids are known",
+                    tokenizer.bos_token_id)
         return {file: data} if file else {}
     bos = library.id_to_token(tokenizer.bos_token_id)
     library.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokenizer.bos_token_id)])
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos,
               "model_max_length": sequence_len, "clean_up_tokenization_spaces": False,
-              "split_special_tokens": True,  # text never turns into a special token
+              "split_special_tokens": True,  # text never becomes a special token
               "model_input_names": ["input_ids", "attention_mask"]}
     return {"tokenizer.json": library.to_str(pretty=True).encode(), "tokenizer_config.json": json_bytes(config)}
 
 
 def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
-    """config.json and generation_config.json. The first has all fields of `GPTConfig`, and what follows
-    from them."""
+    """{file name: content} of config.json and generation_config.json. The first has all fields of `GPTConfig` and the
+    values that depend on them."""
     ids = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
     model = {
         "architectures": ["NanochatExactForCausalLM"], "model_type": "nanochat_exact",
@@ -216,8 +216,8 @@ def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, by
 
 
 def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> bytes:
-    """README.md: what the model is, what it was trained on and how, and how to use it. Paths of the machine that
-    trained it are left out."""
+    """README.md, the model card: facts about the model, its data, and how to use it. It names no path of the machine
+    that trained it."""
     step, tag = checkpoint.step, run.config.get("model_tag") or run.name
     launches = [launch for launch in run.launches if launch.first <= step]
     val = run.newest("val", step)
@@ -225,9 +225,9 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()]
     rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
             (f"validation {measured}", f"{val['bpb'] or val['loss']:.6f}" if val else "not measured"),
-            ("digest of the last step's batch", run.digests.get(step - 1, "not known")),
-            ("seal of the checkpoint", checkpoint.trainer_state["checksum"]),
-            ("code, commit", (launches[-1].started.get("code") if launches else None) or "not known")]
+            ("digest of the last step's batch", run.digests.get(step - 1, "unknown")),
+            ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
+            ("code, commit", (launches[-1].started.get("code") if launches else None) or "unknown")]
     about, data = ("\n".join(markdown(*table)) for table in (
         (("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files)))
     return f"""---
@@ -241,8 +241,8 @@ A language model, pretrained and not tuned: it continues text.
 
 {about}
 {data}
-The architecture is in `{CODE}.py`, which transformers (5 or newer) runs when it is told to trust it. Every text
-begins with the BOS token, which the tokenizer puts there. Two runs with equal digests saw equal data.
+The architecture is in `{CODE}.py`, which transformers (5 or newer) runs with `trust_remote_code=True`. The tokenizer
+puts the BOS token in front of every text. Two runs with equal digests saw equal data.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -256,7 +256,7 @@ print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
 def to_hf(source: str, out: Path) -> str:
-    """Write a folder for transformers; a sentence that says what it is."""
+    """Write a folder for transformers. Returns a sentence that describes it."""
     for package in ("safetensors.torch", "tokenizers", "huggingface_hub"):
         try:
             importlib.import_module(package)
@@ -278,21 +278,21 @@ def to_hf(source: str, out: Path) -> str:
     return f"{out}: step {checkpoint.step:,} of {run_of(checkpoint).name} for transformers, with trust_remote_code=True"
 
 
-# ---- to nanochat ---------------------------------------------------------------------------------
+# ---- to nanochat ---------------------------------------------------------------------------------------------------
 
 def to_nanochat(source: str, out: Path) -> str:
-    """Write a base directory for nanochat; a sentence that says what it is. ValueError where nanochat
-    has no place for the model or the tokenizer."""
+    """Write a base directory for nanochat. Returns a sentence that describes it. ValueError if nanochat cannot
+    represent the model or the tokenizer."""
     checkpoint, config, tokenizer = open_checkpoint(source)
     run_dir, step = run_of(checkpoint), checkpoint.step
     settings = Settings.from_json(read_json(run_dir / CONFIG_NAME, dict))
     if config.n_embd < gpt.SMEAR_CHANNELS:
-        raise ValueError(f"{checkpoint.path}: n_embd is {config.n_embd}, and nanochat's smear gate reads "
-                         f"{gpt.SMEAR_CHANNELS} channels; such a model cannot go there")
+        raise ValueError(f"{checkpoint.path}: n_embd is {config.n_embd}, but nanochat's smear gate reads "
+                         f"{gpt.SMEAR_CHANNELS} channels; export --to=hf instead")
     if not isinstance(tokenizer, RustBPETokenizer) or tokenizer.bos_token != "<|bos|>":
-        raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads byte-pair ranks in which <|bos|> begins a document, "
-                         "and this is another tokenizer; export --to=hf instead")
-    progress = checkpoint.trainer_state.get("progress", {})  # what came in has none
+        raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads only byte-pair ranks with <|bos|> in front of each "
+                         "document; export --to=hf instead")
+    progress = checkpoint.trainer_state.get("progress", {})  # an imported checkpoint has none
     val = RunReader(run_dir).newest("val", step) or {}
     meta = {"step": step, "val_bpb": val.get("bpb", progress.get("val_bpb")), "model_config": asdict(config),
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
@@ -308,15 +308,15 @@ def to_nanochat(source: str, out: Path) -> str:
 
 
 def write_tokenizer(folder: Path, tokenizer: RustBPETokenizer) -> None:
-    """A tokenizer as nanochat keeps it."""
+    """Write a tokenizer in nanochat's format."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "tokenizer.pkl").write_bytes(pickle.dumps(tokenizer.enc))
     torch.save(tokenizer.token_bytes(), folder / "token_bytes.pt")
 
 
 def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, Tokenizer]:
-    """A run's checkpoint with its shape and tokenizer. Errors of `find_checkpoint`, and ValueError for
-    a tokenizer that is not the checkpoint's."""
+    """A run's checkpoint, its shape and its tokenizer. Raises what `find_checkpoint` raises, and ValueError if the
+    tokenizer is not the checkpoint's."""
     checkpoint = find_checkpoint(source)
     tokenizer = get_tokenizer(run_of(checkpoint) / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
@@ -327,11 +327,10 @@ def run_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.absolute().parent.parent
 
 
-# ---- from nanochat -------------------------------------------------------------------------------
+# ---- from nanochat -------------------------------------------------------------------------------------------------
 
 class NanochatCheckpoint(NamedTuple):
-    """A checkpoint of nanochat. `config`: fields of `GPTConfig`; `batch`: settings of a step, as far as they are
-    known."""
+    """A checkpoint of nanochat. `config`: fields of `GPTConfig`; `batch`: the batch sizes that it names."""
 
     folder: Path
     step: int
@@ -341,101 +340,95 @@ class NanochatCheckpoint(NamedTuple):
 
 
 def from_nanochat(source: str) -> NanochatCheckpoint:
-    """Read a folder of nanochat's checkpoints, such as base_checkpoints/d12, with @STEP for another than
-    the newest. FileNotFoundError or ValueError names what is missing or of something else."""
+    """Read the newest checkpoint in a folder such as base_checkpoints/d12, or that of FOLDER@STEP. FileNotFoundError or
+    ValueError, which names the file, if one is missing or is not nanochat's."""
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
     folder = as_local_path(text, "SOURCE").expanduser()
     steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
     if not steps or (at and int(at) not in steps):
-        known = ", ".join(map(str, steps)) or "none; it is a folder such as base_checkpoints/d12"
-        raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps there: {known}")
+        known = ", ".join(map(str, steps)) or "none; expected a folder such as base_checkpoints/d12"
+        raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps in it: {known}")
     step = int(at) if at else steps[-1]
     meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, way_out="copy it again")
     state = load_plain(folder / f"model_{step:06d}.pt")
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise ValueError(f"{folder / f'model_{step:06d}.pt'}: expected tensors by name; is it nanochat's?")
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # of torch.compile
-    config = {"window_pattern": "L", **meta["model_config"]}  # older ones have only long windows
+        raise ValueError(f"{folder / f'model_{step:06d}.pt'}: expected a dict of tensors, as nanochat saves it; copy "
+                         f"it again")
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # from torch.compile
+    config = {"window_pattern": "L", **meta["model_config"]}  # older checkpoints have only long windows
     config["window_pattern"] = str(config["window_pattern"]).upper()
-    of_layers = torch.ones(config.get("n_layer", 0))
-    state = {"resid_lambdas": of_layers, "x0_lambdas": 0 * of_layers, **state}  # and have no such scalars
+    ones = torch.ones(config.get("n_layer", 0))
+    state = {"resid_lambdas": ones, "x0_lambdas": 0 * ones, **state}  # older checkpoints lack these scalars
     batch = {name: meta[name] for name in ("device_batch_size", "total_batch_size") if name in meta}
     return NanochatCheckpoint(folder.absolute(), step, state, config, batch)
 
 
-def check_shapes(source: NanochatCheckpoint, shape: GPTConfig, model: gpt.GPT) -> None:
-    """ValueError, in one sentence, where weights are not those of our model, or settings of a run
-    cannot ask for its shape."""
-    other = "; ".join(
-        f"{name} is {value}, and --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
-        for name, value in asdict(shape).items() if value != getattr(model.config, name))
-    if not other:
-        try:
-            model.load_state_dict(source.state, assign=True)
-        except RuntimeError as e:  # says what is missing, unknown or of another shape
-            other = " ".join(str(e).split())[:ERROR_CHARS]
-    if other:
-        raise ValueError(f"{source.folder}: another architecture than ours, which is nanochat's of July 2026: {other}; "
-                         f"it cannot be brought in")
-
-
 def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
-    """The settings that a run of this model would have, resolved; its shape; its tokenizer. ValueError
-    where shape, weights and tokenizer do not go together."""
+    """The resolved settings that a run of this model would have, its shape and its tokenizer. ValueError if shape,
+    weights and tokenizer do not match, or no settings give this shape."""
     try:
         shape = GPTConfig(**source.config)
     except (TypeError, ValueError) as e:
-        raise ValueError(f"{source.folder}: no shape of our model: {e}") from e
+        raise ValueError(f"{source.folder}: model_config does not fit our model: {e}; it cannot be imported") from e
     folder = args.tokenizer or source.folder.parent.parent / "tokenizer"
     tokenizer = get_tokenizer(folder)
     if tokenizer.get_vocab_size() != shape.vocab_size:
-        raise ValueError(f"{folder}: {tokenizer.get_vocab_size():,} tokens, and the model has {shape.vocab_size:,}; "
-                         f"name its own tokenizer with --tokenizer")
+        raise ValueError(f"{folder}: has {tokenizer.get_vocab_size():,} tokens, but the model has "
+                         f"{shape.vocab_size:,}; name the model's own tokenizer with --tokenizer")
     settings = Settings(
         depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
         max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
         tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_dir()),
         model_tag=args.model_tag or (args.out or source.folder).name, num_iterations=max(1, source.step),
         **source.batch)
-    check_shapes(source, shape, build_model(settings))
+    model = build_model(settings)
+    difference = "; ".join(
+        f"{name} is {value}, but --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
+        for name, value in asdict(shape).items() if value != getattr(model.config, name))
+    if not difference:
+        try:
+            model.load_state_dict(source.state, assign=True)
+        except RuntimeError as e:  # names the tensors that are missing, unknown or of another shape
+            difference = " ".join(str(e).split())[:ERROR_CHARS]
+    if difference:
+        raise ValueError(f"{source.folder}: the architecture is not ours, which is nanochat's of July 2026: "
+                         f"{difference}; it cannot be imported")
     narrow = source.state["transformer.wte.weight"].dtype == torch.bfloat16
     return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
 
 
-def bring_in(args: argparse.Namespace) -> str:
-    """Write a run directory of nanochat's checkpoint; a sentence that says what it is. Raises what
-    `from_nanochat`, `settings_of` and, of data, `pin_data` raise."""
+def import_run(args: argparse.Namespace) -> str:
+    """Write nanochat's checkpoint as a run directory. Returns a sentence that describes it. Raises what
+    `from_nanochat`, `settings_of` and `pin_data` raise."""
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
-    way_out = "name a new folder" if args.out else "name another run with --model-tag"
+    advice = "name a new folder" if args.out else "name another run with --model-tag"
     begin_launch()
     state = {"status": "completed", "tokens": source.step * settings.total_batch_size, "K": settings.leaves,
              "tokenizer_fingerprint": tokenizer.fingerprint}
-    with new_folder(out, way_out) as run_dir:
+    with new_folder(out, advice) as run_dir:
         open_folders(run_dir)
         if args.data_path or Path(settings.data_path or "").is_dir():
             write_json(run_dir / DATA_MANIFEST, pin_data(settings))
         else:
-            log.warning("no text in %s, so base_eval has nothing to read; name some with --data-path",
-                        settings.data_path)
+            log.warning("%s: no text there, so base_eval cannot evaluate this run; set --data-path", settings.data_path)
         save_checkpoint(run_dir, "final", step=source.step, states={MODEL_NAME: source.state},
                         model_config=asdict(shape), cursors=[], trainer_state=state)
         tokenizer.save(run_dir / "tokenizer")
-        write_completed(run_dir, source.step, f"brought in from {args.source}")
+        write_completed(run_dir, source.step, f"imported from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
     return f"{out}: a run at step {source.step:,}, from {args.source}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, write, say what. ValueError and OSError for bad input; then nothing is left behind."""
+    """Export or import, and print a sentence about it. After a ValueError or OSError nothing is left behind."""
     args = parse_args(argv)
     setup_logging()
     if args.origin is not None:
-        print(bring_in(args))
+        print(import_run(args))
     else:
-        write = to_hf if args.to == "hf" else to_nanochat
-        print(write(args.source, args.out))
+        print((to_hf if args.to == "hf" else to_nanochat)(args.source, args.out))
     return 0
 
 

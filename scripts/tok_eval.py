@@ -1,13 +1,13 @@
 """
 Measure how well the tokenizer compresses: bytes of text per token, on samples and on the data.
 
+    python -m scripts.tok_eval --data-path=mytext     # samples, and the first --max-chars of each split
     python -m scripts.tok_eval                        # samples only
-    python -m scripts.tok_eval --data-path DIR        # and the first --max-chars of each split
 
-More bytes a token means shorter rows for the same text, but it is no measure of quality: a larger
-vocabulary always compresses better and costs parameters and softmax time. Use it for tokenizers of
-one size, bits per byte for models. GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) stand
-beside ours where tiktoken has or can fetch their ranks.
+More bytes per token mean fewer tokens for the same text, but do not measure quality: a larger vocabulary always
+compresses better, and costs parameters and softmax time. Compare only tokenizers of one size this way, and models by
+bits per byte. GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) are included if tiktoken has or can download
+their ranks.
 """
 
 import itertools
@@ -50,7 +50,7 @@ assert moving_average([1, 2, 3, 4], window=2) == [1.0, 1.5, 2.5, 3.5]
 
 
 def first_texts(paths: list[Path], max_chars: int, selection: Selection = ALL) -> Iterator[str]:
-    """The first documents of some files, until they have `max_chars` characters."""
+    """The first documents of some files, until they add up to `max_chars` characters."""
     for text in itertools.chain.from_iterable(read_texts(path, selection) for path in paths):
         if max_chars <= 0:
             return
@@ -59,7 +59,7 @@ def first_texts(paths: list[Path], max_chars: int, selection: Selection = ALL) -
 
 
 def load_peers() -> dict[str, RustBPETokenizer]:
-    """tiktoken's tokenizers to compare with; says which ones cannot be had here."""
+    """The tokenizers of tiktoken to compare with. Prints which ones are not available."""
     peers = {}
     for name in PEERS:
         try:
@@ -76,36 +76,34 @@ def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(description="Bytes per token of the tokenizer, beside GPT-2's and GPT-4's")
+    parser = Parser(description=__doc__)
     add_tokenizer_flags(parser)
     parser.add_argument("--data-path", help=f"text to measure on: {', '.join(FORMATS['text'])}")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
-    parser.add_argument("--max-chars", type=int, default=5_000_000, help="of each split")
+    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to measure of each split")
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
         selection = Selection.of(vars(args))
-        found = split_train_val(args.data_path, args.val_path, shared=selection.val_fraction > 0)
-        for split, buckets in found.items():
+        splits = split_train_val(args.data_path, args.val_path, shared=selection.val_fraction > 0)
+        for split, buckets in splits.items():
             files = list(itertools.chain.from_iterable(buckets.values()))
             samples[split] = list(first_texts(files, args.max_chars, selection.for_split(split)))
     peers = load_peers()
     rows: list[list[str | int]] = []
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(f"sample {name!r}: decoding its tokens does not give the text back; "
-                             f"train again")
+            raise ValueError(f"sample {name!r}: decoding its tokens does not return the text; train again")
         ours = bytes_per_token(tokenizer, texts)
         rows.append([name, sum(len(text.encode()) for text in texts), f"{ours:.2f}"])
         for peer in peers.values():
             theirs = bytes_per_token(peer, texts)
             rows[-1] += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
-    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per "
-          f"token:")
-    header = ["text", "bytes", "ours", *(word for name in peers for word in (name, "ours is"))]
+    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:")
+    header = ["text", "bytes", "ours", *(word for name in peers for word in (name, f"ours vs {name}"))]
     print(*table(header, rows), sep="\n")
     return 0
 

@@ -1,18 +1,16 @@
 """
-Train the tokenizer on the training split.
+Train a BPE tokenizer on the training split.
 
+    python -m scripts.tok_train --data-path=mytext --vocab-size=4096
+    python -m scripts.tok_train --data-path=my.jsonl.gz --val-path=held_out.jsonl --output-dir=DIR
     python -m scripts.tok_train                  # nanochat's defaults: 2 B characters, 32,768 tokens
-    python -m scripts.tok_train --data-path DIR --output-dir DIR --vocab-size 8192
-    python -m scripts.tok_train --data-path my.jsonl.gz --val-path held_out.jsonl
 
-    files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until
-                                                                               --max-chars
+    all files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars
 
-Files are read in the order of their relative paths, so the same files and arguments give the same
-vocabulary, and the files that were read (names, sizes) are kept in tokenizer.json. That also makes
-the command cheap to repeat: where the output holds the tokenizer of these arguments and files, it
-is reused. A random sample of all files would represent the corpus no better when its shards are
-shuffled, and then every shard would have to be there before training begins.
+Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
+tokenizer.json lists the files that were read (names, sizes). If the output already holds the tokenizer of these
+arguments and files, it is reused. A random sample of all files would need every shard before training starts, and
+would represent a corpus with shuffled shards no better.
 """
 
 import argparse
@@ -44,26 +42,26 @@ from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_descriptio
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Train a BPE tokenizer on the training split")
-    parser.add_argument("--max-chars", type=whole(1), default=2_000_000_000, help="characters to read")
-    parser.add_argument("--doc-cap", type=whole(1), default=10_000, help="of a document, at most")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--max-chars", type=whole(1), default=2_000_000_000, help="stop after this many characters")
+    parser.add_argument("--doc-cap", type=whole(1), default=10_000, help="characters to read of each document")
     parser.add_argument("--vocab-size", type=whole(256 + len(SPECIAL_TOKENS)), default=32_768,
-                        help="special tokens included")
+                        help="number of tokens, special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                                             f"(default: the {NAME} download)")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
-    parser.add_argument("--val-path", help="files not to train on (default: the last one)")
-    parser.add_argument("--output-dir", type=Path, help="default: tokenizer in the base directory")
-    parser.add_argument("--force", action="store_true", help="train even if this tokenizer exists, and replace another")
+    parser.add_argument("--val-path", help="validation files, which are not read (default: the last file)")
+    parser.add_argument("--output-dir", type=Path, help="folder to write (default: $NANOCHAT_BASE_DIR/tokenizer)")
+    parser.add_argument("--force", action="store_true", help="train even if the output folder holds a tokenizer, and "
+                        "replace it")
     return parser.parse_args(argv)
 
 
 def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[str, Any]]
                   ) -> RustBPETokenizer | None:
-    """The tokenizer in `output_dir` if training again would read the same text (going by names and
-    sizes) with the same arguments; shards that arrived since do not matter unless the text had run
-    out. None where there is none; ValueError where there is another or a damaged one, before any time
-    is spent."""
+    """The tokenizer in `output_dir` if training would use the same arguments and read the same text, judged by names
+    and sizes. Later shards matter only if the text ran out. None if the folder holds no tokenizer; ValueError if it
+    holds another one or a damaged one."""
     description = read_description(output_dir)
     if description is None:
         return None
@@ -72,21 +70,20 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
     same_files = files == read if training.get("exhausted") else files[:len(read)] == read
     if training.get("arguments") != arguments or not same_files:
         raise ValueError(f"{output_dir}: holds a tokenizer of other arguments or files, which data and runs may "
-                         f"have been made with; name another --output-dir, or replace it with --force")
+                         f"depend on; name another --output-dir, or replace it with --force")
     return RustBPETokenizer.from_directory(output_dir)
 
 
 def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) -> RustBPETokenizer:
-    """Train on the first files; what was read, and which files were opened for it, is kept in
-    `.training`."""
+    """Train on the first files. The tokenizer's `training` records the arguments, files and counts."""
     opened: list[dict[str, Any]] = []
-    truncated = [0, 0]  # documents, and the characters that they lost
+    truncated = [0, 0]  # documents, dropped characters
     max_chars, start = arguments["max_chars"], time.monotonic()
     selection = Selection.of(arguments).for_split("train")
 
     def corpus() -> Iterator[str]:
-        left = max_chars
-        with tqdm(total=left, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
+        remaining = max_chars
+        with tqdm(total=remaining, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
             for file in files:
                 opened.append(file)
                 for text in read_texts(folder / file["name"], selection):
@@ -94,56 +91,53 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
                         truncated[0] += 1
                         truncated[1] += len(text) - arguments["doc_cap"]
                         text = text[:arguments["doc_cap"]]
-                    left -= len(text)
+                    remaining -= len(text)
                     bar.update(len(text))
                     yield text
-                    if left <= 0:
+                    if remaining <= 0:
                         return
 
     tokenizer = RustBPETokenizer.train_from_iterator(corpus(), arguments["vocab_size"])
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
-    tokenizer.training |= {"arguments": arguments, "files": opened,
-                           "exhausted": characters < max_chars}
-    print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with "
-          f"{characters:,} characters from {len(opened)} of {len(files)} files, {opened[0]['name']} to "
-          f"{opened[-1]['name']}")
+    tokenizer.training |= {"arguments": arguments, "files": opened, "exhausted": characters < max_chars}
+    print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with {characters:,} characters from "
+          f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}")
     if truncated[0]:
         print(f"warning: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
-              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters of the documents that were "
-              f"read; a larger cap keeps more of them")
+              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of their characters; a larger cap keeps more")
     return tokenizer
 
 
 def count_documents(path: Path) -> int | None:
-    """Of a parquet file on this machine; None for any other, which would have to be read."""
+    """The number of documents in a local parquet file; None for other files, which have no cheap count."""
     return pq.read_metadata(path).num_rows if path.suffix == ".parquet" and not is_remote(path) else None
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
-    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # a line for every percent otherwise
+    logging.getLogger("rustbpe").setLevel(logging.WARNING)  # else it logs one line per percent
     data_path = args.data_path or default_data_dir()
     output_dir = as_local_path(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     arguments |= Selection.of(vars(args)).named()
-    folder, found = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
+    folder, splits = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
     files: list[dict[str, Any]] = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
-             for path in found["train"][BUCKET]]
+                                   for path in splits["train"][BUCKET]]
     tokenizer = None if args.force else find_existing(output_dir, arguments, files)
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
         print(f"training a tokenizer of {args.vocab_size:,} tokens on {data_path}")
         val = [DataFile(path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name,
-                        path.stat().st_size, count_documents(path)) for some in found["val"].values() for path in some]
+                        path.stat().st_size, count_documents(path))
+               for bucket in splits["val"].values() for path in bucket]
         print(*describe_split([DataFile(file["name"], file["bytes"]) for file in files], val,
                               reads=f"at most --max-chars={args.max_chars:,} characters",
                               shared=args.val_fraction, chosen=last_file_validates(data_path, args.val_path)), sep="\n")
         tokenizer = train(folder, files, arguments)
         tokenizer.save(output_dir, force=args.force)
-    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint "
-          f"{tokenizer.fingerprint}")
+    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
     return 0
 
 

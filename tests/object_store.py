@@ -1,16 +1,16 @@
 """
-An S3 on this machine for tests and benchmarks: moto's server, and a proxy before it that misbehaves as it is told.
+A local S3 for tests and benchmarks: moto's server behind a proxy that injects faults.
 
-    client --> Proxy (latency, faults, swaps; keeps a list of all requests) --> moto's server
+    client --> Proxy (latency, faults, swaps; records all requests) --> moto's server
 
     with object_store() as store:                  # environment and bucket are ready
-        store.put("a.bin", b"...")                 # behind the proxy's back
+        store.put("a.bin", b"...")                 # not through the proxy
         store.proxy.faults.append(Fault(name="a.bin", status=503, code="SlowDown", times=2))
 
-    python -m tests.object_store [LATENCY_MS]      # prints its URLs, serves until stdin is closed, then tells how many
-                                                   # requests there were of each method
+    python -m tests.object_store [LATENCY_MS]      # prints its URLs, serves until stdin is closed, and then prints the
+                                                   # number of requests of each method
 
-A fault is used `times` times by requests that it fits, then it is gone.
+A fault is injected into the first `times` requests that match it.
 """
 
 import contextlib
@@ -34,30 +34,30 @@ import pytest
 from nanochat.integrations.object_storage import Patience
 
 QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0,
-                 first_answer_s=30.0, give_up_s=30.0)  # a busy machine is not a silent store
+                 first_answer_s=30.0, give_up_s=30.0)  # long enough for a busy machine
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
 HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "server"}
 
 
 @dataclass
 class Fault:
-    """What happens to requests of `method` whose path contains `name`."""
+    """A change to requests of `method` whose path contains `name`."""
 
     method: str = "GET"
     name: str = ""
     times: int = 1
-    status: int = 0  # answer this, with an S3 error of this `code`
+    status: int = 0  # answer with this status and an S3 error of this `code`
     code: str = "InternalError"
-    stall: bool = False  # answer nothing
-    cut: int = -1  # break the body off after so many bytes
-    shift: int = 0  # ask the store for a range so many bytes further on
+    stall: bool = False  # never answer
+    cut: int = -1  # close the connection after this many bytes of the body
+    shift: int = 0  # request a range that begins this many bytes later
     whole: bool = False  # ignore the range
-    before: Callable[[], object] | None = None  # called first, e.g. to swap the object
-    lose: str = ""  # a header of the request that gets lost
+    before: Callable[[], object] | None = None  # called first, for example to swap the object
+    lose: str = ""  # drop this header of the request
 
 
 @dataclass
-class Seen:
+class Request:
     """A request that reached the proxy; `range` is (first byte, end) or None."""
 
     method: str
@@ -77,14 +77,14 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream, self.url = upstream, f"http://127.0.0.1:{self.server_port}"
         self.faults: list[Fault] = []
-        self.seen: list[Seen] = []
+        self.seen: list[Request] = []
         self.latency_s = 0.0
         self.released = threading.Event()  # ends all stalls
         self._lock = threading.Lock()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        pass  # connections dropped on purpose
+        pass  # connections are dropped on purpose
 
     def pop_fault(self, method: str, path: str) -> Fault | None:
         with self._lock:
@@ -94,7 +94,7 @@ class Proxy(ThreadingHTTPServer):
                     return fault
         return None
 
-    def gets(self, name: str = "") -> list[Seen]:
+    def gets(self, name: str = "") -> list[Request]:
         return [s for s in self.seen if s.method == "GET" and name in s.path]
 
 
@@ -110,12 +110,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        found = self.server.pop_fault(self.command, self.path)
-        span = (int(asked[1]), int(asked[2]) + 1) if asked else None
-        self.server.seen.append(Seen(self.command, self.path, span, found, self.headers.get("If-Match")))
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        span = (int(match[1]), int(match[2]) + 1) if match else None
+        fault = self.server.pop_fault(self.command, self.path)
+        self.server.seen.append(Request(self.command, self.path, span, fault, self.headers.get("If-Match")))
         time.sleep(self.server.latency_s)
-        fault = found or Fault()
+        fault = fault or Fault()
         if fault.before:
             fault.before()
         if fault.stall:
@@ -132,9 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
                 headers["range"] = f"bytes={span[0] + fault.shift}-{span[1] - 1 + fault.shift}"
             if fault.whole:
                 headers.pop("range", None)
-            self._send(*self._ask(body, headers), fault.cut)
+            self._send(*self._forward(body, headers), fault.cut)
 
-    def _ask(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
+    def _forward(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
         if self.upstream is None:
             self.upstream = http.client.HTTPConnection(*self.server.upstream)
             self.upstream.connect()
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @dataclass
 class Store:
-    """A running store with a bucket."""
+    """A running service with one bucket."""
 
     proxy: Proxy
     moto_url: str
@@ -184,12 +184,12 @@ class Store:
         return list(self.etags())
 
     def etags(self) -> dict[str, str]:
-        """The objects, and what each changes when it is written."""
+        """{key: ETag} of all objects."""
         listed = self._moto("GET", f"/{self.bucket}?list-type=2").decode()
         return dict(re.findall(r"<Key>(.*?)</Key>.*?<ETag>(.*?)</ETag>", listed, re.DOTALL))
 
     def calm(self) -> None:
-        """The store behaves, and nothing has been asked yet."""
+        """Remove all faults and forget all requests."""
         self.proxy.released.set()
         self.proxy.faults.clear()
         self.proxy.seen.clear()
@@ -210,14 +210,14 @@ class Store:
 
 
 def environment(url: str) -> dict[str, str]:
-    """What a client needs to know of a store."""
+    """The environment variables of a client."""
     return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": url}
 
 
 @contextlib.contextmanager
 def object_store() -> Iterator[Store]:
-    """A store with an empty bucket, and this process's environment for it. Skips the test without moto or obstore."""
+    """A service with an empty bucket; sets this process's environment. Skips the test without moto or obstore."""
     pytest.importorskip("obstore", reason="no obstore: pip install -e '.[s3]'")
     pytest.importorskip("moto.server", reason="no moto: pip install -e '.[dev]'")
     with serve() as store:
@@ -230,7 +230,7 @@ def object_store() -> Iterator[Store]:
 def serve() -> Iterator[Store]:
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it tells of every request
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -251,4 +251,4 @@ if __name__ == "__main__":
         running.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
         print(running.proxy.url, running.moto_url, flush=True)
         sys.stdin.read()
-        print(json.dumps(Counter(seen.method for seen in running.proxy.seen)), flush=True)
+        print(json.dumps(Counter(request.method for request in running.proxy.seen)), flush=True)

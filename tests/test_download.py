@@ -1,4 +1,4 @@
-"""The downloader against a real HTTP server on this machine that misbehaves on request."""
+"""The downloader against a local HTTP server with scripted faults."""
 
 import io
 import subprocess
@@ -25,7 +25,7 @@ VAL = index_to_filename(LAST)
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files` {name: bytes}; `script` {name: [behaviour, ...]} is used up one behaviour a request."""
+    """Serves `files` {name: bytes}. `script` {name: [fault, ...]} has one fault for each of the first requests."""
 
     daemon_threads = True
 
@@ -33,9 +33,10 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.script, self.requests, self.stalled = files, {}, [], threading.Event()
         self.url = f"http://127.0.0.1:{self.server_port}/base"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request, client_address):
-        pass  # connections dropped on purpose
+        pass  # connections are dropped on purpose
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -46,30 +47,23 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         name = self.path.rsplit("/", 1)[-1]
-        plan = self.server.script.get(name, [])
-        do = plan.pop(0) if plan else {}
-        self.server.requests.append((name, dict(self.headers), time.monotonic(), do))
-        if name not in self.server.files and "status" not in do:
-            do = {"status": 404}
-        if "status" in do or "redirect" in do:
-            self.send_response(302 if "redirect" in do else do["status"])
-            if "redirect" in do:
-                self.send_header("Location", do["redirect"])
-            if "retry_after" in do:
-                self.send_header("Retry-After", str(do["retry_after"]))
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_object(self.server.files[name], do)
-
-    def send_object(self, body, do):
-        self.send_response(200)
-        if "chunked" not in do:
-            self.send_header("Content-Length", str(do.get("length", len(body))))
+        faults = self.server.script.get(name, [])
+        fault = faults.pop(0) if faults else {}
+        self.server.requests.append((name, dict(self.headers), time.monotonic()))
+        body = self.server.files.get(name)
+        self.send_response(302 if "redirect" in fault else fault.get("status", 200 if body is not None else 404))
+        if "redirect" in fault:
+            self.send_header("Location", fault["redirect"])
+        if "retry_after" in fault:
+            self.send_header("Retry-After", str(fault["retry_after"]))
+        if body is None or "status" in fault or "redirect" in fault:
+            body = b""
+        if "chunked" not in fault:
+            self.send_header("Content-Length", str(fault.get("length", len(body))))
         self.end_headers()
-        self.wfile.write(body[:do.get("drop_after", len(body))])
+        self.wfile.write(body[:fault.get("drop_after", len(body))])
         self.wfile.flush()
-        if "stall" in do:
+        if "stall" in fault:
             self.server.stalled.wait(30)
         self.close_connection = True
 
@@ -77,7 +71,6 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     s = Server({index_to_filename(i): parquet_bytes(i) for i in range(LAST + 1)})
-    threading.Thread(target=s.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     yield s
     s.shutdown()
     s.server_close()
@@ -97,16 +90,16 @@ def job_for(server, data_dir=None):
 
 
 def fetch(job, *indices, num_workers=1):
-    """{file name: why it could not be had}."""
-    found = download.download(job, indices, num_workers=num_workers)
-    return {index_to_filename(i): why for i, why in zip(indices, found) if why}
+    """{file name: error} of the shards that failed."""
+    errors = download.download(job, indices, num_workers=num_workers)
+    return {index_to_filename(i): error for i, error in zip(indices, errors) if error}
 
 
 def on_disk(path):
     return sorted(p.name for p in path.iterdir() if not p.name.startswith(".") and p.name != "dataset.json")
 
 
-def asked_for(server, index):
+def requests_of(server, index):
     return [r for r in server.requests if r[0] == index_to_filename(index)]
 
 
@@ -114,37 +107,37 @@ def run(server, *args):
     return dataset.main(["--base-url", server.url, *args])
 
 
-# ---- the usual way --------------------------------------------------------------------------------------------------
+# ---- a server without faults ----------------------------------------------------------------------------------------
 
 def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(server, capsys):
     run(server, "-n", "2", "-w", "3")
     assert on_disk(default_data_dir()) == ["shard_00000.parquet", "shard_00001.parquet", "shard_00003.parquet"]
     assert all((default_data_dir() / n).read_bytes() == server.files[n] for n in on_disk(default_data_dir()))
-    assert capsys.readouterr().err == ""  # no bar where stderr is no terminal
-    asked = len(server.requests)
+    assert capsys.readouterr().err == ""  # no progress bar without a terminal
+    num_requests = len(server.requests)
     run(server, "--verify")
-    assert "3 shards are whole" in capsys.readouterr().out and len(server.requests) == asked
+    assert "3 shards are complete" in capsys.readouterr().out and len(server.requests) == num_requests
     run(server, "-n", "-1")
-    assert [r[0] for r in server.requests[asked:]] == ["shard_00002.parquet"], "what is here is not asked for again"
+    assert [r[0] for r in server.requests[num_requests:]] == ["shard_00002.parquet"], "others are not requested again"
 
 
-# ---- a server that misbehaves ---------------------------------------------------------------------------------------
+# ---- a server with faults -------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("status, wish_s", [(429, 1), (503, 0)])
-def test_a_busy_server_is_asked_again_when_it_said_or_after_a_pause(server, status, wish_s, caplog):
-    server.script[index_to_filename(0)] = [{"status": status, "retry_after": wish_s}, {"status": status}]
+@pytest.mark.parametrize("status, retry_after", [(429, 1), (503, 0)])
+def test_a_busy_server_is_retried_after_its_retry_after_or_a_pause(server, status, retry_after, caplog):
+    server.script[index_to_filename(0)] = [{"status": status, "retry_after": retry_after}, {"status": status}]
     assert fetch(job_for(server), 0) == {}
-    first, second, _ = asked_for(server, 0)
-    assert second[2] - first[2] >= 0.95 * wish_s
-    told = [line.split("shard_00000.parquet: ")[1] for line in caplog.messages]
-    assert told == [f"got HTTP {status}, a busy server; attempt {n} of {download.ATTEMPTS} in {pause} s"
-                    for n, pause in ((2, wish_s), (3, 0))]
+    first, second, _ = requests_of(server, 0)
+    assert second[2] - first[2] >= 0.95 * retry_after
+    lines = [line.split("shard_00000.parquet: ")[1] for line in caplog.messages]
+    assert lines == [f"got HTTP {status}, a busy server; attempt {n} of {download.ATTEMPTS} in {pause} s"
+                     for n, pause in ((2, retry_after), (3, 0))]
     server.script[index_to_filename(1)] = [{"status": status}] * 99
     assert f"got HTTP {status}" in fetch(job_for(server), 1)[index_to_filename(1)]
-    assert len(asked_for(server, 1)) == download.ATTEMPTS
+    assert len(requests_of(server, 1)) == download.ATTEMPTS
 
 
-def test_lengths_that_are_wrong_or_unknown_are_made_good_by_the_footer(server):
+def test_wrong_or_missing_content_lengths_are_caught_by_the_footer(server):
     name, job = index_to_filename(0), job_for(server)
     server.script[name] = [{"length": 1 << 20}] * 99
     assert "gave up" in fetch(job, 0)[name] and not (job.data_dir / name).exists()
@@ -154,21 +147,21 @@ def test_lengths_that_are_wrong_or_unknown_are_made_good_by_the_footer(server):
     assert fetch(job, 0) == {} and (job.data_dir / name).read_bytes() == server.files[name]
 
 
-def test_dropped_connections_begin_again_and_end_after_so_many_attempts(server):
+def test_dropped_connections_are_retried_a_limited_number_of_times(server):
     server.script[index_to_filename(0)] = [{"drop_after": 1000}, {"drop_after": 500}, {"drop_after": 0}]
     server.script[index_to_filename(1)] = [{"drop_after": 100}] * 99
     job = job_for(server)
     failed = fetch(job, 0, 1, num_workers=2)
     assert list(failed) == ["shard_00001.parquet"] and "gave up" in failed["shard_00001.parquet"]
-    assert len(asked_for(server, 0)) == 4 and len(asked_for(server, 1)) == download.ATTEMPTS
+    assert len(requests_of(server, 0)) == 4 and len(requests_of(server, 1)) == download.ATTEMPTS
     assert (job.data_dir / index_to_filename(0)).read_bytes() == server.files[index_to_filename(0)]
     assert not (job.data_dir / index_to_filename(1)).exists()
 
 
 @pytest.mark.parametrize("body", [b"<html>sorry</html>", parquet_bytes(0)[:-50], parquet_bytes(0, words=["a"]),
                                   parquet_bytes(0, text=pa.array([], pa.string())), parquet_bytes(0, text=[1, 2])],
-                         ids=["html", "cut", "no-text-column", "no-rows", "text-is-int"])
-def test_what_is_no_good_parquet_never_gets_the_final_name(server, body):
+                         ids=["html", "truncated", "no-text-column", "no-rows", "text-is-int"])
+def test_a_damaged_shard_never_gets_the_final_name(server, body):
     server.files[index_to_filename(0)] = body
     job = job_for(server)
     failed = fetch(job, 0)
@@ -176,7 +169,7 @@ def test_what_is_no_good_parquet_never_gets_the_final_name(server, body):
     assert on_disk(job.data_dir) == []
 
 
-def test_a_missing_validation_shard_is_an_error_that_names_it_and_no_other_takes_its_place(server):
+def test_a_missing_validation_shard_is_an_error_and_no_other_shard_replaces_it(server):
     del server.files[VAL]
     with pytest.raises(OSError, match=rf"1 of 3 shards failed:\n  .*/{VAL}: .*404") as e:
         run(server, "-n", "2")
@@ -185,7 +178,7 @@ def test_a_missing_validation_shard_is_an_error_that_names_it_and_no_other_takes
         list_parquet_files(default_data_dir())
 
 
-def test_after_a_kill_the_next_start_begins_the_file_again(server):
+def test_after_a_kill_the_next_start_downloads_the_shard_from_its_start(server):
     name, body = index_to_filename(0), parquet_bytes(9, rows=30_000)
     server.files[name], server.script[name] = body, [{"drop_after": 1_200_000, "stall": True}]
     try:
@@ -209,38 +202,38 @@ def test_after_a_kill_the_next_start_begins_the_file_again(server):
 # ---- the tasks of the CORE metric ------------------------------------------------------------------------------------
 
 def bundle_zip(folder, **more):
-    """An archive as nanochat's: a made-up bundle, what a Mac leaves beside it, and `more` {name: bytes}."""
-    made, packed = make_eval_bundle(folder / "eval_bundle", num_items=8), io.BytesIO()
+    """An archive like nanochat's: a synthetic bundle, a file of macOS, and `more` {name: bytes}."""
+    bundle, packed = make_eval_bundle(folder / "eval_bundle", num_items=8), io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        files = {str(path.relative_to(folder)): path.read_bytes() for path in made.rglob("*.*")}
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in bundle.rglob("*.*")}
         for name, body in (files | {"__MACOSX/._core.yaml": b"?"} | more).items():
             archive.writestr(name, body)
     return packed.getvalue()
 
 
-def test_a_bundle_arrives_whole_and_is_not_asked_for_again(server, tmp_path, capsys, caplog):
-    server.files["eval_bundle.zip"], there = bundle_zip(tmp_path / "made"), tmp_path / "base" / "eval_bundle"
+def test_a_bundle_is_downloaded_once(server, tmp_path, capsys, caplog):
+    server.files["eval_bundle.zip"], folder = bundle_zip(tmp_path / "made"), tmp_path / "base" / "eval_bundle"
     server.script["eval_bundle.zip"] = [{"drop_after": 1000}]
     for _ in range(2):
         dataset.main(["--eval-bundle", "--base-url", server.url])
-        assert f"{there}: 7 tasks with 56 items" in capsys.readouterr().out
+        assert f"{folder}: 7 tasks with 56 items" in capsys.readouterr().out
     [retry] = caplog.messages
-    assert all(part in retry for part in ("eval_bundle.zip: no whole answer (", "IncompleteRead(1000 bytes",
+    assert all(part in retry for part in ("eval_bundle.zip: no complete answer (", "IncompleteRead(1000 bytes",
                                           "attempt 2 of 6 in "))
-    assert len(server.requests) == 2 and [p.name for p in there.parent.iterdir()] == ["eval_bundle"]
-    for path in there.rglob("*.*"):
-        assert path.read_bytes() == (tmp_path / "made" / "eval_bundle" / path.relative_to(there)).read_bytes()
+    assert len(server.requests) == 2 and [p.name for p in folder.parent.iterdir()] == ["eval_bundle"]
+    for path in folder.rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "made" / "eval_bundle" / path.relative_to(folder)).read_bytes()
 
 
-def test_without_a_network_a_bundle_says_what_it_does_and_where_it_may_come_from_else(tmp_path, caplog, capsys):
+def test_without_a_network_the_error_names_the_other_ways_to_a_bundle(tmp_path, caplog, capsys):
     with pytest.raises(OSError, match=r"zip: gave up after 6 attempts; the last: .*Connection refused") as e:
         dataset.main(["--eval-bundle", "--base-url=http://127.0.0.1:9"])
-    assert "--base-url" in str(e.value) and "by hand" in str(e.value)
-    assert capsys.readouterr().out == f"fetching http://127.0.0.1:9/eval_bundle.zip -> {tmp_path}/base/eval_bundle\n"
-    assert len(caplog.messages) == download.ATTEMPTS - 1, "each further attempt is told"
+    assert "--base-url" in str(e.value) and "yourself" in str(e.value)
+    assert capsys.readouterr().out == f"downloading http://127.0.0.1:9/eval_bundle.zip -> {tmp_path}/base/eval_bundle\n"
+    assert len(caplog.messages) == download.ATTEMPTS - 1, "each retry is logged"
 
 
-@pytest.mark.parametrize("body, said", [
+@pytest.mark.parametrize("body, problem", [
     (lambda folder: bundle_zip(folder)[:-40], "File is not a zip file"),
     (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "Bad magic number"),
     (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
@@ -249,33 +242,32 @@ def test_without_a_network_a_bundle_says_what_it_does_and_where_it_may_come_from
     (lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}), "bytes in all, expected at most"),
     (lambda folder: b"0" * 600_001, "it has 600,001 bytes, expected at most 600,000"),
     (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "entries", "bomb", "large", "absent"])
-def test_a_bundle_that_is_no_good_leaves_nothing_and_names_the_folder(server, tmp_path, monkeypatch, body, said):
+def test_a_damaged_bundle_leaves_nothing_and_names_the_folder(server, tmp_path, monkeypatch, body, problem):
     monkeypatch.setattr(download, "BUNDLE_BYTES", 600_000, raising=False)
     monkeypatch.setattr(download, "BUNDLE_ENTRIES", 80, raising=False)
     if (packed := body(tmp_path / "made")) is not None:
         server.files["eval_bundle.zip"] = packed
-    with pytest.raises(OSError, match=rf"{server.url}/eval_bundle.zip: .*{said}.*unpack eval_bundle.zip by hand, so "
-                                      rf"that there is .*/base/eval_bundle/core.yaml") as e:
+    with pytest.raises(OSError, match=rf"{server.url}/eval_bundle.zip: .*{problem}.*unpack eval_bundle.zip yourself "
+                                      rf"to create .*/base/eval_bundle/core.yaml") as e:
         dataset.main(["--eval-bundle", "--base-url", server.url])
     assert "\n" not in str(e.value) and list((tmp_path / "base").iterdir()) == []
 
 
-def test_an_entry_of_a_bundle_that_leads_outside_stays_inside(server, tmp_path):
+def test_a_bundle_cannot_write_outside_its_folder(server, tmp_path):
     outside = {"eval_bundle/../../../escaped": b"!", "/escaped": b"!"}
     server.files["eval_bundle.zip"] = bundle_zip(tmp_path / "made", **outside)
     dataset.main(["--eval-bundle", "--base-url", server.url])
-    there = [*tmp_path.rglob("escaped"), *Path("/").glob("escaped")]
-    assert all(path.is_relative_to(tmp_path / "base" / "eval_bundle") for path in there)
+    written = [*tmp_path.rglob("escaped"), *Path("/").glob("escaped")]
+    assert all(path.is_relative_to(tmp_path / "base" / "eval_bundle") for path in written)
 
 
 # ---- endpoint and token ----------------------------------------------------------------------------------------------
 
-def test_endpoint_replaces_the_hub_and_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
+def test_the_endpoint_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret\n")
     monkeypatch.setitem(dataset.DATASETS, "climbmix", Dataset(f"{dataset.HUB}/datasets/x/resolve/main", LAST))
     name, mirror = index_to_filename(0), Server(dict(server.files))
-    threading.Thread(target=mirror.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
     server.script[name] = [{"status": 429}, {"redirect": f"{mirror.url}/{name}"}]
     try:
         job = make_downloader()
@@ -318,18 +310,18 @@ def test_the_folder_of_another_data_set_is_refused(server, tmp_path):
     folder = job_for(server, tmp_path / "d").data_dir
     with pytest.raises(ValueError, match="holds climbmix, not fineweb-edu; use another --data-dir"):
         run(server, "--dataset=fineweb-edu", "--data-dir", str(folder))
-    with pytest.raises(ValueError, match="holds fineweb-edu, not climbmix"):  # known by its place
+    with pytest.raises(ValueError, match="holds fineweb-edu, not climbmix"):  # known by its path
         run(server, "--data-dir", str(default_data_dir("fineweb-edu")))
     assert on_disk(folder) == [] and not server.requests and not default_data_dir("fineweb-edu").exists()
 
 
 # ---- verifying ------------------------------------------------------------------------------------------------------
 
-def test_verify_names_every_bad_file_and_why(tmp_path, capsys):
+def test_verify_names_every_damaged_file_and_the_damage(tmp_path, capsys):
     write(tmp_path, "a.parquet", "b.parquet", "c.parquet", "d.parquet", "e.parquet")
     flipped = bytearray((tmp_path / "b.parquet").read_bytes())
     at = flipped.index(b"document b.parquet/150")
-    flipped[at] ^= 1  # one bit in a page of the second row group: the footer does not show it
+    flipped[at] ^= 1  # one bit in a page of the second row group, which the footer does not show
     (tmp_path / "b.parquet").write_bytes(flipped)
     (tmp_path / "c.parquet").write_bytes((tmp_path / "c.parquet").read_bytes()[:-9])
     not_utf8 = pa.array([b"ok", b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)

@@ -1,5 +1,5 @@
-"""Exports: what goes out is the checkpoint and the tokenizer to the bit, and comes in again as it was. What
-transformers and nanochat themselves make of it is in dev/compare_hf.py and dev/compare_nanochat.py."""
+"""Exports have the checkpoint's exact bits and the tokenizer's ids, and an import restores them. dev/compare_hf.py and
+dev/compare_nanochat.py check that transformers and nanochat compute the same."""
 
 import functools
 import json
@@ -33,7 +33,7 @@ def base(finished, tmp_path_factory):
     with training.workplace(tmp_path_factory.mktemp("export").resolve(), **RUN) as path:
         copy(finished, path)
         assert export.main(["run", f"{path / 'hf'}", "--to=hf"]) == 0
-        (path / "nc").mkdir()  # an empty folder may be there
+        (path / "nc").mkdir()  # an empty folder is allowed
         assert export.main([f"run@{STEPS}", f"{path / 'nc'}", "--to=nanochat"]) == 0
         yield path
 
@@ -44,9 +44,9 @@ def weights(run):
 
 @functools.cache
 def exported_tokenizer():
-    found = Tokenizer.from_file(str(get_base_dir() / "hf" / "tokenizer.json"))
-    found.encode_special_tokens = True
-    return get_tokenizer(), found
+    exported = Tokenizer.from_file(str(get_base_dir() / "hf" / "tokenizer.json"))
+    exported.encode_special_tokens = True
+    return get_tokenizer(), exported
 
 
 def test_the_models_code_names_the_version_of_transformers_that_it_needs(base, monkeypatch):
@@ -63,43 +63,38 @@ def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(
     caplog.set_level(logging.INFO)
     assert training.as_bytes(load_file(base / "hf" / "model.safetensors")) == weights("run")
     export.write_weights(tmp_path, find_checkpoint("run").model_state(), shard_bytes=40_000)
-    assert not caplog.messages, "of its folder, which has another name before all of it is there"
+    assert not caplog.messages, "a message would name the temporary folder"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = set(index["weight_map"].values())
     assert len(files) > 2 and {path.name for path in tmp_path.glob("model-*.safetensors")} == files
-    found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
-    assert training.as_bytes(found) == weights("run")
-    assert (base / "hf" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "others may read it, too"
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
+    tensors = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    assert training.as_bytes(tensors) == weights("run")
+    assert (base / "hf" / "model.safetensors").stat().st_mode & 0o777 == 0o644, "others may read it"
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
 @settings(max_examples=examples(0.7))
 @given(st.text("ab '<|bos|>19\n\r\t é漢\u0301\u1680😀"))
 @example("<|bos|><|user_start|> aaaaaaaaa'S'ſ   \n  x")
+@example("\n\n".join(training.texts(200, seed=7)))
 def test_the_exported_tokenizer_gives_our_ids(text):
     ours, theirs = exported_tokenizer()
     text = replace_surrogates(text)
     ids = ours.encode(text)
     assert theirs.encode(text, add_special_tokens=False).ids == ids
-    assert theirs.encode(text).ids == [ours.bos_token_id, *ids], "BOS stands in front of every text"
+    assert theirs.encode(text).ids == [ours.bos_token_id, *ids], "BOS begins every text"
     assert theirs.decode(ids, skip_special_tokens=False) == text
-
-
-def test_the_exported_tokenizer_gives_our_ids_on_much_text_and_has_our_special_tokens(base):
-    ours, theirs = exported_tokenizer()
-    texts = training.texts(200, seed=7)
-    assert [e.ids for e in theirs.encode_batch(texts, add_special_tokens=False)] == ours.encode(texts)
     assert {text: theirs.token_to_id(text) for text in ours.get_special_tokens()} == ours.enc._special_tokens
     assert theirs.get_vocab_size() == ours.get_vocab_size()
 
 
-def test_a_foreign_tokenizer_goes_as_it_is_with_its_end_of_documents_in_front(base, tmp_path, caplog):
+def test_another_programs_tokenizer_is_exported_with_its_end_of_documents_in_front(base, tmp_path, caplog):
     library = ByteLevelBPETokenizer()
     library.train_from_iterator(training.texts(20, seed=1), vocab_size=300, special_tokens=["<end>"])
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = get_tokenizer(tmp_path, eod_token="<end>")
-    made = Tokenizer.from_str(export.tokenizer_files(tokenizer, 64)["tokenizer.json"].decode())
-    assert made.encode("a b").ids == [tokenizer.bos_token_id, *tokenizer.encode("a b")]
+    exported = Tokenizer.from_str(export.tokenizer_files(tokenizer, 64)["tokenizer.json"].decode())
+    assert exported.encode("a b").ids == [tokenizer.bos_token_id, *tokenizer.encode("a b")]
     assert export.tokenizer_files(get_tokenizer("ids:300:7"), 64) == {} and "with 7 in front" in caplog.text
 
 
@@ -108,11 +103,11 @@ def test_a_tokenizer_whose_ids_would_differ_is_not_exported(base):
         def encode(self, text, **kwargs):
             return [0, *super().encode(text, **kwargs)]
 
-    with pytest.raises(ValueError, match="gives other ids than tiktoken"):
+    with pytest.raises(ValueError, match="gives different ids than tiktoken"):
         export.as_tokenizers(Other(get_tokenizer().enc, "<|bos|>"))
 
 
-def test_config_and_card_tell_what_the_model_is(base):
+def test_config_and_card_describe_the_model(base):
     config = json.loads((base / "hf" / "config.json").read_text())
     checkpoint = find_checkpoint("run")
     assert checkpoint.model_config.items() <= config.items()
@@ -124,19 +119,19 @@ def test_config_and_card_tell_what_the_model_is(base):
     [val] = [event["bpb"] for event in training.events("val") if event["step"] == STEPS]
     for fact in (training.digests()[-1], f"{val:.6f}", "4,096", checkpoint.trainer_state["checksum"]):
         assert fact in card, fact
-    assert str(base) not in card, "where data lay is nobody's business"
+    assert str(base) not in card, "no path of this machine"
 
 
 # ---- in -------------------------------------------------------------------------------------------------------------
 
-def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_per_byte(base, caplog):
+def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(base, caplog):
     assert export.main([f"{base / 'nc/base_checkpoints/run'}", "--from=nanochat", "--model-tag=back",
                         f"--data-path={base / 'data'}"]) == 0
     assert weights("back") == weights("run")
     (base / "data").rename(base / "away")
     assert export.main([f"{base / 'nc/base_checkpoints/run'}", f"{base / 'elsewhere'}", "--from=nanochat"]) == 0
     (base / "away").rename(base / "data")
-    assert weights(str(base / "elsewhere")) == weights("run") and "base_eval has nothing to read" in caplog.text
+    assert weights(str(base / "elsewhere")) == weights("run") and "base_eval cannot evaluate this run" in caplog.text
     assert base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
     result = json.loads((training.run_dir("back") / "eval.json").read_text())
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == STEPS
@@ -147,7 +142,7 @@ def test_what_went_to_nanochat_comes_back_as_a_run_with_equal_weights_and_bits_p
     assert training.events("val", "next")[0]["bpb"] == result["val_bpb"]
 
 
-def test_older_checkpoints_of_nanochat_lack_what_changes_nothing(base):
+def test_an_older_checkpoint_of_nanochat_gets_the_values_that_it_lacks(base):
     folder = copy_of(base / "nc", "older")
     state = torch.load(folder / "model_000008.pt")
     kept = {f"_orig_mod.{name}": value for name, value in state.items() if name not in ("resid_lambdas", "x0_lambdas")}
@@ -155,23 +150,23 @@ def test_older_checkpoints_of_nanochat_lack_what_changes_nothing(base):
     meta = json.loads((folder / "meta_000008.json").read_text())
     del meta["model_config"]["window_pattern"]
     (folder / "meta_000008.json").write_text(json.dumps(meta))
-    found = export.from_nanochat(str(folder))
-    assert found.config["window_pattern"] == "L" and found.state.keys() == state.keys()
-    assert found.state["resid_lambdas"].tolist() == [1, 1] and found.state["x0_lambdas"].tolist() == [0, 0]
+    checkpoint = export.from_nanochat(str(folder))
+    assert checkpoint.config["window_pattern"] == "L" and checkpoint.state.keys() == state.keys()
+    assert checkpoint.state["resid_lambdas"].tolist() == [1, 1] and checkpoint.state["x0_lambdas"].tolist() == [0, 0]
 
 
-def copy_of(made, name):
-    """A copy of an export for nanochat, beside it; its folder of checkpoints."""
-    shutil.copytree(made, made.with_name(name))
-    return made.with_name(name) / "base_checkpoints" / "run"
+def copy_of(exported, name):
+    """The folder of checkpoints in a copy of an export for nanochat."""
+    shutil.copytree(exported, exported.with_name(name))
+    return exported.with_name(name) / "base_checkpoints" / "run"
 
 
-def test_the_data_that_nanochat_downloaded_are_found(base):
+def test_nanochats_own_download_is_the_default_data(base):
     assert default_data_dir() == base / "data" / "climbmix"
     write_parquet(base / "base_data_climbmix" / "shard_00000.parquet", ["a"])
     assert default_data_dir() == base / "base_data_climbmix"
     (base / "data" / "climbmix").mkdir()
-    assert default_data_dir() == base / "data" / "climbmix", "where both are, ours"
+    assert default_data_dir() == base / "data" / "climbmix", "ours comes first"
     (base / "data" / "climbmix").rmdir()
     shutil.rmtree(base / "base_data_climbmix")
 
@@ -179,7 +174,7 @@ def test_the_data_that_nanochat_downloaded_are_found(base):
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 def refused(*argv):
-    """What a command says that is refused. It leaves nothing in the base directory."""
+    """The error of a command, which leaves nothing in the base directory."""
     before = sorted(get_base_dir().rglob("*"))
     with pytest.raises((ValueError, OSError)) as e:
         export.main([str(arg) for arg in argv])
@@ -188,9 +183,9 @@ def refused(*argv):
     return str(e.value)
 
 
-def test_nothing_is_written_over_and_nothing_half_written_stays(base, monkeypatch):
-    said = refused(base / "nc/base_checkpoints/run", "--from=nanochat", f"--data-path={base / 'data'}")
-    assert "runs/run: something is there" in said and "name another run with --model-tag" in said
+def test_nothing_is_overwritten_and_no_partial_output_stays(base, monkeypatch):
+    error = refused(base / "nc/base_checkpoints/run", "--from=nanochat", f"--data-path={base / 'data'}")
+    assert "runs/run: already exists" in error and "name another run with --model-tag" in error
 
     def full(*args):
         raise OSError(28, "No space left on device")
@@ -201,7 +196,7 @@ def test_nothing_is_written_over_and_nothing_half_written_stays(base, monkeypatc
 
 @pytest.mark.parametrize("package", ["safetensors.torch", "tokenizers", "huggingface_hub"])
 def test_a_package_that_cannot_be_imported_names_its_extra(base, monkeypatch, package):
-    """Regression: a ModuleNotFoundError where a package was there in part."""
+    """Regression: a ModuleNotFoundError for a package that was installed in part."""
     class Missing:
         def find_spec(self, name, path=None, target=None):
             if name == package:
@@ -209,35 +204,35 @@ def test_a_package_that_cannot_be_imported_names_its_extra(base, monkeypatch, pa
 
     monkeypatch.delitem(sys.modules, package, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    assert "cannot be imported" in (told := refused("run", base / "new", "--to=hf"))
-    assert told.endswith("pip install -e '.[hf]'")
+    error = refused("run", base / "new", "--to=hf")
+    assert "cannot be imported" in error and error.endswith("pip install -e '.[hf]'")
 
 
-def test_other_architectures_and_what_is_no_checkpoint_are_refused_in_a_sentence(base):
+def test_other_architectures_and_damaged_checkpoints_are_one_sentence(base):
     folder = copy_of(base / "nc", "other")
     file, meta = folder / "model_000008.pt", folder / "meta_000008.json"
-    way = ("--from=nanochat", f"--tokenizer={base / 'tokenizer'}", "--model-tag=x", f"--data-path={base / 'data'}")
+    flags = ("--from=nanochat", f"--tokenizer={base / 'tokenizer'}", "--model-tag=x", f"--data-path={base / 'data'}")
     whole, shape = torch.load(file), json.loads(meta.read_text())
     torch.save({name: value for name, value in whole.items() if not name.startswith("smear")}, file)
-    said = refused(folder, *way)
-    assert all(text in said for text in ("Missing key(s) in state_dict", '"smear_lambda"', '"smear_gate.weight"'))
+    error = refused(folder, *flags)
+    assert all(text in error for text in ("Missing key(s) in state_dict", '"smear_lambda"', '"smear_gate.weight"'))
     torch.save(whole | {"bias": torch.zeros(1), "smear_lambda": torch.zeros(3)}, file)
-    said = refused(folder, *way)
-    assert 'Unexpected key(s) in state_dict: "bias"' in said and "mismatch for smear_lambda" in said
+    error = refused(folder, *flags)
+    assert 'Unexpected key(s) in state_dict: "bias"' in error and "mismatch for smear_lambda" in error
     meta.write_text(json.dumps({"model_config": shape["model_config"] | {"n_kv_head": 1}}))
-    assert "n_kv_head is 1" in refused(folder, *way)
+    assert "n_kv_head is 1" in refused(folder, *flags)
     meta.write_text(json.dumps({"model_config": shape["model_config"] | {"vocab_size": 500}}))
-    assert "320 tokens, and the model has 500" in refused(folder, *way)
+    assert "320 tokens, but the model has 500" in refused(folder, *flags)
     meta.write_text(json.dumps({"model_config": {"layers": 3}}))
-    assert "no shape of our model" in refused(folder, *way)
-    assert "steps there: 8" in refused(f"{folder}@7", *way)
+    assert "does not fit our model" in refused(folder, *flags)
+    assert "steps in it: 8" in refused(f"{folder}@7", *flags)
     file.write_bytes(pickle.dumps(Trap(base / "trapped")))
-    assert "refused" in refused(folder, *way)
+    assert "refused" in refused(folder, *flags)
     assert not (base / "trapped").exists()
 
 
 class Trap:
-    """A pickle that makes a file where it is loaded."""
+    """Unpickling it creates a file."""
 
     def __init__(self, path):
         self.path = path
@@ -246,6 +241,6 @@ class Trap:
         return Path.touch, (self.path,)
 
 
-def test_what_nanochat_has_no_place_for_is_refused(base):
+def test_a_model_that_nanochat_cannot_represent_is_refused(base):
     assert base_train.main(training.flags(model_tag="narrow", depth=1, num_iterations=1, eval_every=-1)) == 0
     assert "n_embd is 12" in refused("narrow", base / "new", "--to=nanochat")

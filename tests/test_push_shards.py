@@ -60,7 +60,7 @@ def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, ca
     store.proxy.faults.append(Fault("PUT", "b.bin", status=403, code="AccessDenied"))
     assert main([str(folder), store.path("s")]) == 1
     err = capsys.readouterr().err
-    assert "b.bin: the store refuses it" in err and "no manifest was written; run the same command again" in err
+    assert "b.bin: access denied" in err and "no manifest was written; run the same command again" in err
     assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
     store.proxy.seen.clear()
     assert main([str(folder), store.path("s")]) == 0
@@ -125,7 +125,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_sent(store, folder, tmp_path):
 
     refused("no such folder", tmp_path / "none")
     refused("expected s3://bucket/prefix", target="/local/folder")
-    refused("there is no bucket nobucket", target="s3://nobucket/x")
+    refused("bucket nobucket does not exist", target="s3://nobucket/x")
     (tmp_path / "empty").mkdir()
     refused(r"no .bin, .idx, .parquet file below it", tmp_path / "empty")
     idx = folder / "val/web/c.idx"

@@ -184,7 +184,7 @@ def test_parquet_that_is_refused_and_parquet_that_is_broken_are_told_apart(bucke
     monkeypatch.setattr(room, "PART_BYTES", 1 << 12)
     name = "data/shard_1.parquet"
     bucket.proxy.faults += [Fault(name=name, shift=0), Fault(name=name, status=403, times=99)]
-    assert refuse(**command("text", "s3://bucket")).startswith(f"s3://bucket/{name}: the store refuses it (HTTP 403")
+    assert refuse(**command("text", "s3://bucket")).startswith(f"s3://bucket/{name}: access denied (HTTP 403")
     bucket.proxy.faults.clear()
     data = bucket.get(name)
     bucket.put(name, data[:4] + b"\xff" * (len(data) - 8192) + data[4 - 8192:])  # all but the footer
@@ -296,7 +296,7 @@ def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
     began = time.monotonic()
     os.kill(group.processes[0].pid, signal.SIGTERM)
     assert group.wait() == [0] and time.monotonic() - began < training.PATIENCE_S, group.text()
-    assert "not waited for any longer" in group.text() and not run_dir().exists()
+    assert "no longer waiting" in group.text() and not run_dir().exists()
 
 
 def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatch):

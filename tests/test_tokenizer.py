@@ -1,4 +1,4 @@
-"""Laws of the tokenizer over all of Unicode, a brute-force oracle for its ids, and what saving and training promise."""
+"""The tokenizer: laws over all of Unicode with a brute-force oracle for ids; saving, training and the two scripts."""
 
 import base64
 import itertools
@@ -26,7 +26,6 @@ from nanochat.tokenizer import (
     get_tokenizer,
 )
 from scripts import tok_eval, tok_train
-from tests.token_files import patch, truncate
 from tests.toy import examples
 
 pytestmark = pytest.mark.usefixtures("base_dir")
@@ -52,20 +51,20 @@ def other():
 
 @pytest.fixture
 def encodings(monkeypatch):
-    """What tiktoken can load, by name; of any other it says that there is no network."""
-    found = {}
+    """{name: encoding} that tiktoken can load; for other names it has no network."""
+    available = {}
 
     def get_encoding(name):
-        if name in found:
-            return found[name]
+        if name in available:
+            return available[name]
         raise requests.ConnectionError("x" * 999)
 
     monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
-    return found
+    return available
 
 
 def brute_force_ids(tok, text):
-    """BPE as the definition says it: in each piece, join the leftmost pair of lowest rank until none has one."""
+    """BPE by its definition: in each piece, join the leftmost pair of lowest rank until no pair has a rank."""
     ranks, ids = tok.enc._mergeable_ranks, []
     for piece in regex.findall(SPLIT_PATTERN, text):
         parts = [bytes([b]) for b in piece.encode()]
@@ -83,15 +82,11 @@ def brute_force_ids(tok, text):
 
 @FAST
 @given(TEXTS)
-def test_decoding_what_was_encoded_gives_the_text(tok, text):
-    assert tok.decode(tok.encode(text)) == text
-    assert tok.decode(tok.encode_one(text)) == "<|bos|>" + text
-
-
-@FAST
-@given(TEXTS)
-def test_ids_are_those_of_brute_force_bpe(tok, text):
-    assert tok.encode(text) == brute_force_ids(tok, text) == tok.enc.encode_ordinary(text)
+def test_ids_are_those_of_brute_force_bpe_decode_to_the_text_and_count_its_bytes(tok, text):
+    ids, document = tok.encode(text), tok.encode_one(text)
+    assert ids == brute_force_ids(tok, text) == tok.enc.encode_ordinary(text)
+    assert tok.decode(ids) == text and tok.decode(document) == "<|bos|>" + text
+    assert get_token_bytes(tokenizer=tok)[document.astype(np.int64)].sum() == len(text.encode())
 
 
 @FAST
@@ -104,7 +99,7 @@ def test_encode_flat_is_bos_and_ordinary_ids_for_any_number_of_threads(tok, text
         assert ids[start:end].tolist() == [tok.get_bos_token_id(), *tok.enc.encode_ordinary(text)]
 
 
-def test_a_run_of_a_million_spaces_is_encoded_though_the_regex_engine_gives_up(tok):
+def test_a_run_of_a_million_spaces_is_encoded_although_the_regex_engine_fails(tok):
     text = "a" + " " * 1_000_000 + "b\ud800"
     with pytest.raises(ValueError, match="stack size"):
         tok.enc._core_bpe.encode_to_tiktoken_buffer(text[:-1], frozenset())
@@ -127,15 +122,6 @@ def test_encode_keeps_nanochats_calls(tok):
         tok.encode_flat("one text")
 
 
-# ---- vocabulary -----------------------------------------------------------------------------------------------------
-
-@FAST
-@given(TEXTS)
-def test_token_bytes_sum_to_the_raw_bytes_of_the_text(tok, text):
-    ids = tok.encode_one(text).astype(np.int64)
-    assert get_token_bytes(tokenizer=tok)[torch.from_numpy(ids)].sum() == len(text.encode())
-
-
 def test_ids_take_four_bytes_from_65537_tokens_on(tok):
     def with_size(vocab_size):
         enc = tiktoken.Encoding("t", pat_str=SPLIT_PATTERN, mergeable_ranks=tok.enc._mergeable_ranks,
@@ -148,7 +134,7 @@ def test_ids_take_four_bytes_from_65537_tokens_on(tok):
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
-def test_a_text_too_small_for_the_vocabulary_is_an_error_that_says_what_it_gives():
+def test_too_little_text_for_the_vocabulary_is_an_error_that_counts_it():
     with pytest.raises(ValueError, match=r"vocabulary of 1,000: 1 documents with 17 characters give 275 tokens"):
         RustBPETokenizer.train_from_iterator(["hello world hello"], 1000)
     with pytest.raises(ValueError, match="at least 265"):
@@ -157,7 +143,7 @@ def test_a_text_too_small_for_the_vocabulary_is_an_error_that_says_what_it_gives
 
 # ---- disk -----------------------------------------------------------------------------------------------------------
 
-def test_reloading_gives_identical_ids_and_is_all_in_readable_files(tok, tmp_path):
+def test_reloading_gives_identical_ids_from_readable_files(tok, tmp_path):
     tok.save(tmp_path / "t")
     loaded = RustBPETokenizer.from_directory(tmp_path / "t")
     assert sorted(p.name for p in (tmp_path / "t").iterdir()) == ["ranks.tiktoken", "tokenizer.json"]
@@ -181,42 +167,35 @@ def test_the_fingerprint_covers_ranks_pattern_and_special_tokens_and_not_the_tra
     assert len(set(different)) == 5
 
 
-@pytest.mark.parametrize("damage", [
-    lambda folder: (folder / "ranks.tiktoken").unlink(),
-    lambda folder: patch(folder / "ranks.tiktoken", 5000, b"\xff"),
-    lambda folder: truncate(folder / "ranks.tiktoken", 5000),
-    lambda folder: truncate(folder / "tokenizer.json", 50),
-    *(lambda folder, edit=edit: (folder / "tokenizer.json").write_text(json.dumps(
-        json.loads((folder / "tokenizer.json").read_text()) | edit))
-      for edit in ({"pattern": "x"}, {"bos_token": "<|user_end|>"}, {"version": 2}))])
-def test_a_changed_file_is_refused_by_name(tok, tmp_path, damage):
-    tok.save(tmp_path)
-    damage(tmp_path)
-    with pytest.raises((ValueError, FileNotFoundError), match=r"(ranks\.tiktoken|tokenizer\.json).*tok_train"):
-        RustBPETokenizer.from_directory(tmp_path)
-
-
 LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
 
 
-@pytest.mark.parametrize("edit, why", [
-    ({"ranks": b"".join([*LINES, b"YWI= 255\n"])}, "different whole numbers"),
-    ({"ranks": b"".join(LINES[1:])}, "not every byte has a token"),
-    ({"ranks": b"".join([*LINES, b"YWI= 256 7\n"])}, "no usable tokenizer"),
-    ({"special_tokens": {"<|bos|>": 10**9}}, "different whole numbers below"),
-    ({"special_tokens": {}}, "unknown; this tokenizer has"),
-    ({"pattern": "("}, "tiktoken cannot use it"), ({"pattern": "x*"}, "tiktoken cannot use it"),
-    ({"special_tokens": []}, "special_tokens"),
-    ({"training": None}, "training"),
-])
-def test_a_forged_tokenizer_is_one_sentence_that_names_the_file(tok, tmp_path, edit, why):
+@pytest.mark.parametrize("ranks, edit, problem", [
+    (None, {}, "missing"),
+    (lambda data: data[:5000] + b"\xff" + data[5001:], {}, "damaged"),
+    (lambda data: data[:5000], {}, ""),
+    (lambda _: b"".join([*LINES, b"YWI= 255\n"]), {}, "different whole numbers"),
+    (lambda _: b"".join(LINES[1:]), {}, "not every byte has a token"),
+    (lambda _: b"".join([*LINES, b"YWI= 256 7\n"]), {}, "damaged"),
+    (bytes, None, "not valid JSON"),
+    (bytes, {"pattern": "x"}, "changed since it was saved"),
+    (bytes, {"bos_token": "<|user_end|>"}, "changed since it was saved"),
+    (bytes, {"version": 2}, "expected a nanochat-tokenizer of version 1"),
+    (bytes, {"special_tokens": {"<|bos|>": 10**9}}, "different whole numbers below"),
+    (bytes, {"special_tokens": {}}, "unknown; this tokenizer has"),
+    (bytes, {"pattern": "("}, "tiktoken cannot use it"), (bytes, {"pattern": "x*"}, "tiktoken cannot use it"),
+    (bytes, {"special_tokens": []}, "special_tokens"), (bytes, {"training": None}, "training")])
+def test_a_damaged_or_forged_file_is_one_sentence_that_names_it(tok, tmp_path, ranks, edit, problem):
     tok.save(tmp_path)
-    if "ranks" in edit:
-        (tmp_path / "ranks.tiktoken").write_bytes(edit["ranks"])
+    rank_file, json_file = tmp_path / "ranks.tiktoken", tmp_path / "tokenizer.json"
+    if ranks is None:
+        rank_file.unlink()
     else:
-        (tmp_path / "tokenizer.json").write_text(json.dumps(
-            json.loads((tmp_path / "tokenizer.json").read_text()) | edit))
-    with pytest.raises(ValueError, match=rf"tokenizer\.json: .*{why}.*tok_train"):
+        rank_file.write_bytes(ranks(rank_file.read_bytes()))
+    text = json_file.read_text()
+    json_file.write_text(text[:50] if edit is None else json.dumps(json.loads(text) | edit))
+    pattern = rf"^{tmp_path}/\w+\.\w+: .*{problem}.*tok_train"
+    with pytest.raises((ValueError, FileNotFoundError), match=pattern):
         RustBPETokenizer.from_directory(tmp_path)
 
 
@@ -230,12 +209,12 @@ def test_a_different_tokenizer_is_not_written_over_another(tok, other, base_dir)
     assert get_tokenizer().fingerprint == other.fingerprint
 
 
-def test_the_same_tokenizer_is_written_again_only_where_it_is_not_whole(tok, tmp_path):
+def test_saving_again_writes_nothing_unless_a_file_is_damaged(tok, tmp_path):
     tok.save(tmp_path)
     inodes = {path: path.stat().st_ino for path in tmp_path.iterdir()}
     tok.save(tmp_path)
     assert {path: path.stat().st_ino for path in tmp_path.iterdir()} == inodes and len(inodes) == 2
-    (tmp_path / "ranks.tiktoken").write_bytes(b"torn")
+    (tmp_path / "ranks.tiktoken").write_bytes(b"truncated")
     tok.save(tmp_path)
     assert RustBPETokenizer.from_directory(tmp_path).fingerprint == tok.fingerprint
 
@@ -254,7 +233,7 @@ def test_a_crash_between_the_two_files_leaves_no_tokenizer_rather_than_a_mixture
         RustBPETokenizer.from_directory(tmp_path)
 
 
-def test_the_default_tokenizer_is_loaded_from_the_base_directory_or_its_absence_explained(tok, base_dir):
+def test_the_default_tokenizer_is_that_of_the_base_directory_or_an_error_with_the_next_command(tok, base_dir):
     with pytest.raises(FileNotFoundError, match=r"no data .*: download .*; then .*scripts\.tok_train --output-dir"):
         get_tokenizer()
     with pytest.raises(FileNotFoundError, match=r"scripts\.tok_train --data-path my/texts --output-dir"):
@@ -263,8 +242,6 @@ def test_the_default_tokenizer_is_loaded_from_the_base_directory_or_its_absence_
     assert get_tokenizer().fingerprint == tok.fingerprint
     assert torch.equal(get_token_bytes(), tok.token_bytes())
 
-
-# ---- tiktoken's own -------------------------------------------------------------------------------------------------
 
 def test_a_tiktoken_encoding_has_endoftext_as_bos_and_survives_saving(tok, tmp_path, encodings):
     encodings["gpt2"] = tiktoken.Encoding("gpt2", pat_str=r"\w+|\W", mergeable_ranks=tok.enc._mergeable_ranks,
@@ -277,12 +254,9 @@ def test_a_tiktoken_encoding_has_endoftext_as_bos_and_survives_saving(tok, tmp_p
     assert loaded.fingerprint == gpt2.fingerprint and loaded.encode("a 1") == gpt2.encode("a 1")
 
 
-def test_a_tiktoken_name_that_is_unknown_is_one_clear_sentence():
+def test_an_unknown_or_unreachable_tiktoken_name_is_one_sentence(encodings):
     with pytest.raises(ValueError, match=r"'gpt9'.*gpt2"):
         RustBPETokenizer.from_pretrained("gpt9")
-
-
-def test_a_tiktoken_name_that_is_unreachable_is_one_clear_sentence(encodings):
     with pytest.raises(OSError, match=r"'gpt2'.*TIKTOKEN_CACHE_DIR") as e:
         RustBPETokenizer.from_pretrained("gpt2")
     assert len(str(e.value)) < 200
@@ -304,13 +278,13 @@ def run_train(data_dir, *flags):
     return tok_train.main(["--data-path", str(data_dir), "--vocab-size", "600", *flags])
 
 
-def test_tok_train_reads_the_train_files_says_which_and_is_deterministic(data_dir, tmp_path, base_dir, capsys):
+def test_tok_train_reads_the_train_files_lists_them_and_is_deterministic(data_dir, tmp_path, base_dir, capsys):
     assert run_train(data_dir) == 0
     assert run_train(data_dir, "--output-dir", str(tmp_path / "again")) == 0
     first, again = (p.joinpath("tokenizer.json").read_bytes() for p in (base_dir / "tokenizer", tmp_path / "again"))
     assert first == again
     out, trained = capsys.readouterr().out, get_tokenizer()
-    assert "shard_0.parquet" in out and "shard_2.parquet" in out and out.count("shard_3.parquet") == 2  # once per start
+    assert "shard_0.parquet" in out and "shard_2.parquet" in out and out.count("shard_3.parquet") == 2  # once each
     assert "validates: shard_3.parquet" in out
     assert [f["name"] for f in trained.training["files"]] == ["shard_0.parquet", "shard_1.parquet", "shard_2.parquet"]
     assert trained.training["documents"] == 3 * (1 + len(CORPUS) // 4)
@@ -322,7 +296,7 @@ def test_tok_train_reuses_the_tokenizer_of_the_same_arguments_and_files(data_dir
     pq.write_table(pa.table({"text": ["a later shard"]}), data_dir / "shard_4.parquet")
     with monkeypatch.context() as m:
         m.setattr(tok_train, "train", None)
-        assert run_train(data_dir, "--max-chars", "60000") == 0  # shards that were not read do not matter
+        assert run_train(data_dir, "--max-chars", "60000") == 0  # unread shards do not matter
     assert files_read < 3 and "reused" in capsys.readouterr().out
     run_train(data_dir, "--force")
     assert "reused" not in capsys.readouterr().out
@@ -344,7 +318,7 @@ def test_tok_train_refuses_at_once_to_replace_another_tokenizer(data_dir, monkey
     assert get_tokenizer().get_vocab_size() == 500
 
 
-def test_tok_eval_prints_bytes_per_token_and_goes_on_without_peers(data_dir, tok, tmp_path, capsys, encodings):
+def test_tok_eval_prints_bytes_per_token_and_works_without_peers(data_dir, tok, tmp_path, capsys, encodings):
     encodings["gpt2"] = tiktoken.Encoding("bytes", pat_str=r"(?s:.)", special_tokens={"<|endoftext|>": 256},
                                           mergeable_ranks={bytes([i]): i for i in range(256)})
     tok.save(tmp_path / "t")

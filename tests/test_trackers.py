@@ -1,4 +1,4 @@
-"""What a run shows beside its log: a bar on a terminal, TensorBoard, a profile. None of it changes a bit."""
+"""A progress bar, trackers and a profile show a run without changing a bit of it."""
 
 import gzip
 import importlib.util
@@ -25,13 +25,13 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(scope="module", autouse=True)
 def plain(tmp_path_factory):
-    """A run that shows nothing, and what it came to."""
+    """The losses, final state and output of a run without bar, trackers and profile."""
     with training.workplace(tmp_path_factory.mktemp("trackers"), **training.SMALL):
         outcome = succeed(model_tag="plain", **SHORT)
         yield {"losses": losses("plain"), "state": state_of(final("plain")), "outcome": outcome}
 
 
-def test_a_terminal_has_a_bar_above_which_lines_scroll(plain, monkeypatch):
+def test_a_terminal_has_a_bar_below_the_log(plain, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(training.io, "StringIO", lambda: screen)  # what training.run redirects to
     monkeypatch.setattr(trainer, "BAR", "<{desc} {n_fmt}/{total_fmt}{postfix}>")
@@ -40,7 +40,7 @@ def test_a_terminal_has_a_bar_above_which_lines_scroll(plain, monkeypatch):
     assert re.search(r"<bar 4/4, loss \S+, bits per byte \S+, \S+ tok/s, eta 0", text)
     lines = [line for line in re.split(r"[\r\n]", text) if line.startswith("step ")]
     assert [line[:10] for line in lines if " | loss" in line] == ["step 00001", "step 00003"]
-    assert all("<bar" not in line for line in lines), "a line has its own line"
+    assert all("<bar" not in line for line in lines), "the bar does not share a line"
     assert text.rstrip("\r").endswith(" ") and LAUNCH.aside is nullcontext, "the bar is gone at the end"
 
 
@@ -54,13 +54,13 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain, c
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     succeed(model_tag="seen", log_to="tensorboard,wandb", profile_steps="1:3", **SHORT)
-    assert state_of(final("seen")) == plain["state"], "to look changes nothing"
+    assert state_of(final("seen")) == plain["state"], "trackers change nothing"
     board = EventAccumulator(str(run_dir("seen") / "tensorboard"))
     board.Reload()
     assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses("seen"), rel=1e-6)
     assert [event.step for event in board.Scalars("val/bpb")] == [0, 2, 4]
-    assert not (run_dir("seen") / "wandb").exists(), "wandb has no name to run under"
-    assert "SyncActivityProfiler" not in capfd.readouterr().err, "the profiler's library talks on our terminal"
+    assert not (run_dir("seen") / "wandb").exists(), "wandb needs --run"
+    assert "SyncActivityProfiler" not in capfd.readouterr().err, "the profiler's library must not print"
     trace = json.loads(gzip.decompress((run_dir("seen") / "profile" / "steps-1-3.json.gz").read_bytes()))
     names = {event.get("name") for event in trace["traceEvents"]}
     assert "aten::mm" in names and len(trace["traceEvents"]) > 100
@@ -68,16 +68,16 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain, c
     assert samples["step"] == 4 and samples["texts"] and all(isinstance(text, str) for text in samples["texts"])
 
 
-STAND_IN = """
+FAKE = """
 import json, os
 
-def init(**given):
-    return Run(given)
+def init(**arguments):
+    return Run(arguments)
 
 class Run:
-    def __init__(self, given):
-        self.file = open(os.environ["STAND_IN"], "a")
-        self.write(init=given)
+    def __init__(self, arguments):
+        self.file = open(os.environ["FAKE"], "a")
+        self.write(init=arguments)
 
     def write(self, **record):
         self.file.write(json.dumps(record) + chr(10))
@@ -93,9 +93,9 @@ class Run:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_trackio_gets_the_values_of_the_log(plain, tmp_path, monkeypatch, fails):
-    (tmp_path / "trackio.py").write_text(STAND_IN + "\ndel init" * fails)
+    (tmp_path / "trackio.py").write_text(FAKE + "\ndel init" * fails)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("STAND_IN", str(tmp_path / "values"))
+    monkeypatch.setenv("FAKE", str(tmp_path / "values"))
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     tag = "untracked" if fails else "tracked"
     outcome = succeed(model_tag=tag, log_to="trackio,wandb", **SHORT)
@@ -105,16 +105,16 @@ def test_trackio_gets_the_values_of_the_log(plain, tmp_path, monkeypatch, fails)
         assert "trackio failed (" in outcome.err and "continuing without it" in outcome.err
         return
     first, *values, last = map(json.loads, (tmp_path / "values").read_text().splitlines())
-    given = first["init"]
-    assert (given["project"], given["name"], given["resume"]) == ("nanochat", "tracked", "allow")
-    assert given["config"]["num_iterations"] == 4 and last == {"finish": True}
-    drawn = {value["step"]: value["metrics"]["train/loss"] for value in values if "train/loss" in value["metrics"]}
-    assert drawn == dict(enumerate(losses("tracked")))
+    arguments = first["init"]
+    assert (arguments["project"], arguments["name"], arguments["resume"]) == ("nanochat", "tracked", "allow")
+    assert arguments["config"]["num_iterations"] == 4 and last == {"finish": True}
+    logged = {value["step"]: value["metrics"]["train/loss"] for value in values if "train/loss" in value["metrics"]}
+    assert logged == dict(enumerate(losses("tracked")))
     assert [value["step"] for value in values if "val/bpb" in value["metrics"]] == [0, 2, 4]
     assert all(type(number) in (int, float) for value in values for number in value["metrics"].values())
 
 
-@pytest.mark.parametrize("flag, value, told", [
+@pytest.mark.parametrize("flag, value, error", [
     ("log_to", "tensorbord", "--log-to: got 'tensorbord', expected wandb, tensorboard, trackio"),
     ("log_to", "", "--log-to: got ''"),
     ("profile_steps", "7", "--profile-steps: got '7', expected A:B"),
@@ -122,14 +122,14 @@ def test_trackio_gets_the_values_of_the_log(plain, tmp_path, monkeypatch, fails)
     ("profile_steps", "-1:x", "--profile-steps: got '-1:x'"),
     ("log_to", "wandb,trackio", "--log-to trackio: it is not installed; pip install -e '.[trackio]'"),
     ("log_to", "tensorboard", "pip install -e '.[tensorboard]'")])
-def test_what_cannot_be_shown_is_one_sentence(flag, value, told, monkeypatch):
+def test_a_tracker_or_profile_that_cannot_work_is_one_sentence(flag, value, error, monkeypatch):
     find, extras = importlib.util.find_spec, ("tensorboard", "trackio")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in extras else find(name))
-    assert told in refuse(model_tag="none", **{flag: value})
+    assert error in refuse(model_tag="none", **{flag: value})
     assert not run_dir("none").exists()
 
 
-def test_a_profile_that_cannot_be_written_costs_no_run(plain, tmp_path):
+def test_a_profile_that_cannot_be_written_does_not_end_the_run(plain, tmp_path):
     run_dir("full").mkdir()
     (run_dir("full") / "profile").write_text("in the way")
     outcome = succeed(model_tag="full", profile_steps="0:9", **SHORT)

@@ -1,4 +1,4 @@
-"""Code that connects to other programs. Each part is loaded on demand, by one function of the core.
+"""Code that connects to other programs. The core imports each module lazily, through one function.
 
-A run that trains from parquet with no extras installed loads nothing from this folder.
+A run that trains from parquet without extras imports nothing from this folder.
 """

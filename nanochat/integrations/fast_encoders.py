@@ -1,6 +1,6 @@
 """
-Fast encoders: fastokens (an optional package) turns texts into flat token ids several times as fast as tiktoken, and
-always into exactly tiktoken's ids. `RustBPETokenizer.encoder` loads this module if fastokens is installed.
+Fast encoders: fastokens, an optional package, encodes texts several times as fast as tiktoken, and always into exactly
+tiktoken's ids. `RustBPETokenizer.encoder` imports this module if fastokens is installed.
 
     texts ["ab ab", "  U+180E", "U+D800"]
             |          |           |
@@ -9,23 +9,23 @@ always into exactly tiktoken's ids. `RustBPETokenizer.encoder` loads this module
             v          v           v
     (ids of all, back to back, lengths [2, 3, 3])
 
-tiktoken defines the ids and is always installed. `fastest_encoder` takes fastokens if it is installed (the extra
-`fast`), the pattern is this project's, and the check passes. On one core tiktoken encodes 4 million tokens a second and
-fastokens 13 million. Both give the same ids for every text, so the choice is in no fingerprint and never changes a row.
-Many threads may encode at once; encoding releases the GIL and starts no threads of its own.
+tiktoken defines the ids and is always installed. `fastest_encoder` returns fastokens if the pattern is ours and the
+check below passes. On one core tiktoken encodes 4 million tokens a second and fastokens 13 million. The ids are equal
+for every text, so the choice is in no fingerprint and never changes a row. Many threads may encode at once; encoding
+releases the GIL and starts no threads of its own.
 
-Before fastokens is used it encodes a built-in hard sample, which finds a broken build. A full comparison of fastokens
-0.3.5 with tiktoken 0.14.0 (every character in 16 contexts with a vocabulary of all pairs of bytes, so that every edge
-between pieces shows; long runs, shared prefixes and vocabularies of few letters) found these differences:
-- PCRE2, which cuts text into pieces for fastokens, takes U+180E for white space, and tiktoken does not. tiktoken fails
-  at about a million spaces in a row and then gets the run in parts, which may make other tokens. Texts that hold the
-  one, or may hold 65,536 spaces, go to tiktoken. So does a lone surrogate, for which fastokens raises.
-- fastokens recognizes a few patterns and cuts them with code of its own, not quite as written. So it gets our pattern
-  as "(?:...)", in which it recognizes none. Other patterns may hold classes of characters that mean something else to
-  PCRE2, and are left to tiktoken.
+The check encodes a built-in sample of hard texts, which finds a broken build. A full comparison of fastokens 0.3.5
+with tiktoken 0.14.0 (every character in 16 contexts, with a vocabulary of all pairs of bytes, so that every edge
+between pieces shows; long runs, shared prefixes, vocabularies of few letters) found these differences:
+- fastokens cuts text with PCRE2, which counts U+180E as white space; tiktoken does not. tiktoken fails on about a
+  million spaces in a row, so we give it such a run in parts, which may change tokens. Texts with U+180E, and texts
+  that may have 65,536 spaces in a row, go to tiktoken. So do lone surrogates, for which fastokens raises.
+- fastokens recognizes a few patterns and replaces them by code of its own, which differs slightly. So it gets our
+  pattern as "(?:...)", which it does not recognize. Other patterns may have character classes with another meaning
+  in PCRE2, and are left to tiktoken.
 
-Rejected: gigatoken, faster still, whose built-in patterns do not include ours; splintr, which is slower and either
-holds the GIL or uses a pool whose size no caller decides.
+Rejected: gigatoken, which is faster, but lacks our pattern; splintr, which is slower and either holds the GIL or starts
+a pool whose size the caller cannot set.
 """
 
 import functools
@@ -44,30 +44,26 @@ from nanochat.tokenizer import LONG_RUN, SPLIT_PATTERN, Encoded, Encoder, Tiktok
 log = logging.getLogger(__name__)
 
 _STRIDE = 1024
-_SAMPLED_SPACE = re.compile(rf"\s{{{LONG_RUN // _STRIDE}}}")  # in every 1,024th character of a long run
+_SAMPLED_SPACE = re.compile(rf"\s{{{LONG_RUN // _STRIDE}}}")  # matches every 1,024th character of a long run
 
 
-@functools.lru_cache(maxsize=1)  # to load and check a fast one takes 0.4 s
+@functools.lru_cache(maxsize=1)  # loading and checking fastokens takes 0.4 s
 def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
-    """fastokens if it is installed and gives the ids of `encoding` on the hard sample, else tiktoken."""
+    """fastokens if it gives the ids of `encoding` on the hard sample, else tiktoken."""
     oracle = TiktokenEncoder(encoding)
-    try:
-        import fastokens  # noqa: F401  # an optional dependency, loaded by `_native`
-    except ImportError:
-        return oracle
     if encoding._pat_str != SPLIT_PATTERN:
         return oracle
     try:
         return checked(FastokensEncoder(oracle), oracle)
     except Exception as e:
-        log.warning("encoding with tiktoken, slower: fastokens cannot load this tokenizer: %s", e)
+        log.warning("fastokens cannot load this tokenizer (%s); encoding with tiktoken, which is slower", e)
         return oracle
 
 
-# ---- fastokens -----------------------------------------------------------------------------------
+# ---- fastokens -----------------------------------------------------------------------------------------------------
 
 class FastokensEncoder:
-    """fastokens; but tiktoken for a batch with a text on which they might differ."""
+    """Encodes a batch with fastokens, or with tiktoken if the two might differ on one of its texts."""
 
     def __init__(self, oracle: TiktokenEncoder):
         self.oracle = oracle
@@ -86,19 +82,18 @@ class FastokensEncoder:
 
 
 def is_odd(text: str) -> bool:
-    """Whether fastokens may differ from tiktoken on a text: it contains U+180E, or perhaps a long run of white space.
-
-    This is cheap: a run of 65,536 spaces covers 64 neighbours among every 1,024th character.
-    """
+    """Whether fastokens might differ from tiktoken on a text, because it has U+180E or perhaps a long run of white
+    space. To be fast, this checks every 1,024th character: a run of 65,536 covers 64 neighbours among them."""
     return "\u180e" in text or (len(text) >= LONG_RUN and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
 
 
 def _native(encoding: tiktoken.Encoding) -> Any:
-    """fastokens' own object for an encoding, without special tokens, so that their text is ordinary text.
+    """fastokens' object for an encoding, without special tokens, so that their names are ordinary text.
 
-    It has two pools of threads. FASTOKENS_BPE_THREADS sizes the one for batches when it is first used: 1 means none.
-    The other one cuts texts over 16 kB into as many parts as there were CPUs when the process compiled its first
-    pattern. So we compile with one CPU visible (on Linux; elsewhere the pool stays: a forked child must not encode).
+    fastokens has two thread pools. FASTOKENS_BPE_THREADS sets the size of the pool for batches at its first use; 1
+    means no pool. The other one cuts texts over 16 kB into one part per CPU that was visible when the process compiled
+    its first pattern. So we compile with one CPU visible. That works on Linux; elsewhere the pool exists, and a forked
+    child must not encode.
     """
     from fastokens import Tokenizer
 
@@ -116,9 +111,9 @@ def _native(encoding: tiktoken.Encoding) -> Any:
                 os.sched_setaffinity(0, cpus)
 
 
-# ---- the check -----------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------------------------
 
-# Characters of every class that patterns know, and characters on which engines often disagree.
+# Characters of every class in patterns, and characters on which regex engines often disagree.
 _CHARACTERS = ("aZ\u017f\u212a\xe9\xdf\u01c5\u02b0\u4e2d\ud55c\u0301\u20dd1\u0663\xb2\u2167 \t\n\r\x0b\x0c\x1c"
                "\x1f\x85\xa0\u1680\u180e\u200b\u2028\u3000\x00\x7f\u200d\ufeff\ufffd\u0378\ue000\U0001f642\U0010ffff"
                "._/'<|-")
@@ -127,7 +122,7 @@ _CONTEXTS = ("  {0}", "..{0}", "12{0}34", "{0}the", "a{0}b", "'{0}x", "'{0}", "{
 
 
 def hard_sample() -> list[str]:
-    """Texts with all classes of characters at all kinds of edges, long texts, and texts that share a long prefix."""
+    """Texts with every class of characters at every kind of edge, long texts, and texts with a long common prefix."""
     short = ["\n".join(context.format(c) for context in _CONTEXTS) for c in _CHARACTERS]
     long = "".join(text for text in short if not is_odd(text))
     words = "It's 2024: the quick\tbrown fox, WE'LL see...\r\n\r\n  na\xefve \u4e2d\u6587 \U0001f642 [1, 23]\n" * 200
@@ -140,7 +135,7 @@ def checked(fast: Encoder, oracle: Encoder) -> Encoder:
     """`fast` if it gives the ids of `oracle` on the hard sample, else `oracle`, with a warning."""
     for text in hard_sample():
         if not np.array_equal(fast([text])[0], oracle([text])[0]):
-            log.warning("encoding with tiktoken, slower: %s gives other ids for %s...", type(fast).__name__,
-                        ascii(text[:40]))
+            log.warning("%s gives different ids for %s...; encoding with tiktoken, which is slower",
+                        type(fast).__name__, ascii(text[:40]))
             return oracle
     return fast

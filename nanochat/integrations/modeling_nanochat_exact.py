@@ -1,14 +1,14 @@
 """
-The GPT for Hugging Face transformers: the one file of code that `scripts.export --to=hf` copies beside the weights. It
-needs torch and transformers (5.x) and nothing else of this project; no core module loads it.
+The GPT for Hugging Face transformers. `scripts.export --to=hf` copies this file beside the weights. It needs torch and
+transformers 5 and nothing else of this project, and no core module imports it.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The arithmetic is that of `gpt.py`, whose docstring says where each part comes from. Parameters have the same names, so
-weights are exported unchanged. The differences are what transformers asks of a model:
+The arithmetic is that of `gpt.py`, whose docstring names the source of each part. Parameters have the same names, so
+weights are exported unchanged. The differences follow from the interface of transformers:
 
-- Rows may be padded on either side. `attention_mask` says which positions are tokens; no token attends to padding, and
-  rotary angles do not count it.
+- Rows may be padded on either side. `attention_mask` marks the tokens; no token attends to padding, and rotary angles
+  skip it.
 - The cache is transformers' own `DynamicCache`. Smear needs the embedding of the previous token, so one more layer of
   the cache holds embeddings, as keys of a single head; its values are empty. So everything that transformers does to a
   cache (reorder, repeat, crop) also happens to the embeddings.
@@ -16,7 +16,7 @@ weights are exported unchanged. The differences are what transformers asks of a 
       cache.layers    0 .. n_layer - 1    keys, values (B, kv heads, T, head_dim)
                       n_layer             embeddings (B, 1, T, n_embd), nothing (B, 1, T, 0)
 
-- `labels` are not shifted by the caller: the loss at position t is of label t + 1.
+- The caller does not shift `labels`: position t predicts label t + 1.
 """
 
 from typing import Any
@@ -35,19 +35,19 @@ except ImportError as e:
     raise ImportError(f"This model's code needs transformers 5, but {transformers.__version__} is installed ({e}); "
                       f"pip install --upgrade transformers") from None
 
-SHAPE = {  # of the model, and the constants of its architecture; config.json overrides them
+SHAPE = {  # the model's shape and the constants of its architecture; config.json overrides them
     "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,
     "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768,
-    "window_sizes": [2048] * 12,  # for each layer how many earlier tokens a token sees, -1 for all
+    "window_sizes": [2048] * 12,  # earlier tokens that a token sees in each layer; -1: all
     "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
 
 
 class NanochatExactConfig(PreTrainedConfig):
-    """The fields of SHAPE."""
+    """Has one attribute per field of SHAPE."""
 
     model_type = "nanochat_exact"
     keys_to_ignore_at_inference = ("past_key_values",)
-    attribute_map = {  # noqa: RUF012  transformers reads it so
+    attribute_map = {  # noqa: RUF012  transformers reads it from the class
         "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
         "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len"}
 
@@ -57,7 +57,7 @@ class NanochatExactConfig(PreTrainedConfig):
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, counted back from the last."""
+        """Whether a layer has value embeddings: every other one, counted back from the last."""
         return (self.n_layer - 1 - layer) % 2 == 0
 
 
@@ -73,22 +73,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, is_token: Tensor | None) -> Tensor:
-    """Causal attention of q (B, H, Tq, D), the last Tq of the Tk positions, to k and v (B, Hkv, Tk, D).
+    """Causal attention of q (B, H, Tq, D), at the last Tq of Tk positions, to k and v (B, Hkv, Tk, D).
 
-    window: how many earlier tokens a query sees; -1 for all. is_token: (B, Tk) bool, None if all positions are tokens;
-    padding sees itself, so that its softmax is not over nothing. Returns (B, H, Tq, D)."""
+    window: how many earlier tokens a query sees; -1: all. is_token: (B, Tk) bool; None: all positions are tokens.
+    Padding attends to itself, so that its softmax is not empty. Returns (B, H, Tq, D)."""
     Tq, out_of_reach = q.size(2), 0
-    if window >= 0:  # keys before the first query's window
+    if window >= 0:  # drop the keys before the first query's window
         out_of_reach = max(0, k.size(2) - Tq - window)
         k, v = k[:, :, out_of_reach:], v[:, :, out_of_reach:]
     Tk, grouped = k.size(2), q.size(1) != k.size(1)
     if is_token is None and (window < 0 or window >= Tk - 1) and Tq == Tk:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
     back = torch.arange(Tk - Tq, Tk, device=q.device)[:, None] - torch.arange(Tk, device=q.device)
-    seen = (back >= 0) & (back <= window) if window >= 0 else back >= 0
+    visible = (back >= 0) & (back <= window) if window >= 0 else back >= 0
     if is_token is not None:
-        seen = seen & is_token[:, None, None, out_of_reach:] | (back == 0)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
+        visible = visible & is_token[:, None, None, out_of_reach:] | (back == 0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=grouped)
 
 
 class Attention(nn.Module):
@@ -111,8 +111,8 @@ class Attention(nn.Module):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
         if self.ve_gate is not None and ve is not None:
-            opened = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
-            v = v + opened.unsqueeze(-1) * ve.view(heads)
+            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
+            v = v + gate.unsqueeze(-1) * ve.view(heads)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         q = norm(rotate(q, *rotary)) * self.qk_scale
         k = norm(rotate(k, *rotary)) * self.qk_scale
@@ -147,7 +147,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatExactConfig
     _no_split_modules = ("Block",)
     _supports_sdpa = True
-    # scalars are float32 in training, whatever the activations are
+    # scalars are float32 in training, for every dtype of the activations
     _keep_in_fp32_modules_strict = ("resid_lambdas", "x0_lambdas", "smear_lambda", "backout_lambda")
 
     def __init__(self, config: NanochatExactConfig) -> None:
@@ -178,11 +178,11 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values: Cache | None = None, labels: Tensor | None = None,
                 use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
                 **ignored: Any) -> CausalLMOutputWithPast:
-        """Logits (B, T, vocab_size) float32 of input_ids (B, T), and with labels (B, T), -100 where they do not count,
-        the mean loss in nats.
+        """Logits (B, T, vocab_size) float32 of input_ids (B, T). With labels (B, T), also the mean loss in nats over
+        the labels that are not -100.
 
-        attention_mask: (B, past + T), 0 at padding. logits_to_keep: how many of the last positions, 0 for all, or an
-        index of positions. ValueError for a cache of a fixed size, or embeddings in place of ids."""
+        attention_mask: (B, past + T), 0 at padding. logits_to_keep: number of last positions, 0 for all, or an index of
+        positions. ValueError for a cache of a fixed size, or for embeddings instead of ids."""
         if ignored.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
         cache = past_key_values
@@ -218,20 +218,20 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         half = self.config.n_embd // self.config.n_head // 2
         turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
         positions = torch.arange(start, start + x.size(1))[None]
-        if is_token is not None:  # the position of a row's first token is 0
+        if is_token is not None:  # padding has no position: a row's first token is at 0
             positions = is_token.cpu().cumsum(dim=1)[:, start:].sub(1).clamp(min=0)
         angles = positions[:, None, :, None].float() * turns  # on the CPU: the same bits everywhere
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
-        """Add to each position of x (B, T, C) a gated share of the previous embedding, except at a row's first token,
+        """Add a gated share of the previous embedding to each position of x (B, T, C), except at a row's first token
         and never a share of padding."""
-        T, so_far = x.size(1), x
+        T, embeddings = x.size(1), x
         if cache is not None:
             while len(cache.layers) <= self.config.n_layer:
                 cache.layers.append(DynamicLayer())
-            so_far = cache.update(x[:, None], x[:, None, :, :0], self.config.n_layer)[0][:, 0]
-        previous = F.pad(so_far, (0, 0, 1, 0))[:, -T - 1:-1]
+            embeddings = cache.update(x[:, None], x[:, None, :, :0], self.config.n_layer)[0][:, 0]
+        previous = F.pad(embeddings, (0, 0, 1, 0))[:, -T - 1:-1]
         gate = torch.sigmoid(self.smear_gate(x[..., :self.smear_gate.in_features]))
         gate = self.smear_lambda.to(x.dtype) * gate
         if is_token is not None:

@@ -1,34 +1,35 @@
 """
-Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.data_path` loads this module
-when it meets the first path such as s3://bucket/folder; a program that reads local files never loads it.
+Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.as_path` imports this module
+for the first path such as s3://bucket/folder; a program that reads local files never loads it.
 
-    data_path("s3://b/set")    a RemotePath: exists, is_file, is_dir, rglob, stat and open of pathlib,
+    as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
                                answered from one listing of the folder
-    path.local_copy()          a copy on this machine, for files that are mapped or read whole: indices, manifests
+    path.local_copy()          a local copy, for files that are mapped or read whole: indices, manifests
     RemoteReader(path)         the ids of a .bin, by ranges
-        lanes read each file in order: parts of 256 KiB, of which the last 1,024 are kept
+        lanes read each file in order: in parts of 256 KiB; the last 1,024 parts stay in memory
             file  |----|----|####|----|
-        the samples of a shuffle lie all over the file: exactly their bytes are fetched
+        the samples of a shuffle are scattered over the file: exactly their bytes are fetched
             file  .#....##..........#.#.#.
 
-**Pinned.** A listing, made once per launch, gives size and ETag of every object. Each range is requested with If-Match,
-and the size, ETag, range and length of the answer are compared with the request. So bytes of two versions of an object
-never mix, even where a proxy drops If-Match: a changed object is an error that names it.
+**Pinning.** One listing per launch gives the size and ETag of every object. Each range is requested with If-Match, and
+the size, ETag, range and length of the answer are checked. So bytes of two versions of an object never mix, even if a
+proxy drops If-Match: a changed object is an error that names it.
 
-**Waiting.** Every request goes through `request`. obstore repeats a request by itself where that may help: for 300 s,
-but for only 9 s as long as the bucket has never answered, because then the endpoint is probably wrong. It does so in a
-daemon thread, while the caller checks ten times a second whether the program should stop. An answer that does not fit
-the request is requested again a few times. So a stalled bucket delays neither a signal nor the end of Python.
+**Waiting.** Every request goes through `request`. obstore retries a request where that may help: for 300 s, but only
+for 9 s until the bucket first answers, because then the endpoint is probably wrong. The request runs in a daemon
+thread, while the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a
+signal nor the end of Python. An answer that does not fit the request is requested again up to four times.
 
-**Secrets.** An error text of obstore may hold an access key or a signed URL. None of it is passed on: every sentence is
-ours and contains at most the HTTP status and the S3 code. A path that may hold credentials is refused and never shown.
+**Secrets.** obstore's error messages may contain an access key or a signed URL. None of their text is passed on: we
+write every message and take at most the HTTP status and the S3 code from theirs. A path that may hold credentials is
+refused and never shown.
 
-**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, gets clients and a copy of obstore of its
-own. obstore's threads do not survive a fork, and its sockets would be shared with the parent, so a child that used
-them would wait forever or crash its parent.
+**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, gets its own clients and its own copy of
+obstore. A fork copies obstore's sockets but not its threads, so a child that used the parent's obstore would wait
+forever or crash its parent.
 
 obstore reads s3://, gs:// and az://. It was chosen because it sends If-Match with a range and reports ETag, size and
-range of the answer. multi-storage-client reads msc://PROFILE/KEY, as its profiles say.
+range of the answer. multi-storage-client reads msc://PROFILE/KEY; its configuration defines the profiles.
 """
 
 import atexit
@@ -60,28 +61,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 4 << 20  # the largest range of one request
-PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # of files that lanes read in order: 256 MB
-TRIES = 5  # for an answer that does not fit the request
-WAY_OUT = "bring the old object back, or start a new run (--model-tag)"
-# The first of these variables that is set names the endpoint of S3. Without any, it is AWS.
+PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in all
+TRIES = 5  # until an answer fits the request
+ADVICE = "restore the old object, or start a new run (--model-tag)"
+PROXY = "a proxy between this machine and object storage changes requests"
+# The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
-# No path can name an object with such a key: a part of it is empty, . or .., or could be a secret.
+# No path can name an object with such a key: one part is empty, . or .., or might be a secret.
 UNUSABLE_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How many seconds to wait."""
+    """Timeouts, and the time between two warnings, in seconds."""
 
     connect_s: float = 5.0
-    silence_s: float = 15.0  # for the next byte of an answer
-    upload_s: float = 300.0  # for a part to be sent and acknowledged
-    first_answer_s: float = 9.0  # of failures, while the bucket has never answered
-    give_up_s: float = 300.0  # of failures
+    silence_s: float = 15.0  # until the next byte of an answer
+    upload_s: float = 300.0  # until a part is sent and acknowledged
+    first_answer_s: float = 9.0  # of retries, until the bucket first answers
+    give_up_s: float = 300.0  # of retries after that
     log_every_s: float = 15.0
 
 
@@ -90,30 +92,30 @@ PATIENCE = Patience()
 
 @dataclass(frozen=True)
 class Stat:
-    """An object as a listing or a look at it describes it."""
+    """What a listing or a HEAD request reports about an object."""
 
     path: str
     size: int
-    etag: str  # "" if the service has none
+    etag: str  # "" if the service sends none
 
 
 class Changed(ValueError):
-    """The object is not the pinned version."""
+    """The object is no longer the pinned version."""
 
 
 class Garbled(OSError):
-    """An answer that does not fit the request. obstore does not repeat the request, but that may help."""
+    """The answer does not fit the request. obstore does not retry then, but a retry may help."""
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 def url(path: str) -> str:
-    """A path, or several with commas between them, with the double slashes that a pathlib.Path loses."""
+    """One path, or several separated by commas, with the double slashes that a pathlib.Path drops."""
     return re.sub(r"(^|,)(s3|gs|az|msc):(/+|$)", r"\1\2://", path)
 
 
 def split(path: str) -> tuple[str, str, str]:
-    """(scheme, bucket, key) of a path. ValueError if it has no bucket, or may hold a secret, which is not shown."""
+    """(scheme, bucket, key) of a path. ValueError if it names no bucket or may hold a secret, which is not shown."""
     refuse_secrets(path)
     match = re.fullmatch(r"(s3|gs|az|msc)://([^/]+)/*(.*)", url(path), re.DOTALL)
     if match is None:
@@ -125,14 +127,14 @@ def split(path: str) -> tuple[str, str, str]:
 # ---- clients --------------------------------------------------------------------------------------------------------
 
 class Bucket:
-    """The client of one bucket. Credentials come from the environment. ValueError if the environment describes no
-    endpoint, or a package is missing."""
+    """The client of one bucket, with credentials from the environment. ValueError if the environment does not describe
+    an endpoint, or a package is missing."""
 
     def __init__(self, scheme: str, bucket: str, silence_s: float, give_up_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
-        self.host, self.where = f"the store of {self.name}", KEYS_HINT[scheme]  # for messages
+        self.host, self.setting = self.name, KEYS_HINT[scheme]  # for messages
         self.endpoint = ""  # of S3; "" for AWS itself
-        self.obs: Any = None  # offers obstore's functions
+        self.obs: Any = None  # has obstore's functions, which take `store`
         self.store: Any = None
         if scheme == "msc":
             self.obs = Msc(bucket)
@@ -140,13 +142,20 @@ class Bucket:
         try:
             self.obs = load_obstore()
         except (ImportError, OSError) as e:
-            why = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that may hold "
-                   f"libraries, or start processes with spawn" if _parents else "pip install -e '.[s3]'")
-            raise ValueError(f"{self.name}: object storage needs obstore; {why}") from None
+            advice = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
+                      f"allows loading libraries, or start processes with spawn" if _parents else
+                      "pip install -e '.[s3]'")
+            raise ValueError(f"{self.name}: object storage needs obstore; {advice}") from None
         if scheme == "gs":
             self.host = f"https://storage.googleapis.com/{bucket}"
         if scheme == "s3":
-            self._find_endpoint()
+            variable = next((name for name in ENDPOINTS if os.environ.get(name)), "")
+            self.endpoint, self.setting = os.environ.get(variable, ""), variable or "AWS_ENDPOINT_URL (not set)"
+            if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
+                raise ValueError(f"{self.name}: {variable} is not the URL of an endpoint; expected http://HOST:PORT or "
+                                 f"https://HOST, without credentials or a query")
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{bucket}"
         options = {"allow_http": self.endpoint.startswith("http://"), "timeout": timedelta(hours=1),
                    "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
                    "read_timeout": timedelta(seconds=silence_s)}
@@ -156,31 +165,21 @@ class Bucket:
         try:
             self.store = self.obs.store.from_url(self.name, client_options=options, retry_config=retry, **endpoint)
         except BaseException:  # a panic in Rust is not an Exception
-            raise ValueError(f"{self.name}: the environment does not say how to reach it; check "
+            raise ValueError(f"{self.name}: the environment does not describe how to reach it; check "
                              f"{KEYS_HINT[scheme]}") from None
 
-    def _find_endpoint(self) -> None:
-        """Read the endpoint of S3 from the environment."""
-        name = next((name for name in ENDPOINTS if os.environ.get(name)), "")
-        self.endpoint, self.where = os.environ.get(name, ""), name or "AWS_ENDPOINT_URL (not set)"
-        if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
-            raise ValueError(f"{self.name}: {name} is not the URL of an endpoint; expected http://HOST:PORT or "
-                             f"https://HOST, without credentials or a query")
-        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-        self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{self.bucket}"
-
     def stat(self, meta: Any) -> Stat:
-        """obstore's description of an object as a `Stat`."""
+        """A `Stat` from obstore's description of an object."""
         return Stat(f"{self.name}/{meta['path']}", meta["size"], meta["e_tag"] or "")
 
     def head(self, key: str) -> Stat | None:
-        """Look at an object; None if it does not exist."""
+        """Describe an object; None if it does not exist."""
         try:
             return self.stat(self.obs.head(self.store, key))
         except FileNotFoundError:
             return None
 
-    def list(self, prefix: str) -> list[Stat]:
+    def list_below(self, prefix: str) -> list[Stat]:
         """All objects below a prefix that a path can name. A warning counts the others."""
         try:
             stats = {meta["path"]: self.stat(meta) for metas in self.obs.list(self.store, prefix or None)
@@ -192,12 +191,12 @@ class Bucket:
             stats, keys = {}, self._all_keys(prefix)
         usable = [key for key in keys if not UNUSABLE_KEY.search(key.rstrip("/"))]
         if len(usable) < len(keys):
-            log.warning("%s/%s: %d objects are left out, for no path can name them (a part of the key is empty, . or "
-                        ".., or could be a secret)", self.name, prefix, len(keys) - len(usable))
+            log.warning("%s/%s: skipping %d objects that no path can name (a part of the key is empty, . or .., or "
+                        "might be a secret)", self.name, prefix, len(keys) - len(usable))
         return [stat for key in usable if (stat := stats.get(key) or self.head(key))]
 
-    def _all_keys(self, prefix: str) -> "list[str]":  # type: ignore[valid-type]
-        """All keys below a prefix, from pyarrow: obstore refuses the whole listing if one key is unusable."""
+    def _all_keys(self, prefix: str) -> list[str]:
+        """All keys below a prefix, listed by pyarrow: obstore refuses a listing that contains one unusable key."""
         from pyarrow import fs
 
         scheme, _, host = self.endpoint.rpartition("://")
@@ -215,53 +214,52 @@ class Bucket:
         answer = self.obs.get(self.store, key, options=options)
         data, now, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
         if (now.size, now.etag) != (pinned.size, pinned.etag):
-            raise Changed(f"{pinned.path}: it changed since this run began ({pinned.size:,} bytes with ETag "
-                          f"{pinned.etag} then, {now.size:,} with {now.etag} now); {WAY_OUT}")
+            raise Changed(f"{pinned.path}: it changed since this run began (from {pinned.size:,} bytes with ETag "
+                          f"{pinned.etag} to {now.size:,} bytes with ETag {now.etag}); {ADVICE}")
         if (first, len(data)) != (begin, end - begin):
-            raise Garbled(f"{pinned.path}: the store sent {len(data):,} bytes from {first:,} for {end - begin:,} "
-                          f"from {begin:,}; something between here and the store changes requests")
+            raise Garbled(f"{pinned.path}: {self.host} sent {len(data):,} bytes from {first:,}, but "
+                          f"{end - begin:,} bytes from {begin:,} were requested; {PROXY}")
         return data
 
     def explain(self, e: BaseException, path: str) -> Exception:
-        """The error of a failed request in our own words."""
+        """Our own error for a failed request, without obstore's text, which may hold a secret."""
         if isinstance(e, (Changed, Garbled)):
             return e
-        text, name = str(e), type(e).__name__  # obstore's types cannot be named here: it may be missing
+        text, name = str(e), type(e).__name__  # obstore may not be installed, so its types are known by name only
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
         answered, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
-        away = status in (408, 429) or status >= 500 or (status == 0 and "redirect" not in text)
-        causes: list[tuple[object, type[Exception], str]] = [  # the first whose test is true
+        unavailable = status in (408, 429) or status >= 500 or (status == 0 and "redirect" not in text)
+        causes: list[tuple[object, type[Exception], str]] = [  # the first true test decides
             (re.search(r"169\.254\.169\.254|metadata\.google\.internal", text), PermissionError,
-             f"no credentials; set {keys}; for a public bucket of S3 AWS_SKIP_SIGNATURE=true"),
+             f"no credentials; set {keys}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket"),
             (code == "NoSuchBucket", FileNotFoundError,
-             f"there is no bucket {self.bucket}; check the path and {self.where}"),
+             f"bucket {self.bucket} does not exist; check the path and {self.setting}"),
             (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
-            (name == "PreconditionError", Changed, f"it changed since this run began (another ETag); {WAY_OUT}"),
+            (name == "PreconditionError", Changed, f"it changed since this run began (another ETag); {ADVICE}"),
             (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
-             "no key may have an empty, . or .. part, here or below; rename such objects"),
+             "the key, or one below it, has an empty, . or .. part; rename the object"),
             (not status and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text), Garbled,
-             f"{self.host} sent another range than was asked for, {TRIES} times; something between here and the "
-             f"store changes requests"),
+             f"{self.host} sent a different range than requested, {TRIES} times; {PROXY}"),
             (code == "RequestTimeout", Garbled,
-             f"{self.host} did not get the whole request in time, {TRIES} times ({answered}); start again when the "
+             f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
              f"machine or the connection is less busy: a run resumes from its last checkpoint"),
-            (away and not isinstance(e, PermissionError), OSError,
-             f"no whole answer from {self.host} ({answered if status else 'no connection, or it broke off'}); check "
-             f"the network and {self.where}, then start again: a run resumes from its last checkpoint"),
-            (True, PermissionError, f"the store refuses it ({answered}); check {keys} and their permissions, "
-                                    f"{self.where} and AWS_DEFAULT_REGION")]
-        return next(kind(f"{path}: {sentence}") for fits, kind, sentence in causes if fits)
+            (unavailable and not isinstance(e, PermissionError), OSError,
+             f"no complete answer from {self.host} ({answered if status else 'no connection, or it was interrupted'}); "
+             f"check the network and {self.setting}, then restart: a run resumes from its last checkpoint"),
+            (True, PermissionError, f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
+                                    f"and AWS_DEFAULT_REGION")]
+        return next(kind(f"{path}: {sentence}") for test, kind, sentence in causes if test)
 
 
-open_bucket = functools.cache(Bucket)  # one client for all requests with the same patience
+open_bucket = functools.cache(Bucket)  # one client for all requests with the same timeouts
 _loading = threading.Lock()
-_parents: list[Any] = []  # in a forked process: its parent's clients and obstore, which it must not use
+_parents: list[Any] = []  # in a forked process: the parent's clients and obstore, which it must not use
 
 
 def _forget_parent() -> None:
-    """In a forked process: replace locks, clients and obstore. The parent's stay in memory, because deleting them
-    would close the parent's connections."""
+    """Replace locks, clients and obstore in a forked process. The parent's objects stay in memory: deleting them would
+    close its connections."""
     global open_bucket, _loading, _lock
     names = [name for name in sys.modules if name.partition(".")[0] == "obstore"]
     _parents.append((open_bucket, [sys.modules.pop(name) for name in names]))
@@ -272,8 +270,8 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def load_obstore() -> Any:
-    """The package obstore. A forked process loads a copy of its library, with threads and sockets of its own: for the
-    same file, the linker would return the library that the parent loaded. ImportError or OSError if that fails."""
+    """The package obstore. A forked process loads its library from a copied file and so gets its own threads and
+    sockets: for the same file, the linker returns the library that the parent loaded. ImportError or OSError."""
     with _loading, contextlib.ExitStack() as stack:
         if _parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -286,19 +284,20 @@ def load_obstore() -> Any:
 
 
 class Msc:
-    """A profile of multi-storage-client behind obstore's functions. Its answers have neither range nor ETag, so it
-    looks at the object again after each."""
+    """A profile of multi-storage-client, with obstore's functions. Its answers have neither range nor ETag, so `get`
+    asks for the object's description after each one."""
 
     def __init__(self, profile: str):
         try:
             import multistorageclient as msc
         except ImportError:
-            raise ValueError(f"msc://{profile}: needs multi-storage-client; pip install multi-storage-client") from None
+            raise ValueError(f"msc://{profile}: the package multi-storage-client is not installed; pip install "
+                             f"multi-storage-client") from None
         self.root, self.span = f"msc://{profile}/", msc.types.Range
         try:
             self.client, _ = msc.resolve_storage_client(self.root)
         except Exception:
-            raise ValueError(f"msc://{profile}: no such profile; MSC_CONFIG names the file of profiles") from None
+            raise ValueError(f"msc://{profile}: no such profile; check the file that MSC_CONFIG names") from None
 
     def _meta(self, info: Any) -> dict[str, Any]:
         return {"path": info.key.removeprefix(self.root), "size": info.content_length, "e_tag": info.etag}
@@ -324,46 +323,46 @@ class Msc:
 # ---- requests -------------------------------------------------------------------------------------------------------
 
 ANSWERED: set[tuple[str, str]] = set()  # (scheme, bucket) of every bucket that has answered
-_last_warning = [-math.inf]  # when the last warning about a wait was logged
+_last_warning = [-math.inf]  # time of the last warning about a wait
 
 
-def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "", upload: bool = False) -> T:
-    """The answer of `ask(client, key)` for a path. `ask` runs in a thread of its own while the caller waits here.
-    StopAsked if the program is to stop meanwhile; `what` names the request in messages."""
+def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", upload: bool = False) -> T:
+    """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the caller waits here.
+    StopAsked if the program should stop meanwhile. `what` names the request in messages."""
     scheme, name, key = split(path)
-    known, began, what = (scheme, name), time.monotonic(), what or path
+    bucket_name, start, what = (scheme, name), time.monotonic(), what or path
 
-    def insist(_: None) -> T:
-        """Ask until the answer fits the request, at most TRIES times."""
+    def call_until_valid(_: None) -> T:
+        """Call up to TRIES times until the answer fits the request."""
         bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s,
-                             PATIENCE.give_up_s if known in ANSWERED else PATIENCE.first_answer_s)
+                             PATIENCE.give_up_s if bucket_name in ANSWERED else PATIENCE.first_answer_s)
         for attempt in range(TRIES):
             try:
-                answer = ask(bucket, key)
+                answer = call(bucket, key)
                 break
             except BaseException as e:  # a panic in Rust is not an Exception
                 error = bucket.explain(e, path)
             if not isinstance(error, Garbled) or attempt == TRIES - 1:
                 raise error from None
             time.sleep(0.1 * 2**attempt)
-        ANSWERED.add(known)
+        ANSWERED.add(bucket_name)
         return answer
 
     def check_stop() -> None:
-        # Python joins the threads of a pool when it ends, before anything could ask them to stop
+        # At exit Python joins the threads of pools before it calls anything that could stop them.
         if LAUNCH.stop() or getattr(threading, "_SHUTTING_DOWN", False):
-            raise StopAsked(f"{what}: not waited for any longer, as the program is to stop")
+            raise StopAsked(f"{what}: no longer waiting, because the program is stopping")
         now = time.monotonic()
-        if now - max(began, _last_warning[0]) > PATIENCE.log_every_s:
-            _last_warning[0] = now  # one line for all requests that wait
-            log.warning("%s: waiting for the store for %.0f s", what, now - began)
+        if now - max(start, _last_warning[0]) > PATIENCE.log_every_s:
+            _last_warning[0] = now  # one warning for all pending requests
+            log.warning("%s: waiting for object storage for %.0f s", what, now - start)
 
-    return next(each(insist, [None], look=check_stop))
+    return next(each(call_until_valid, [None], look=check_stop))
 
 
 @atexit.register
 def _end() -> None:
-    """Give requests under way a second to end: none may return into a Python that is being torn down."""
+    """Give pending requests a second to end, so that none returns while the interpreter is being destroyed."""
     end = time.monotonic() + 1.0
     for thread in threading.enumerate():
         if thread.name == "each":
@@ -371,38 +370,38 @@ def _end() -> None:
 
 
 def find(path: str) -> Stat | None:
-    """Look at an object; None if it does not exist. FileNotFoundError if the bucket does not exist."""
+    """Describe an object; None if it does not exist. FileNotFoundError if the bucket does not exist."""
     return request(path, Bucket.head)
 
 
 def list_objects(path: str) -> list[Stat]:
     """All objects below a path. FileNotFoundError if the bucket does not exist."""
-    return request(path, lambda bucket, key: bucket.list(key.rstrip("/")))
+    return request(path, lambda bucket, key: bucket.list_below(key.rstrip("/")))
 
 
 def upload(path: str, file: Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
-    """Write a file to an object: whole, or not at all."""
+    """Write a file to an object atomically."""
     request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, file, chunk_size=part_bytes), upload=True)
 
 
 def delete(path: str) -> None:
-    """Delete an object, if it exists."""
+    """Delete an object if it exists."""
     with contextlib.suppress(FileNotFoundError):
         request(path, lambda bucket, key: bucket.obs.delete(bucket.store, key))
 
 
 def read_range(stat: Stat, begin: int, end: int) -> memoryview:
     """Bytes begin .. end - 1 of an object. FileNotFoundError if it no longer exists, ValueError if it changed,
-    OSError if the service does not answer or refuses."""
+    OSError if object storage does not answer or denies access."""
     try:
         return request(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
                        what=f"{stat.path} bytes {begin:,} to {end:,}")
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"{e}: this run reads it; {WAY_OUT}") from None
+        raise FileNotFoundError(f"{e}, but this run reads it; {ADVICE}") from None
 
 
 def read_whole(stat: Stat) -> Iterator[memoryview]:
-    """All bytes of an object in pieces, several requests at once."""
+    """All bytes of an object in pieces, with several requests at once."""
     return each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, stat.size)),
                 range(0, stat.size, REQUEST_BYTES), at_once=8)
 
@@ -411,44 +410,44 @@ kept_range = functools.lru_cache(KEPT_PARTS)(read_range)
 
 
 def read_parts(stat: Stat, begin: int, end: int) -> bytes:
-    """`read_range` for a caller that reads on from there: by parts, of which the last ones used are kept."""
+    """`read_range` for a caller that will read the bytes after these: recently used parts stay in memory."""
     first = begin // PART_BYTES * PART_BYTES
     parts = each(lambda at: kept_range(stat, at, min(at + PART_BYTES, stat.size)), range(first, end, PART_BYTES))
     return b"".join(parts)[begin - first:end - first]
 
 
 class RemoteReader:
-    """The ids of a .bin, see `nanochat.tokens.Reader`. Every array has memory of its own: a view would keep a whole
-    part alive for as long as one of its documents is pending."""
+    """The ids of a .bin; see `nanochat.tokens.Reader`. Every array has its own memory: a view would keep a whole part
+    alive while one of its documents is pending."""
 
     def __init__(self, path: "RemotePath", dtype: np.dtype):
         self.pinned, self.dtype = path.pinned(), np.dtype(dtype)
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Elements begin .. end - 1, (end - begin,), read-only. Errors as of `read_range`."""
-        size = self.dtype.itemsize
-        return np.frombuffer(read_parts(self.pinned, begin * size, end * size), self.dtype)
+        """Elements begin .. end - 1, (end - begin,), read-only. Raises what `read_range` raises."""
+        return self._read(read_parts, begin, end)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of each range, in their order, several requests at once. It fetches no other byte and keeps none."""
-        def read_one(span: tuple[int, int]) -> np.ndarray:
-            begin, end = span[0] * self.dtype.itemsize, span[1] * self.dtype.itemsize
-            return np.frombuffer(read_range(self.pinned, begin, end) if begin < end else b"", self.dtype)
+        """`read` of each range, in order, with several requests at once. Fetches only these bytes and caches none."""
+        return list(each(lambda span: self._read(read_range, *span), ranges))
 
-        return list(each(read_one, ranges))
+    def _read(self, read_bytes: Callable[..., bytes | memoryview], begin: int, end: int) -> np.ndarray:
+        """Elements begin .. end - 1, by `read_parts` or `read_range`."""
+        size = self.dtype.itemsize
+        return np.frombuffer(read_bytes(self.pinned, begin * size, end * size) if begin < end else b"", self.dtype)
 
 
 # ---- paths ----------------------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_known: dict[str, Stat | None] = {}  # objects as this launch first saw them; None: no such object
-_listed: set[str] = set()  # folders whose objects are all in _known
+_objects: dict[str, Stat | None] = {}  # the first state that this launch saw; None: the object did not exist
+_listed: set[str] = set()  # folders whose objects are all in _objects
 
 
 def forget() -> None:
-    """Forget listings, kept parts and clients: a launch begins."""
+    """Drop listings, cached parts and clients when a launch begins."""
     with _lock:
-        _known.clear()
+        _objects.clear()
         _listed.clear()
     kept_range.cache_clear()
     open_bucket.cache_clear()
@@ -456,16 +455,16 @@ def forget() -> None:
 
 
 def open_path(path: str) -> "RemotePath":
-    """The path that a text names. ValueError for a text that may hold a secret, or names no bucket."""
+    """The RemotePath of a text. ValueError if it may hold a secret or names no bucket."""
     if len(RemotePath(path).parts) > 1:
         split(path)
     return RemotePath(path)
 
 
 class RemotePath(PosixPath):
-    """A path in object storage: a file if it is an object, a folder if objects lie below it. It is a pathlib.Path
-    because 12 modules ask a data path some 45 times whether it exists, what lies below it, and how large it is: with
-    this class, none of them has a second branch. It is read-only."""
+    """A read-only path in object storage: a file if it is an object, a folder if objects exist below it. It is a
+    pathlib.Path because 12 modules call exists, rglob or stat of data paths in some 45 places, and so none of them
+    needs a second branch."""
 
     def __str__(self) -> str:
         return url(super().__str__())
@@ -482,40 +481,40 @@ class RemotePath(PosixPath):
         return self.is_dir() or self.is_file()
 
     def rglob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
-        """The objects below it whose names match."""
+        """The objects below this path whose names match."""
         name = str(self).rstrip("/")
-        if "," in name or len(self.parts) == 1:  # several paths; or "s3:", whose buckets cannot be listed
+        if "," in name or len(self.parts) == 1:  # several paths, or "s3:", whose buckets are not listed
             return iter(())
         with _lock:
             if not _listed.intersection(map(str, (self, *self.parents))):
                 for stat in list_objects(name):
-                    _known.setdefault(stat.path, stat)
+                    _objects.setdefault(stat.path, stat)
                 _listed.add(name)
-            below = [path for path, stat in _known.items() if stat and path.startswith(f"{name}/")]
+            below = [path for path, stat in _objects.items() if stat and path.startswith(f"{name}/")]
         return (path for path in map(RemotePath, below) if path.match(pattern))
 
     def _stat(self) -> Stat | None:
-        """The object as this launch first saw it, None if it did not exist."""
+        """The object's first state in this launch, None if it did not exist."""
         name = str(self)
         with _lock:
-            if name not in _known and not _listed.intersection(map(str, self.parents)):
+            if name not in _objects and not _listed.intersection(map(str, self.parents)):
                 no_file = "," in name or not split(name)[2] or (name in _listed and self.is_dir())
-                _known[name] = None if no_file else find(name)
-            return _known.get(name)
+                _objects[name] = None if no_file else find(name)
+            return _objects.get(name)
 
     def pinned(self) -> Stat:
-        """The object as this launch first saw it. FileNotFoundError if it did not exist."""
+        """The object's first state in this launch. FileNotFoundError if it did not exist."""
         stat = self._stat()
         if stat is None:
             raise FileNotFoundError(f"{self}: no such object")
         return stat
 
     def stat(self, **_: Any) -> os.stat_result:
-        """A read-only file of its size."""
+        """The size, and the mode of a read-only file."""
         return os.stat_result((0o100444, 0, 0, 1, 0, 0, self.pinned().size, 0, 0, 0))
 
     def open(self, mode: str = "r", buffering: int = -1, *_: Any, **__: Any) -> Any:
-        """The object as a binary file that reads at least `buffering` bytes at once."""
+        """The object as a binary file that requests at least `buffering` bytes at once."""
         assert mode == "rb", "objects are only read, as bytes"
         return io.BufferedReader(RemoteFile(self.pinned()), max(buffering, io.DEFAULT_BUFFER_SIZE))
 
@@ -525,8 +524,8 @@ class RemotePath(PosixPath):
     absolute = expanduser = resolve
 
     def local_copy(self) -> Path:
-        """A local copy, in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so a copy of another
-        version is never used, and processes that copy at the same time write the same file."""
+        """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so another version's copy
+        is never used, and processes that copy at the same time write the same bytes."""
         stat = self.pinned()
         folder = Path(LAUNCH.cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
         copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
@@ -538,7 +537,7 @@ class RemotePath(PosixPath):
 
 
 class RemoteFile(io.RawIOBase):
-    """An object as a file that pyarrow reads."""
+    """An object as a binary file."""
 
     def __init__(self, pinned: Stat):
         super().__init__()

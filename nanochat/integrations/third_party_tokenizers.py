@@ -1,12 +1,12 @@
 """
-Tokenizers of other programs, each read by the library that is usual for its format. `tokenizer.get_tokenizer` loads
-this module for any tokenizer that is not in our own format.
+Tokenizers of other programs, each read by the usual library for its format. `tokenizer.get_tokenizer` imports this
+module for any tokenizer that is not in our own format.
 
     --tokenizer=                     read by             copied into a run's tokenizer/ as
     FOLDER, FOLDER/tokenizer.json    tokenizers          hf_tokenizer.json
     FILE.model                       sentencepiece       sentencepiece.model
-    gpt2, cl100k_base, ...           tiktoken            ranks.tiktoken, as our own
-    tokenizer.pkl (nanochat's)       `read_pickle`       ranks.tiktoken, as our own
+    gpt2, cl100k_base, ...           tiktoken            ranks.tiktoken, in our format
+    tokenizer.pkl (nanochat's)       `read_pickle`       ranks.tiktoken, in our format
     ids:VOCAB:EOD                    nothing             no file: it knows ids, but no text
 
 **Ids** are the library's own, with one exception: text never becomes a special token. "</s>" in a document is four
@@ -15,30 +15,28 @@ of its characters gets the id that it has alone:
 
     "a </s> b"     the library    _a  </s>  _b        here    _a  <  /  s  >  _b
 
-Everything else that a file asks for is switched off: special tokens around a text, padding, truncation, and dropout,
-which would draw ids at random.
+All other extras of a file are switched off: special tokens around a text, padding, truncation, and dropout, which
+would make ids random.
 
 **The end of a document.** These programs have a BOS and an EOS; the stream has one id between documents, and files that
-other programs tokenized hold EOS there. So we take EOS if the files name one (a tokenizer_config.json or
-special_tokens_map.json beside tokenizer.json, the header of a .model), then BOS, then a special token with one of the
-usual names. --eod-token overrides all of these.
+other programs tokenized use EOS for it. So we use EOS if the files name one (tokenizer_config.json or
+special_tokens_map.json beside tokenizer.json, or the header of a .model), then BOS, then a special token with a usual
+name. --eod-token overrides all of these.
 
 **Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. SentencePiece writes a blank
-as U+2581, a byte that it has no piece for as <0xE6>, and begins every text with a blank that is not in the text. That
-blank is one byte too many, so BOS, which stands before it, counts -1:
+as U+2581 and a byte without a piece of its own as <0xE6>. It also begins every text with a blank that is not in the
+text. That blank is one byte too many, so BOS, which precedes it, counts -1:
 
     "in  Zeile"     BOS  _in  _  _Z  eile      _: U+2581
                      -1    3  1   2     4      = 9 bytes
 
-A sample text shows whether the tokens of a tokenizer add up to the text. They do not if a normalizer changes it, for
+A sample text shows whether the bytes of a tokenizer's tokens add up. They do not if a normalizer changes the text, for
 unknown characters, and for WordPiece's ##. Bits per byte would then be wrong, so validation reports the loss in nats
-per token. If only rare texts do not add up (`PROBES`: for example, where the blank is added only if there is none, a
-text that begins with a space has the same ids as one without), a warning names the documents for which bits per byte
-are not exact.
+per token. If only rare texts do not add up (`PROBES`), a warning names them. Example: if a
+tokenizer adds a blank only to texts without one, "a" and " a" have the same ids.
 """
 
 import importlib
-import itertools
 import json
 import logging
 import os
@@ -47,7 +45,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -75,38 +73,36 @@ log = logging.getLogger(__name__)
 
 BLANK = "\u2581"  # how SentencePiece writes a blank
 SAMPLE = "Two words, a  tab\t1.\nNa\u00efve \u6f22\u5b57 \U0001f642"
-PROBES = {  # {what some documents do: a text that does so, which some tokenizers count wrong}
+PROBES = {  # {description of rare documents: an example, whose bytes some tokenizers count wrong}
     "begin with a space": " x", "end with a space": "x ", "are empty": "", f"contain U+{ord(BLANK):X}": f"x{BLANK}x",
     "contain <0x41>": "x<0x41>x", "contain characters that it normalizes": "xe\u0301x\u00a0x\uff21x\ufb01x\rx",
     "contain characters that it does not know": "x\U0010ffffx\u0378x\x01x"}
-SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # of tokenizer.json
+SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # files beside tokenizer.json that may name EOS
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|bos|>", "<s>", "<bos>")
-NO_END = ("{}: nothing in it says which token ends a document; name it with --eod-token (its text, or its id: {} "
-          "ids)")
+NO_END = "{}: does not name the token that ends a document; set --eod-token to its text or id (of {} ids)"
 
 
-# ---- the kinds -----------------------------------------------------------------------------------
+# ---- one class per format ------------------------------------------------------------------------------------------
 
 class ThirdPartyTokenizer(Tokenizer):
-    """A tokenizer that another program made: `data` is its file, `name` is for messages. The caller sets
-    `bos_token_id`, see `find_end`. ValueError for a file that its library does not read, or a library that is not
-    installed."""
+    """A tokenizer of another program. `data`: the bytes of its file; `name`: for messages. The caller sets
+    `bos_token_id` (see `find_end`). ValueError if the library is not installed or cannot read the file."""
 
     kind: ClassVar[str]
-    package: ClassVar[str]  # of the extra `hf`
-    library: Any
-    vocab: Mapping[str, int]
+    package: ClassVar[str]  # the library, in the extra `hf`
+    library: Any  # the library's own object
+    vocab: Mapping[str, int]  # {text of a token: id}
     size: int
-    unknown: int | None = None  # the id of characters that have no other; None: every character has one
-    ends: list[str | int]  # tokens that may separate documents, by text or id, the likeliest first
+    unknown: int | None = None  # the id of unknown characters; None: every character has an encoding
+    ends: list[str | int]  # candidates for the end of a document, by text or id, the likeliest first
 
     def __init__(self, data: bytes, name: str):
         self.data, self.name = data, name
         try:
             package = importlib.import_module(self.package)
         except ImportError:
-            raise ValueError(f"--tokenizer {name}: needs the package {self.package}, which is not installed; "
-                             f"pip install -e '.[hf]'") from None
+            raise ValueError(f"--tokenizer {name}: the package {self.package} is not installed; pip install -e "
+                             f"'.[hf]'") from None
         try:
             self.load(package)
             assert 0 < self.size <= MAX_IDS
@@ -114,24 +110,24 @@ class ThirdPartyTokenizer(Tokenizer):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as e:  # a panic in Rust is not an Exception
-            raise ValueError(f"{name}: nothing that the package {self.package} {package.__version__} reads "
-                             f"({type(e).__name__}: {str(e)[:200]}); fetch it again") from None
+            raise ValueError(f"{name}: the package {self.package} {package.__version__} cannot read it "
+                             f"({type(e).__name__}: {str(e)[:200]}); download it again") from None
 
     def load(self, package: Any) -> None:
-        """Set `library`, `vocab`, `size`, `special_tokens`, `unknown` and `ends`. It may raise any exception for a
-        broken file."""
+        """Read `data` with the library, and set `library`, `vocab`, `size`, `special_tokens`, `unknown` and `ends`. May
+        raise any exception for a broken file."""
         raise NotImplementedError
 
     def batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of texts, by the library."""
+        """The library's ids of some texts, without special tokens around them."""
         raise NotImplementedError
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """(id, bytes of text that it stands for) of every token that is not special."""
+        """Yield (id, number of bytes of text) of every token that is not special."""
         raise NotImplementedError
 
     def spell(self, token: int) -> list[int]:
-        """The ids of the characters of a token's own text, each alone."""
+        """Encode the characters of a token's own text one by one. [token] if a character has no other id."""
         raise NotImplementedError
 
     def can_be_text(self, token: int) -> bool:
@@ -140,14 +136,14 @@ class ThirdPartyTokenizer(Tokenizer):
 
     @cached_property
     def _reserved(self) -> dict[int, list[int]]:
-        """{id: the ids of its characters} of the tokens that no text may become: BOS and the special ones. Special
-        tokens of one character remain text, and so does the unknown token."""
+        """{id: ids of its characters} of BOS and the special tokens, which no text may become. The unknown token, and
+        special tokens of one character, may still stand for text."""
         tokens = {*self.special_tokens.values(), self.bos_token_id}
         return {i: self.spell(i) for i in tokens if not self.can_be_text(i)}
 
     @cached_property
     def _is_reserved(self) -> np.ndarray:
-        """(vocab_size,) bool."""
+        """(vocab_size,) bool: whether no text may become this id."""
         return np.isin(np.arange(self.size), list(self._reserved))
 
     @property
@@ -173,7 +169,7 @@ class ThirdPartyTokenizer(Tokenizer):
 
     @cached_property
     def _table(self) -> np.ndarray:
-        """(vocab_size,) int32: the bytes of each token, which may not add up to the bytes of a text."""
+        """(vocab_size,) int32: bytes of each token. They need not add up to the bytes of a text."""
         table = np.zeros(self.size, np.int32)
         for i, size in self.sizes():
             table[i] = size
@@ -181,31 +177,29 @@ class ThirdPartyTokenizer(Tokenizer):
         return table
 
     def _miscounted(self, text: str) -> int:
-        """The bytes that the tokens of a document stand for, minus those of its text."""
+        """The bytes that the tokens of a document stand for, minus the bytes of its text."""
         try:
             sizes = self._table[self.encode_one(text)]
         except CannotEncode:
             return -len(text.encode())
-        return int(sizes.sum() if len(sizes) > 1 else 0) - len(text.encode())  # BOS takes its blank off a token
+        return int(sizes.sum() if len(sizes) > 1 else 0) - len(text.encode())  # BOS counts -1 only before another token
 
     @cached_property
     def inexact(self) -> list[str]:
-        """What documents do for which `token_bytes` is not exact."""
-        names = "x".join(self.special_tokens)
-        probes = {**PROBES, "contain names of special tokens": f"x{names}x"}
+        """Descriptions of the documents for which `token_bytes` is not exact."""
+        probes = PROBES | {"contain names of special tokens": f"x{'x'.join(self.special_tokens)}x"}
         return [description for description, text in probes.items() if self._miscounted(text)]
 
     @cached_property
     def knows_bytes(self) -> bool:  # type: ignore[override]
-        """Whether the tokens of a sample add up to its bytes. A warning says if they do not, or not for all
-        documents."""
-        if off := self._miscounted(SAMPLE):
+        """Whether the bytes of a sample's tokens add up. Warns if they do not, or not for all documents."""
+        if difference := self._miscounted(SAMPLE):
             size = len(SAMPLE.encode())
-            log.warning("%s: its tokens stand for %d bytes of a sample text of %d, so bits per byte would be wrong; "
-                        "validation reports the loss in nats per token", self.name, size + off, size)
+            log.warning("%s: the tokens of a sample text of %d bytes stand for %d bytes, so bits per byte would be "
+                        "wrong; validation reports the loss in nats per token", self.name, size, size + difference)
         elif self.inexact:
             log.warning("%s: bits per byte are not exact for documents that %s", self.name, " or ".join(self.inexact))
-        return not off
+        return not difference
 
     def token_bytes(self) -> "torch.Tensor":
         import torch
@@ -223,31 +217,32 @@ class ThirdPartyTokenizer(Tokenizer):
 
 
 def _flat(lists: list[list[int]]) -> Encoded:
-    """Lists of ids, back to back, and their lengths."""
+    """Concatenate lists of ids; also return their lengths."""
     lengths = np.array([len(ids) for ids in lists], np.int64)
     return np.fromiter(chain.from_iterable(lists), np.uint32, int(lengths.sum())), lengths
 
 
 class HuggingFaceTokenizer(ThirdPartyTokenizer):
-    """A tokenizer.json, by the package `tokenizers`."""
+    """A tokenizer.json, read by the package `tokenizers`."""
 
     kind, package, file = "huggingface", "tokenizers", "hf_tokenizer.json"
 
     def load(self, package: Any) -> None:
-        """As of `ThirdPartyTokenizer`. Truncation, padding and dropout are switched off."""
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our callers have threads of their own
+        """Read tokenizer.json with truncation, padding and dropout switched off."""
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our callers start threads themselves
         self.spec = json.loads(self.data) | {"truncation": None, "padding": None}
         self.spec["model"]["dropout"] = None
         self.library = package.Tokenizer.from_str(json.dumps(self.spec))
-        self.library.encode_special_tokens = True  # as ordinary text
+        self.library.encode_special_tokens = True  # their names are ordinary text
         self.vocab = self.library.get_vocab()
         self.size = 1 + max(self.vocab.values())
         added = self.library.get_added_tokens_decoder()
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.ends = [token for token in USUAL_ENDS if token in self.special_tokens]
-        self.inside = self.library.get_vocab(with_added_tokens=False)  # written in the alphabet of the model
+        self.model_vocab = self.library.get_vocab(with_added_tokens=False)  # in the model's alphabet
+        # these parts show whether the vocabulary is byte-level, and how it writes a blank
         steps = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
-                         ensure_ascii=False)
+                           ensure_ascii=False)
         self.by_byte, self.blank = '"ByteLevel"' in steps, BLANK if BLANK in steps else " "
         self.alphabet = package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         model = self.spec["model"]
@@ -256,7 +251,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the parts that decide ids: others (decoder, post_processor, layout of the file) may change."""
+        """A hash of the parts that decide ids. Others may change: decoder, post_processor, the file's layout."""
         parts = {name: self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
         return hash_json({"kind": self.kind, **parts, "bos_token_id": self.bos_token_id})
 
@@ -267,38 +262,41 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield (id, bytes). In a byte-level model each character of a token is a byte; otherwise count UTF-8."""
         for token, i in self.vocab.items():
             if token in self.special_tokens or i == self.unknown:
                 continue
             if self._is_byte(token):
                 yield i, 1
-            elif self.by_byte and token in self.inside:
+            elif self.by_byte and token in self.model_vocab:
                 yield i, len(token)
             else:
-                yield i, len((token.replace(self.blank, " ") if token in self.inside else token).encode())
+                yield i, len((token.replace(self.blank, " ") if token in self.model_vocab else token).encode())
 
     def spell(self, token: int) -> list[int]:
+        """Write a token's text in the model's alphabet and let the model encode each character."""
         text = self.library.id_to_token(token) or ""
         if self._is_byte(text):
             return [token]
-        if text not in self.inside:
-            text = (self.alphabet.pre_tokenize_str(text)[0][0] if self.by_byte else text.replace(" ", self.blank))
+        if text not in self.model_vocab:
+            text = self.alphabet.pre_tokenize_str(text)[0][0] if self.by_byte else text.replace(" ", self.blank)
         try:
             return [token.id for character in text for token in self.library.model.tokenize(character)]
-        except Exception:  # a vocabulary without this character, and without an unknown token
+        except Exception:  # the vocabulary has neither this character nor an unknown token
             return [token]
 
     def _is_byte(self, token: str) -> bool:
-        """Whether a token stands for one byte that has no other token."""
+        """Whether a token such as <0xE6> stands for one byte."""
         return bool(self.spec["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token))
 
 
 class SentencePieceTokenizer(ThirdPartyTokenizer):
-    """A .model, by the package `sentencepiece`."""
+    """A .model, read by the package `sentencepiece`."""
 
     kind, package, file = "sentencepiece", "sentencepiece", "sentencepiece.model"
 
     def load(self, package: Any) -> None:
+        """Read a .model. Its header names the ids of EOS, BOS and unknown characters."""
         self.library = package.SentencePieceProcessor(model_proto=self.data)
         self.size = self.library.vocab_size()
         self.vocab = {self.library.id_to_piece(i): i for i in range(self.size)}
@@ -315,6 +313,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
         return self.library.decode([int(i) for i in ids])
 
     def sizes(self) -> Iterator[tuple[int, int]]:
+        """Yield (id, bytes): 1 for a byte piece, else the piece's UTF-8 with U+2581 read as a blank."""
         for piece, i in self.vocab.items():
             if self.library.is_byte(i):
                 yield i, 1
@@ -322,6 +321,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
                 yield i, len(piece.replace(BLANK, " ").encode())
 
     def spell(self, token: int) -> list[int]:
+        """Look up each character of a piece, or the byte pieces of a character that has none."""
         if self.library.is_byte(token):
             return [token]
         ids: list[int] = []
@@ -333,8 +333,8 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
 
 
 class IdsTokenizer(ThirdPartyTokenizer):
-    """A stand-in for a tokenizer that is not available: a number of ids (`data`), of which one ends documents. It knows
-    no text: ids are shown as numbers."""
+    """Stands for a tokenizer that is not available. `data` is the number of ids, and one of them ends documents. It
+    cannot encode text, and decodes ids to numbers."""
 
     kind, file, knows_bytes = "ids", None, False
 
@@ -344,7 +344,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
 
     @property
     def encoder(self) -> Encoder:
-        raise ValueError(f"--tokenizer {self.name}: it stands for ids and knows no text; name the tokenizer itself")
+        raise ValueError(f"--tokenizer {self.name}: knows ids but no text; name the tokenizer itself")
 
     def can_be_text(self, token: int) -> bool:
         return False
@@ -353,25 +353,24 @@ class IdsTokenizer(ThirdPartyTokenizer):
         return " ".join(str(int(i)) for i in ids)
 
 
-# ---- opening one ---------------------------------------------------------------------------------
+# ---- opening one ---------------------------------------------------------------------------------------------------
 
-KINDS: Mapping[str, type[HuggingFaceTokenizer] | type[SentencePieceTokenizer]] = {
-    ".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED: Mapping[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
+KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
+SAVED: dict[str, type[ThirdPartyTokenizer]] = {
+    "huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer, "ids": IdsTokenizer}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer of another program that a --tokenizer names; see `nanochat.tokenizer.get_tokenizer`."""
+    """The tokenizer of another program that --tokenizer names; see `nanochat.tokenizer.get_tokenizer`."""
     path = as_path(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
-    tokenizer: ThirdPartyTokenizer
     if name.startswith("ids:"):
         match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
         if match is None or not 2 <= int(match[1]) <= MAX_IDS:
             raise ValueError(f"--tokenizer {name}: expected ids:VOCAB:EOD, the number of ids (at most {MAX_IDS:,}) and "
-                             f"the one that ends a document")
-        tokenizer = IdsTokenizer(match[1].encode(), name)
+                             f"the id that ends a document")
+        tokenizer: ThirdPartyTokenizer = IdsTokenizer(match[1].encode(), name)
         tokenizer.ends = [int(match[2] or -1)]
     else:
         path = _find_file(path)
@@ -386,12 +385,12 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
 
 
 def named_ends(folder: Path) -> list[str | int]:
-    """The EOS, then the BOS, that the files beside a tokenizer.json name."""
+    """The EOS and BOS that the files beside a tokenizer.json name, EOS first."""
     ends: list[str | int] = []
     files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
-    values = {file: parse_json(local_copy(file).read_bytes(), file, dict, way_out="mend it or delete it")
+    values = {file: parse_json(local_copy(file).read_bytes(), file, dict, way_out="repair or delete it")
               for file in files}
-    for name, file in itertools.product(("eos_token", "bos_token"), files):
+    for name, file in product(("eos_token", "bos_token"), files):
         token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token
         check_shape({name: token}, {name: str | None}, file)
@@ -400,20 +399,20 @@ def named_ends(folder: Path) -> list[str | int]:
 
 
 def _find_file(path: Path) -> Path:
-    """The file of a tokenizer that a path names, itself or in a folder. FileNotFoundError if there is none."""
-    inside = [path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))] if path.is_dir() else [path]
-    for file in inside:
+    """The file of a tokenizer at a path, or in the folder at that path. FileNotFoundError if there is none."""
+    files = [path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))] if path.is_dir() else [path]
+    for file in files:
         if file.is_file() and file.suffix in (*KINDS, ".pkl"):
             return file
     raise FileNotFoundError(f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, FILE.model, "
                             f"tokenizer.pkl or a name of tiktoken's ({', '.join(tiktoken.list_encoding_names())}); "
-                            f"nothing is fetched from a hub: fetch its tokenizer.json and name that, or train one "
-                            f"with python -m scripts.tok_train --output-dir {path}")
+                            f"hubs are not searched: download tokenizer.json and name that file, or train a "
+                            f"tokenizer with python -m scripts.tok_train --output-dir {path}")
 
 
 def find_end(tokenizer: ThirdPartyTokenizer, eod_token: str | None) -> int:
-    """The id that separates documents: --eod-token, or the one that the files name. ValueError if there is none, or if
-    text can become it."""
+    """The id that separates documents: --eod-token, or the one that the files name. ValueError if neither exists, or if
+    text can become this token."""
     ends = tokenizer.ends
     if eod_token is not None:
         ends = [eod_token, int(eod_token) if eod_token.isdecimal() else -1]
@@ -421,18 +420,18 @@ def find_end(tokenizer: ThirdPartyTokenizer, eod_token: str | None) -> int:
         token = tokenizer.vocab.get(end, -1) if isinstance(end, str) else end
         if 0 <= token < tokenizer.size:
             if tokenizer.can_be_text(token):
-                raise ValueError(f"{tokenizer.name}: token {end!r}: text can become this token, so it cannot separate "
-                                 f"documents; name a special token with --eod-token")
+                raise ValueError(f"{tokenizer.name}: text can become token {end!r}, so it cannot separate documents; "
+                                 f"name a special token with --eod-token")
             return token
     if eod_token is not None:
-        raise ValueError(f"--eod-token {eod_token}: no token of {tokenizer.name}, which has {tokenizer.size:,} ids")
+        raise ValueError(f"--eod-token {eod_token}: {tokenizer.name} has no such token; it has {tokenizer.size:,} ids")
     raise ValueError(NO_END.format(tokenizer.name, f"{tokenizer.size:,}"))
 
 
-# ---- nanochat's pickle ---------------------------------------------------------------------------
+# ---- nanochat's pickle ---------------------------------------------------------------------------------------------
 
 class Restored:
-    """Replaces tiktoken's class while its pickle is read: it keeps the state and does nothing."""
+    """Stands in for tiktoken's class while a pickle is read: it stores the state and does nothing else."""
 
     state: Any = None
 
@@ -441,12 +440,12 @@ class Restored:
 
 
 class OneClass(pickle.Unpickler):
-    """Reads a pickle that names tiktoken's Encoding and nothing else. A pickle can execute only the names that it looks
-    up here; any other name is an error."""
+    """Reads a pickle that names no class but tiktoken's Encoding. A pickle can execute only what `find_class` returns,
+    and any other name is an error here."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) != ("tiktoken.core", "Encoding"):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
         return Restored
 
 
@@ -459,14 +458,14 @@ def read_pickle(data: bytes, name: str, eod_token: str | None) -> RustBPETokeniz
             return RustBPETokenizer.from_pretrained(state, eod_token or "<|endoftext|>")
         ranks, special = dict(state["mergeable_ranks"]), dict(state["special_tokens"])
         if not (all(type(token) is bytes for token in ranks) and all(type(token) is str for token in special)):
-            raise ValueError("its tokens are not bytes, or its special tokens no texts")
+            raise ValueError("its tokens are not bytes, or its special tokens are not texts")
         encoding = make_encoding(ranks, str(state["pat_str"]), special)
-    except OSError:  # tiktoken cannot fetch a named encoding
+    except OSError:  # tiktoken could not download a named encoding
         raise
     except Exception as e:  # a damaged pickle may raise anything
-        why = " ".join(str(e).split())[:200]
-        raise ValueError(f"{name}: no tokenizer that nanochat saved ({type(e).__name__}: {why}); nothing in it was "
-                         f"executed") from None
+        problem = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+        raise ValueError(f"{name}: not a tokenizer that nanochat saved ({problem}); nothing in it was executed. "
+                         f"Copy it again") from None
     end = eod_token or next((token for token in ("<|bos|>", *USUAL_ENDS) if token in special), None)
     if end is None:
         raise ValueError(NO_END.format(name, f"{encoding.n_vocab:,}"))

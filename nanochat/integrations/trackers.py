@@ -1,16 +1,16 @@
 """
-Trackers: wandb, TensorBoard and trackio draw the values of a run while it trains; PyTorch's profiler records some of
-its steps. `trainer.Journal` loads this module if a run asks for one of them.
+Trackers: wandb, TensorBoard and trackio plot a run while it trains, and PyTorch's profiler records some of its steps.
+`trainer.Journal` imports this module if a run asks for one of them.
 
     trainer.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
                                                          '--------> TensorBoard  --log-to=tensorboard
                                                          '--------> trackio      --log-to=trackio
                                                          '--------> profile      --profile-steps=A:B
 
-The log of the run directory has all values. So if a tracker fails, the run continues without it, with one warning.
+The run directory's own log has all values. So if a tracker fails, the run continues without it, with one warning.
 
-A profile is a trace of some steps of rank 0, for https://ui.perfetto.dev. It computes nothing, so a run with a profile
-has the same bits as one without.
+A profile is a trace of some steps of rank 0, for https://ui.perfetto.dev. It only observes, so a run with a profile has
+the same bits as one without.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """The event files in RUN/tensorboard, for `tensorboard --logdir RUN/tensorboard`. A run that resumes at `step`
-    hides the values that an earlier launch drew for that step and later ones."""
+    """Writes event files to RUN/tensorboard, for `tensorboard --logdir RUN/tensorboard`. A run that resumes at `step`
+    hides the values that an earlier launch wrote for that step and later ones."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -39,7 +39,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Draw the numbers among some values at values["step"]."""
+        """Record the numbers among some values at values["step"]."""
         for name, number in flat_numbers(values):
             if name != "step":
                 self._writer.add_scalar(name, number, values["step"])
@@ -49,8 +49,8 @@ class TensorBoard:
 
 
 class Trackio:
-    """A run of the project nanochat in trackio's SQLite database on this machine, for `trackio show`. A step that a
-    resumed run repeats has two points."""
+    """Writes to the project nanochat in trackio's local SQLite database, for `trackio show`. A step that a resumed run
+    repeats has two points."""
 
     def __init__(self, settings: Settings) -> None:
         import trackio
@@ -58,7 +58,7 @@ class Trackio:
         self._run = trackio.init(project="nanochat", name=settings.model_tag, config=settings.to_json(), resume="allow")
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Draw the numbers among some values at values["step"]."""
+        """Record the numbers among some values at values["step"]."""
         self._run.log({name: n for name, n in flat_numbers(values) if name != "step"}, step=values["step"])
 
     def finish(self) -> None:
@@ -66,15 +66,15 @@ class Trackio:
 
 
 class Trackers:
-    """All trackers that a run asks for, and its profile. `wandb_id`: the wandb run to resume, and afterwards the one in
-    use. `step`: the first step of this launch."""
+    """All trackers that a run asks for, and its profile. `wandb_id`: id of the wandb run to resume; the attribute
+    holds the id in use. `step`: the first step of this launch."""
 
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
         self._open: dict[str, Any] = {}
         if "wandb" in settings.trackers:
             with self._guard("wandb"):
-                import wandb  # takes a second
+                import wandb  # takes a second to import
 
                 run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
                                  id=wandb_id, resume="allow")
@@ -90,15 +90,15 @@ class Trackers:
 
     @contextlib.contextmanager
     def _guard(self, name: str) -> Iterator[None]:
-        """A failure inside drops the tracker, with a warning."""
+        """Drop the tracker with a warning if the block fails."""
         try:
             yield
-        except Exception as e:  # no failure of a tracker is worth a run
+        except Exception as e:  # a tracker must not end a run
             log.warning("%s failed (%s); continuing without it", name, e)
             self._open.pop(name, None)
 
     def _call(self, method: str, *args: Any) -> None:
-        """Call a method of all trackers that have it."""
+        """Call a method of every tracker that has it."""
         for name, tracker in list(self._open.items()):
             with self._guard(name):
                 getattr(tracker, method, lambda *_: None)(*args)
@@ -108,29 +108,29 @@ class Trackers:
         self._call("log", values)
 
     def at(self, step: int) -> None:
-        """Called when `step` steps are done."""
+        """Called after `step` steps."""
         self._call("at", step)
 
     def finish(self) -> None:
-        """The run has ended."""
+        """Called once at the end of a run."""
         self._call("finish")
 
 
 class Profile:
-    """The profile of steps `first` to `last - 1`: RUN/profile/steps-FIRST-LAST.json.gz. A launch that begins between
-    them profiles the rest."""
+    """Profiles steps `first` to `last - 1` into RUN/profile/steps-FIRST-LAST.json.gz. A launch that starts between them
+    profiles the remaining ones."""
 
     def __init__(self, run_dir: Path, first: int, last: int) -> None:
         self._first, self._last = first, last
         self._path = run_dir / "profile" / f"steps-{first}-{last}.json.gz"
         self._profiler: Any = None
-        # above all levels of the profiler's library, which would print each start and end
+        # a level above all messages of the profiler's library, which would print each start and end
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def at(self, step: int) -> None:
-        """Called when `step` steps are done: begin or end the profile if it is due."""
+        """Called after `step` steps: start or end the profile if it is due."""
         if self._first <= step < self._last and self._profiler is None:
-            if torch.cuda.is_available():  # for the snapshot of memory
+            if torch.cuda.is_available():  # for the memory snapshot
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._profiler = torch.profiler.profile()  # of the CPU, and of CUDA if available
             self._profiler.start()
@@ -138,11 +138,11 @@ class Profile:
             self.finish()
 
     def finish(self) -> None:
-        """Write the profile, unless that is done."""
+        """Write the profile, once."""
         if self._profiler is None:
             return
         profiler, self._profiler = self._profiler, None
-        self._last = self._first  # it does not begin again
+        self._last = self._first  # never start again
         profiler.stop()
         self._path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(self._path))

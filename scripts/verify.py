@@ -48,7 +48,7 @@ from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
-from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
+from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
@@ -148,7 +148,7 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
 
     def within(which: np.ndarray) -> np.ndarray:
         """How many of the ids of each entry are among these, (n,)."""
-        return np.diff(running(which)[edges])
+        return np.diff(to_offsets(which)[edges])
 
     if vocab_size is not None:
         outside = within((ids < 0) | (ids >= vocab_size)) > 0

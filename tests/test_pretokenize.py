@@ -309,7 +309,7 @@ def test_pairs_whose_input_is_gone_are_refused(root):
         job_of(root).refuse_others()
     (root / "out/train/b/.records/1.json").unlink()
     write_jsonl(root / "raw/a/3.jsonl", ["new"])  # so that a/2 is for training now
-    with pytest.raises(ValueError, match=r"val/a/2\.bin: its input .* belongs elsewhere now"):
+    with pytest.raises(ValueError, match=r"val/a/2\.bin: its input .* now belongs elsewhere"):
         job_of(root).refuse_others()
 
 

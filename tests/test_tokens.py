@@ -204,7 +204,7 @@ def test_with_pread_nothing_is_mapped_and_a_file_that_is_cut_short_is_a_sentence
     assert pair.read(4000, 4001)[0].tolist() == [4000, 2, E]
     assert not maps.exists() or str(tmp_path) not in maps.read_text()
     os.truncate(path, 6000)
-    with pytest.raises(ValueError, match=rf"a\{suffix}: it was cut short or changed while it is in use"):
+    with pytest.raises(ValueError, match=rf"a\{suffix}: the file was truncated or changed while it was in use"):
         pair.read(4000, 4001)
     write_pair(tmp_path / "b", [[1]])
     monkeypatch.setenv(tokens.READER, "fast")
@@ -270,13 +270,13 @@ def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, whole_
 @pytest.mark.parametrize("damage, message", [
     (lambda p: truncate(p / "a.bin", 7), r"a\.bin: 3\.5 tokens on disk, but the offsets in its \.idx go from 0 to 5; "
                                          r"fetch it again, or delete it and rerun scripts\.tok_shards"),
-    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes that .*, expected 44 bytes for 2 entries; it was cut"),
+    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes that .*, expected 44 bytes for 2 entries; it is truncated"),
     (lambda p: patch(p / "a.idx", 4, b"\2"), r"a\.idx: 44 bytes that begin with b'GPTS.x02"),
     (lambda p: patch(p / "a.idx", 16, b"\1"), r"a\.bin: 5 tokens on disk, but the offsets in its \.idx go from 1"),
-    (lambda p: (p / "a.idx").unlink(), r"a\.idx: not there; bring it back, or delete a\.bin"),
-    (lambda p: (p / "a.bin").unlink(), r"a\.bin: not there; bring it back, or delete a\.idx"),
-    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: not there; bring it back"),
-    (lambda p: write_megatron(p / "a", []), r"a\.idx: no document in it \(0 entries\)")])
+    (lambda p: (p / "a.idx").unlink(), r"a\.idx: the file is missing; restore it, or delete a\.bin"),
+    (lambda p: (p / "a.bin").unlink(), r"a\.bin: the file is missing; restore it, or delete a\.idx"),
+    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: the file is missing; restore it"),
+    (lambda p: write_megatron(p / "a", []), r"a\.idx: it has no documents \(0 entries\)")])
 def test_a_bad_pair_is_told_in_a_sentence(tmp_path, damage, message):
     write_pair(tmp_path / "a", [[1, 2, E], [3, E]])
     assert len(open_tokens(tmp_path / "a.bin")) == 2
@@ -301,7 +301,7 @@ def test_opening_looks_at_the_ends_only_and_what_is_broken_inside_is_told_when_i
     patch(tmp_path / "m.idx", 34 + 120 + 8 * 7, struct.pack("<q", 3))
     pair = open_tokens(tmp_path / "m.bin")
     assert len(pair.read(0, 4)) == 4
-    with pytest.raises(ValueError, match=r"m\.idx: sequence 4 is 1 ids at byte 400, which is no place in its \.bin of"):
+    with pytest.raises(ValueError, match=r"m\.idx: sequence 4 has 1 ids at byte 400, which is not a valid place in its \.bin of"):
         pair.read(3, 5)
     with pytest.raises(ValueError, match=r"m\.idx: .* entries 6 to 9 run backwards"):
         pair.lengths(6, 9)
@@ -378,7 +378,7 @@ def add(*args):
     (ShardWriter, add([1], [2], [0]), "add up to 2"), (ShardWriter, add([1], [1], [0, 0]), "2 prefixes for 1 entries"),
     (ShardWriter, add([1], [2, -1], [0, 0]), "expected as many"),
     (MegatronWriter, add([1], [1], [1]), "Megatron's format holds whole documents only"),
-    (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) behind the last document"),
+    (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) after the last document"),
     (MegatronWriter, add([70_000], [1], [0]), "below 300")])
 def test_an_exception_or_bad_arrays_leave_nothing(tmp_path, kind, act, message):
     with pytest.raises((ValueError, ZeroDivisionError), match=message), kind(tmp_path / "a", vocab_size=300) as writer:

@@ -68,7 +68,7 @@ def megatron_folder(root):
 
 # Damage to a.bin or a.idx of the good folder; what must be said of them, beside the checksums.
 DAMAGE = {
-    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: not there; bring it back"]),
+    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: the file is missing; restore it"]),
     "backwards": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"), ["a.idx: the offsets of entries"]),
     "empty entry": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x06"), [
         "a.bin: entry 1 of 0 ids is empty", "a.bin: entry 0 of 6 ids is longer than a window of 3",
@@ -88,7 +88,7 @@ DAMAGE = {
 }
 MEGATRON = {
     "pointer": ("idx", lambda p: patch(p, 58, (100).to_bytes(8, "little")), [
-        "a.idx: sequence 1 is 2 ids at byte 100, which is no place in its .bin of 18 bytes"]),
+        "a.idx: sequence 1 has 2 ids at byte 100, which is not a valid place in its .bin of 18 bytes"]),
     "boundary": ("idx", lambda p: patch(p, 82 + 16, (0).to_bytes(8, "little")), ["a.idx: the boundaries of entries"]),
     "empty": ("idx", lambda p: patch(p, 82 + 16, (1).to_bytes(8, "little")), [
         "a.bin: entry 1 of 0 ids is empty", f"a.bin: entry 2 of 6 ids has the end-of-document id {E} inside it",

@@ -226,7 +226,7 @@ def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pa
 @pytest.mark.parametrize("names, what", [
     (["w/a.jsonl", "w/a.parquet", "w/z.jsonl"], r"w/a\.jsonl and w/a\.parquet would both become train/w/a\.bin"),
     (["w/b/a.jsonl", "w/b__a.jsonl", "w/z.jsonl"], r"w/b/a\.jsonl and w/b__a\.jsonl"),
-    (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl lies beside train/ and val/"),
+    (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl is in neither train/ nor val/"),
     (["a.md"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow file below it"), ([], "no such folder")])
 def test_what_is_unclear_is_refused(tmp_path, names, what):
     with pytest.raises((ValueError, FileNotFoundError), match=what):

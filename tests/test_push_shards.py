@@ -72,7 +72,7 @@ def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, ca
         store.proxy.seen.clear()
         assert main([str(folder), store.path("s")]) == 0
         assert not puts(store) and bool(store.proxy.gets("c.bin")) == (of is not sums)
-        assert "0 files sent and checked (0 bytes), 9 were there" in capsys.readouterr().out
+        assert "0 files sent and checked (0 bytes), 9 already stored" in capsys.readouterr().out
 
 
 def test_what_changed_goes_up_again_and_no_manifest_is_there_meanwhile(store, folder, monkeypatch):
@@ -112,7 +112,7 @@ def test_what_is_damaged_here_or_on_the_way_is_told_and_not_left_there(store, fo
     file.write_bytes(file.read_bytes()[::-1])
     assert main([str(folder), store.path("s")]) == 1
     err = capsys.readouterr().err
-    assert damaged.times == 0 and "b.bin: what arrived is not what was sent" in err
+    assert damaged.times == 0 and "b.bin: the uploaded object differs from the file" in err
     assert re.search(r"a.bin: its checksum is \w{32}, manifest.json says", err)
     assert not any(k.endswith(("a.bin", "b.bin", "manifest.json")) for k in store.names())
 
@@ -131,7 +131,7 @@ def test_bad_input_is_one_sentence_and_nothing_is_sent(store, folder, tmp_path):
     idx = folder / "val/web/c.idx"
     data = idx.read_bytes()
     idx.unlink()
-    refused("c.bin: c.idx is missing beside it")
+    refused("c.bin: c.idx is missing; restore it")
     idx.write_bytes(data)
     (folder / "val/web/manifest.json").unlink()
     refused("its shards are not finished")

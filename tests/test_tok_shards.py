@@ -160,7 +160,7 @@ def test_workers_and_tasks_on_one_folder_give_the_same_bytes(raw, tmp_path, toke
     assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 1) == 0
     assert not list(out.rglob("manifest.json"))
     assert run(raw, out, tokenizer, "--finish") == 1
-    assert "missing: val/web/2.bin, to be made of web/2.jsonl" in capsys.readouterr().err
+    assert "missing: val/web/2.bin, made from web/2.jsonl" in capsys.readouterr().err
     assert run(raw, out, tokenizer, "--num-tasks", 2, "--task-index", 0) == 0
     assert run(raw, out, tokenizer, "--finish") == 0
     assert tree(out) == tree(tmp_path / "one")

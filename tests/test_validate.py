@@ -86,7 +86,7 @@ def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(
     assert f"the run halts before step {halted['step']} of 40: lane" in told
     assert halted["reason"].split(" has")[0] == f"step {halted['step']}: " + told.split(": ")[1].split(" has")[0]
     code, out, _ = checked(capsys, plan="warn")
-    assert code == 1 and "goes on from" in out and "note: " in out and "halted (" in out
+    assert code == 1 and "resumes from" in out and "note: " in out and "halted (" in out
     code, out, _ = checked(capsys, allow_bucket_exhaustion=True)
     assert code == 0 and "warning: bucket 'tiny' runs dry" in out
     assert "completed" in training.succeed(**command(workplace, allow_bucket_exhaustion=True)).out

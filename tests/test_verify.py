@@ -52,7 +52,7 @@ def test_good_shards_are_good(tmp_path, capsys):
     assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
     assert [line.split() for line in out.splitlines() if ".." in line] == [
         ["2", "..", "3", "5", "100.00%", "100.00%"]]
-    assert "longer than T + 1 = 2: 60.00% of entries; beyond it lie 3 tokens, 23.08%" in out
+    assert "longer than T + 1 = 2: 60.00% of entries; 3 tokens (23.08%) are beyond it" in out
     assert out.endswith("all good\n")
 
 
@@ -74,7 +74,7 @@ DAMAGE = {
         "a.bin: entry 1 of 0 ids is empty", "a.bin: entry 0 of 6 ids is longer than a window of 3",
         "a.bin: entry 0 of 6 ids has the end-of-document id", "a.bin: entry 0 of 6 ids ends a document without",
         "a.bin: documents is 2, manifest.json says 3"]),
-    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2 of 3 ids is no longer than its"]),
+    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2 of 3 ids is not longer than its"]),
     "long prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\4"), ["a.idx: entry 2 is shorter than its"]),
     "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
         "a.bin: entry 0 of 3 ids ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
@@ -138,7 +138,7 @@ def test_the_manifest_and_the_folder_must_agree(tmp_path, capsys):
     (folder / "b.idx").unlink()
     write_pair(folder / "c", [[1, E]])
     assert run(capsys, tmp_path)[:2] == (1, [f"{folder}/c.bin: manifest.json does not list it",
-                                             f"{folder}/b.bin: manifest.json lists it, but it is not there"])
+                                             f"{folder}/b.bin: manifest.json lists it, but it is missing"])
     assert run(capsys, folder / "a.idx")[:2] == (0, [])  # one pair: of others nothing is said
     for path in folder.glob("?.*"):
         path.unlink()
@@ -167,7 +167,7 @@ def test_foreign_shards_are_checked_as_far_as_is_known_and_a_long_list_is_counte
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"not a shard")
     code, problems, out = run(capsys, tmp_path)
-    assert (code, problems) == (0, []) and "1 shards, 2 documents, 4 entries" in out and "no known bound" in out
+    assert (code, problems) == (0, []) and "1 shards, 2 documents, 4 entries" in out and "the vocabulary is unknown" in out
     write_pair(tmp_path / "b", [[5, E]] * 100)
     _, problems, out = run(capsys, tmp_path, "--vocab-size", 200)
     assert problems == [f"{tmp_path}/{name} has ids outside the vocabulary of 200, and {more} more"
@@ -257,4 +257,4 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_problem(trained, caps
 
     monkeypatch.setattr(verify, "check_checkpoint", deleting)
     code, problems, out = run(capsys, trained)
-    assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it meanwhile" in out
+    assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it in the meantime" in out

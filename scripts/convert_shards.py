@@ -1,5 +1,5 @@
 """
-Convert token shards of one format into the other: GPTS, which scripts.tok_shards writes by default, and Megatron's.
+Convert token shards between two formats: GPTS, the default of scripts.tok_shards, and Megatron's.
 
     python -m scripts.convert_shards shards pairs --to=megatron      # and back with --to=gpts
 

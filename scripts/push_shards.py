@@ -1,5 +1,5 @@
 """
-Upload a folder of data to object storage (such as S3), so that runs on other machines can train from there.
+Upload a folder of data to object storage (S3 and others), so that runs anywhere can read it.
 
     python -m scripts.push_shards shards s3://bucket/prefix
 

@@ -1,5 +1,5 @@
 """
-Write a receipt of a run: a small file from which anyone who has the data can recompute the run's rows.
+Write a receipt of a run: a small file from which others can recompute its rows from the same data.
 
     python -m scripts.receipt mine --out=mine.json
     python -m scripts.verify mine.json --data-path=mytext --steps=0,7        # on another machine, without the run

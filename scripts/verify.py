@@ -170,11 +170,7 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
 def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
                 whole: bool) -> Iterator[str]:
     """Verifies pairs of one folder, each given by its .bin; `whole`: whether these are all of the folder's pairs."""
-    try:
-        manifest = read_manifest(folder)
-    except ValueError as e:
-        yield Problem(e)
-        return
+    manifest = read_manifest(folder)
     if manifest is not None:
         fingerprint, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
         if args.fingerprint not in (None, fingerprint):
@@ -241,14 +237,10 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
 
 def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
     """Reads the row losses of every logged step. A step without them is not a problem."""
-    run, good = RunReader(folder.absolute().parents[1]), 0
-    try:
-        if not run.digests:
-            return
-        losses = run.row_losses
-    except (ValueError, OSError) as e:
-        yield Problem(e)
+    run = RunReader(folder.absolute().parents[1])
+    if not run.digests:
         return
+    losses, good = run.row_losses, 0
     for step in run.digests:
         try:
             losses.read(step)
@@ -266,11 +258,7 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
     """Compares the files that a run has pinned in its data_manifest.json with the disk, and reads those whose checksums
     are in the manifest.json beside them."""
-    try:
-        manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
-    except (ValueError, OSError) as e:
-        yield Problem(e)
-        return
+    manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
     files: dict[Path, dict[str, Any]] = {}  # for each file, its manifest reduced to this file
     for manifest in manifests:
         files |= {as_path(manifest["root"]) / file["name"]: {**manifest, "files": [file]} for file in manifest["files"]}
@@ -296,38 +284,33 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     from scripts.inspect_data import open_from_receipt, step_digests
     from scripts.receipt import next_link, read_receipt
 
-    try:
-        receipt = read_receipt(path)
-        marks = {int(step): mark for step, mark in receipt["marks"].items()}
-        steps = args.steps or sorted(marks)
-        opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
-                                                  eod_token=args.eod_token), max(steps))
-        yield f"{path}: the files in {args.data_path} are those that {receipt['run']} was trained on"
-        last = min(step for step in marks if step >= max(steps))
-        yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the next step "
-               f"whose digest is in the receipt")
-        link, good, began = "", -1, time.monotonic()
-        for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
-                                 desc="recomputed", leave=False, disable=None):
-            digest = f"{part:016x}"
-            link = next_link(link, digest)
-            if step + 1 == TIMED_STEPS and (rest := (time.monotonic() - began) / TIMED_STEPS * (last - step)) > 5:
-                yield f"  this takes about {duration(rest)}"
-            if step not in marks:
-                continue
-            if digest != marks[step]["digest"]:
-                yield Problem(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but "
-                              f"the receipt says {marks[step]['digest']}; code, tokenizer or data differ")
-                return
-            if link != marks[step]["chain"]:
-                yield Problem(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
-                              f"chain of their digests differs; code, tokenizer or data differ")
-                return
-            good = step
-        yield (f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to "
-               f"{good:,} (chain of digests {link})")
-    except (ValueError, OSError) as e:
-        yield Problem(e)
+    receipt = read_receipt(path)
+    marks = {int(step): mark for step, mark in receipt["marks"].items()}
+    steps = args.steps or sorted(marks)
+    opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
+                                              eod_token=args.eod_token), max(steps))
+    yield f"{path}: the files in {args.data_path} are those that {receipt['run']} was trained on"
+    last = min(step for step in marks if step >= max(steps))
+    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the next step "
+           f"whose digest is in the receipt")
+    link, good, began = "", -1, time.monotonic()
+    for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
+                             desc="recomputed", leave=False, disable=None):
+        digest = f"{part:016x}"
+        link = next_link(link, digest)
+        if step + 1 == TIMED_STEPS and (rest := (time.monotonic() - began) / TIMED_STEPS * (last - step)) > 5:
+            yield f"  this takes about {duration(rest)}"
+        if step not in marks:
+            continue
+        if digest != marks[step]["digest"]:
+            raise ValueError(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but the "
+                             f"receipt says {marks[step]['digest']}; code, tokenizer or data differ")
+        if link != marks[step]["chain"]:
+            raise ValueError(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
+                             f"chain of their digests differs; code, tokenizer or data differ")
+        good = step
+    yield (f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
+           f"(chain of digests {link})")
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -425,9 +408,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     num_problems = 0
+
+    def run(check: Check, bar: tqdm) -> Iterator[str]:
+        try:
+            yield from check(bar)
+        except (ValueError, OSError) as e:  # the rest of this check is impossible
+            yield Problem(e)
+
     with tqdm(unit="B", unit_scale=True, desc="verified", disable=None) as bar:
         for check in [check for path in args.paths for check in find_all(path, args)]:
-            for line in check(bar):
+            for line in run(check, bar):
                 bar.clear()
                 print(f"  PROBLEM {line}" if isinstance(line, Problem) else line, flush=True)
                 num_problems += isinstance(line, Problem)

@@ -90,7 +90,7 @@ def test_it_resumes_where_it_stopped_and_converts_changed_pairs_again(sets, tmp_
 @given(st.lists(st.lists(st.integers(0, 90), max_size=9).map(lambda ids: [*ids, E]), min_size=1, max_size=8),
        st.integers(2, 5), st.integers(0, 1), st.sampled_from([1, 3, 100]))
 @settings(max_examples=examples(0.4))
-def test_windows_without_a_manifest_become_the_documents_they_were_cut_from(tmp_path_factory, documents, size, overlap, block):
+def test_windows_without_a_manifest_become_whole_documents(tmp_path_factory, documents, size, overlap, block):
     root = tmp_path_factory.mktemp("root")
     entries, prefixes = [], []
     for ids in documents:

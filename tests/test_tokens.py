@@ -296,15 +296,6 @@ def test_opening_checks_the_ends_only_and_inner_damage_is_named_when_it_is_read(
             read(40, 50)
     with pytest.raises(ValueError, match=r"a\.idx: entry 20 is shorter than its prefix \(2 ids, 3 repeated\)"):
         pair.prefixes(15, 25)
-    write_megatron(tmp_path / "m", [[[i]] for i in range(10)])
-    patch(tmp_path / "m.idx", 34 + 40 + 8 * 4, struct.pack("<q", 400))
-    patch(tmp_path / "m.idx", 34 + 120 + 8 * 7, struct.pack("<q", 3))
-    pair = open_tokens(tmp_path / "m.bin")
-    assert len(pair.read(0, 4)) == 4
-    with pytest.raises(ValueError, match=r"m\.idx: sequence 4 has 1 ids at byte 400, which is not a valid place in"):
-        pair.read(3, 5)
-    with pytest.raises(ValueError, match=r"m\.idx: .* entries 6 to 9 run backwards"):
-        pair.lengths(6, 9)
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):

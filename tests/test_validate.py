@@ -119,7 +119,7 @@ def test_text_is_an_estimate_and_never_an_error(workplace, capsys):
 
 
 @pytest.mark.parametrize("data_format", ["text", "shards"])
-def test_without_a_curriculum_training_gives_the_same_two_warnings_without_a_plan(workplace, capsys, monkeypatch, data_format):
+def test_without_a_curriculum_training_warns_the_same_without_a_plan(workplace, capsys, monkeypatch, data_format):
     plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
              "long_docs": "crop", "num_iterations": 40}
     words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"

@@ -492,12 +492,6 @@ class MockGPTLowLevelDataset:
         rng = np.random.default_rng(0)
         self.sequence_lengths = rng.integers(1, 4096, 100_000, dtype=np.int32)
 
-    def __len__(self) -> int:
-        return len(self.sequence_lengths)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self.get(number)
-
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (default: all) of sequence `idx` from `offset` on, int64."""
         ids = np.arange(1, int(self.sequence_lengths[idx]) + 1) % self.vocab_size

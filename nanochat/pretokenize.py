@@ -109,7 +109,7 @@ class TokenWriter:
         self._bin = self._files.enter_context(atomic_open(self.bin_path))
 
     def append(self, ids: Any, lengths: Any) -> None:
-        """Appends the ids of some entries or sequences (sum of lengths,), and their lengths (n,)."""
+        """Append the ids of some entries or sequences (sum of lengths,), and their lengths (n,)."""
         ids, lengths = np.asarray(ids).reshape(-1), np.asarray(lengths, np.int64)
         if lengths.sum() != len(ids) or lengths.min(initial=0) < 0:
             raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, and lengths that add up to {lengths.sum():,}, "
@@ -126,7 +126,7 @@ class TokenWriter:
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
-        """Appends entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and how many first
+        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and how many first
         ids of each repeat the entry before it (n,)."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class TokenWriter:
         raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
-        """Writes the index, and returns `written`. The pair has not appeared yet: a full disk fails here, while an old
+        """Write the index, and return `written`. The pair has not appeared yet: a full disk fails here, while an old
         pair is unchanged, and the caller can still write files that must exist before the pair."""
         entries, parts = self.index()
         digest = blake2b(digest_size=16)
@@ -152,7 +152,7 @@ class TokenWriter:
         return self.written
 
     def commit(self) -> None:
-        """Renames both files into place, the .idx last."""
+        """Rename both files into place, the .idx last."""
         with self._files:
             written = self.written or self.finish()
             with contextlib.suppress(FileNotFoundError):  # no old .idx, or another process deleted it
@@ -213,14 +213,14 @@ class MegatronWriter(TokenWriter):
         self._boundaries = array("q", [0])
 
     def end_documents(self, counts: Iterable[int]) -> None:
-        """Groups the sequences since the last document into documents of `counts` sequences."""
+        """Group the sequences since the last document into documents of `counts` sequences."""
         for count in counts:
             self._boundaries.append(self._boundaries[-1] + int(count))
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
         if np.count_nonzero(prefixes):
-            raise ValueError(f"{self.bin_path}: some entries repeat ids of others, but Megatron's format holds whole "
-                             f"documents only")
+            raise ValueError(f"{self.bin_path}: some entries repeat earlier ids, but Megatron's format holds whole "
+                             f"documents only; write them without prefixes")
         self.append(ids, lengths)
         self.end_documents([1] * len(lengths))
 
@@ -268,7 +268,7 @@ class Windows:
 
     def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int
             ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cuts documents as `encode_flat` returns them: ids (num_tokens,), and where each document begins, offsets
+        """Cut documents as `encode_flat` returns them: ids (num_tokens,), and where each document begins, offsets
         (num_documents + 1,); each begins with BOS, the same id as `eod`.
 
         Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
@@ -360,7 +360,7 @@ class Pretokenizer:
         return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named, **self.selection.named()}
 
     def prepare(self) -> None:
-        """Makes the folders, and deletes leftovers of killed processes."""
+        """Make the folders, and delete leftovers of killed processes."""
         for i in self.inputs:
             i.record(self.output).parent.mkdir(parents=True, exist_ok=True)
         self.clean_up()
@@ -380,8 +380,8 @@ class Pretokenizer:
         return record if same and whole and not broken else None
 
     def make(self, i: Input) -> Record:
-        """Makes the pair of an input, unless it is finished; returns its record. ValueError for a bad input, OSError if
-        the pair cannot be written. Then there is no pair."""
+        """Make the pair of an input, unless it is finished, and return its record. ValueError for a bad input, OSError
+        if the pair cannot be written. Then there is no pair."""
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
         had_index = idx_path.exists()  # before the record is read: another process may finish the pair after that
@@ -396,7 +396,7 @@ class Pretokenizer:
             return self._write(i, tokenizer, writer)
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
-        """Writes the pair, which has not appeared yet, and its record."""
+        """Write the pair, which has not appeared yet, and its record."""
         documents, text_bytes, source, selection = 0, 0, i.describe(), self.selection.for_split(i.split)
         skipped: Record = {}
         texts_of_input = read_documents(i.path, selection, skipped)
@@ -428,7 +428,7 @@ class Pretokenizer:
 
     def make_all(self, todo: Sequence[Input], *, num_workers: int
                  ) -> Generator[tuple[Input, Record | str], None, None]:
-        """Yields (input, its record or the error message) as inputs finish. Several workers are processes. They end
+        """Yield (input, its record or the error message) as inputs finish. Several workers are processes. They end
         with the caller, however it ends; they may be killed at any time."""
         if min(num_workers, len(todo)) < 2:
             for i in todo:
@@ -467,7 +467,7 @@ class Pretokenizer:
                                  f"this one")
 
     def finish(self) -> list[Input]:
-        """Writes the manifest of each bucket whose pairs are all finished. Returns the inputs that are not."""
+        """Write the manifest of each bucket whose pairs are all finished, and return the unfinished inputs."""
         buckets: dict[Path, dict[str, Record | None]] = {}
         missing = []
         for i in self.inputs:
@@ -485,7 +485,7 @@ class Pretokenizer:
         return missing
 
     def clean_up(self, **kwargs: float) -> None:
-        """Calls `remove_leftovers` for each folder that has any."""
+        """Call `remove_leftovers` for each folder that has any."""
         for folder in {path.parent for path in self.output.rglob(".*.tmp")}:
             remove_leftovers(folder, **kwargs)
 
@@ -502,7 +502,7 @@ def _record_or_error(make: Callable[[], Record]) -> Record | str:
 
 
 def _begin_worker() -> None:
-    """Leaves Ctrl-C to the caller, and makes this process end with the caller, even if that is killed."""
+    """Ignore Ctrl-C, which the caller handles, and end when the caller ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

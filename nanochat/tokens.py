@@ -1,9 +1,9 @@
 """
 Token files: the ids of many documents, written once and memory-mapped by training.
 
-A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. There are two
-formats of the .idx. This module reads both, so that no other module needs to know which one a pair has;
-nanochat/pretokenize.py writes them. It is imported with the first .bin file.
+A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. There are two formats of
+the .idx. This module reads both, so that no other module needs to know which one a pair has; nanochat/pretokenize.py
+writes them. A run imports this module when it meets the first .bin file.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
@@ -17,23 +17,21 @@ nanochat/pretokenize.py writes them. It is imported with the first .bin file.
                 0 1 2 4         boundaries  (d + 1) int64      where documents start, in sequences
                 0 0 1 0         modes       n int8             of multimodal data; most pairs have none
 
-An entry of GPTS is a document, or one of the windows that a long document was cut into. A later window
-repeats some ids of the one before it. (Above, the third document is two windows; the second has a prefix
-of 1.) An entry of Megatron's format is a document, and its sequences may be anywhere in the .bin. All
-numbers are little-endian. GPTS is the format of gpt-simple 0.1.2, the other one is megatron-core's: this
-module reads files of both programs, and both read ours. A manifest.json in a folder of pairs names the
-tokenizer that made them.
+An entry of GPTS is a document, or one of the windows that a long document was cut into. A later window repeats some
+ids of the one before it. (Above, the third document is two windows; the second has a prefix of 1.) An entry of
+Megatron's format is a document, and its sequences may be anywhere in the .bin. All numbers are little-endian. The
+formats come from gpt-simple 0.1.2 and megatron-core: this module reads files of both programs, and both read ours. A
+manifest.json in a folder of pairs names the tokenizer that made them.
 
-**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a billion
-entries as for ten. The rest is checked when it is used.
+**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a billion entries as for
+ten. The rest is checked when it is used.
 
-**Which entries end a document?** If the manifest shows that every later window has a prefix, an entry ends
-its document when the next one has no prefix, and no id is read. Otherwise an entry ends its document if its
-last id is E.
+**Which entries end a document?** If the manifest shows that every later window has a prefix, an entry ends its
+document when the next one has no prefix, and no id is read. Otherwise an entry ends its document if its last id is E.
 
-**Three readers** return the elements of a file: a memory map (the default), plain reads, and object storage.
-With NANOCHAT_READER=pread in the environment nothing is mapped. Truncating a file during a run then raises
-an error; with a memory map, SIGBUS ends the process.
+**Three readers** return the elements of a file: a memory map (the default), plain reads, and object storage. With
+NANOCHAT_READER=pread in the environment nothing is mapped. Truncating a file during a run then raises an error; with
+a memory map, SIGBUS ends the process.
 """
 
 import functools
@@ -97,7 +95,7 @@ def pair_format(path: Path) -> str | None:
 # ---- which pairs a --data-path names ------------------------------------------------------------
 
 def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """Splits Megatron's own list, which has a weight before each prefix (70,web,30,code), into the prefixes, still
+    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code), into the prefixes, still
     separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
     parts = data_path.split(",")
     weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
@@ -168,8 +166,8 @@ class MappedReader(Reader):
 
 
 class PlainReader(Reader):
-    """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Each time, its
-    size and time must be those of the first time."""
+    """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
+    modification time must never change."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -217,8 +215,8 @@ class TokenFile:
     """An open pair: `len` entries of ids.
 
     All methods may be called from several threads at once. They raise ValueError, which names the file and the entry,
-    for corrupt data. `vocab_size`: ids from this one on are refused when they are read. `mapped`: whether the files
-    may be memory-mapped.
+    for corrupt data. `vocab_size`: reading an id outside it is an error. `mapped`: whether the files may be
+    memory-mapped.
     """
 
     def __init__(self, path: Path | str, *, vocab_size: int | None = None, mapped: bool = True):
@@ -247,7 +245,7 @@ class TokenFile:
         self._last_edge = int(total)
 
     def _read_header(self) -> None:
-        """Reads format, type of ids and tables from the header. ValueError if it is unknown or contradicts the size."""
+        """Read format, type of ids and tables from the header. ValueError if it is unknown or contradicts the size."""
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
         try:
@@ -347,7 +345,7 @@ class TokenFile:
 
     def check_ids(self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, kind: str = "entry") -> None:
         """ValueError for an id outside the vocabulary, if that is known. ids[edges[k]:edges[k + 1]] belong to entry
-        first + k, or to whatever `kind` names in the error."""
+        first + k. `kind`: the word for an entry in the error."""
         unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero becomes a huge one
         if self.vocab_size is not None and unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
@@ -425,21 +423,21 @@ class TokenFile:
         start, stop = HEADERS[self.format].size, self.idx_bytes
         ranges = [(0, start), (start, min(start + EDGE_BYTES, stop)), (max(start, stop - EDGE_BYTES), stop)]
         footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in self._index.read_many(ranges)))
-        text_bytes = record.get("text_bytes")  # the estimate is that of the text, so that the rows are the same
+        if is_remote(self.path):
+            contents = etag_of(self.path)
+        else:  # a few blocks, spread evenly over the .bin
+            size = BLOCK_BYTES // self.dtype.itemsize
+            begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
+            blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
+            contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
+        text_bytes = record.get("text_bytes")  # estimate as for text, so that the rows are the same
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
-                **(etag_of(self.path) if is_remote(self.path) else {"blocks": self._hash_blocks()})}
-
-    def _hash_blocks(self) -> str:
-        """A hash of BLOCKS blocks of ids, spread evenly over the .bin."""
-        size = BLOCK_BYTES // self.dtype.itemsize
-        begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
-        parts = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
-        return hash_bytes(*(part.tobytes() for part in parts))
+                **contents}
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Opens a pair, given by either file. FileNotFoundError or ValueError names a file that is missing, truncated, of
+    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing, truncated, of
     an unknown format, without entries, or whose type of ids cannot hold the vocabulary."""
     pair = TokenFile(path, vocab_size=vocab_size)
     if len(pair) == 0:
@@ -503,7 +501,7 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
-    """Entries of each group of a pair, from its record if that lists them."""
+    """Entries of each group of a pair. A record may list them; otherwise they have GROUP_ENTRIES each."""
     whole, rest = divmod(entries, GROUP_ENTRIES)
     return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
 

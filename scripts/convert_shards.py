@@ -77,7 +77,7 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
 
 
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
-    """Converts the pair `source` to `target` (paths of the .bin). ValueError if the format cannot hold it."""
+    """Convert the pair `source` to `target` (paths of the .bin). ValueError if the format cannot hold it."""
     pair, manifest = open_tokens(source), read_manifest(source.parent)
     vocab_size = None
     if pair.record is not None and manifest is not None:
@@ -102,7 +102,7 @@ def is_finished(source: Path, target: Path) -> bool:
 
 
 def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) -> None:
-    """Writes the manifest.json of a converted folder, if the source has one."""
+    """Write the manifest.json of a converted folder, if the source has one."""
     manifest = read_manifest(folder)
     if manifest is None:
         return
@@ -120,7 +120,7 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Converts all pairs. ValueError or OSError names a pair that cannot be converted."""
+    """Convert all pairs. ValueError or OSError names a pair that cannot be converted."""
     args = parse_args(argv)
     folder, out = data_folder(as_local_path(args.input, "IN")), as_local_path(args.output, "OUT")
     inside = [path.resolve() for path in (folder, out)]

@@ -110,7 +110,7 @@ def is_stored(file: Path, stat: store.Stat | None) -> bool:
 
 
 def send(file: Path, path: str) -> int:
-    """Uploads a file and returns its size. ValueError if the object differs from the file; it is deleted then."""
+    """Upload a file and return its size. If the object differs from the file, delete it and raise ValueError."""
     size = file.stat().st_size
     store.upload(path, file, part_bytes=part_bytes(size))
     if not is_stored(file, store.find(path)):
@@ -122,7 +122,7 @@ def send(file: Path, path: str) -> int:
 # ---- all of them ----------------------------------------------------------------------------------------------------
 
 def push(args: argparse.Namespace) -> int:
-    """Sends the files that the store lacks, several at once, and prints how many."""
+    """Send the files that the store lacks, several at once, and print how many."""
     files, manifests = find_files(args.folder)
     stored = {stat.path: stat for stat in store.list_objects(args.target)}
     path = {f: f"{args.target}/{f.relative_to(args.folder).as_posix()}" for f in [*files, *manifests]}

@@ -232,7 +232,7 @@ def hash_contents(lines: Sequence[FileLine]) -> str:
 
 def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, *, eod_token: str | None = None
                  ) -> OpenedReceipt:
-    """Opens the stream of a receipt, from the data alone. ValueError or FileNotFoundError for another tokenizer, and
+    """Open the stream of a receipt, from the data alone. ValueError or FileNotFoundError for another tokenizer, and
     for a file that is missing or differs."""
     begin_launch()
     receipt = read_receipt(path)
@@ -266,7 +266,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the receipt and prints its path. ValueError or FileNotFoundError if its log or data is incomplete."""
+    """Write the receipt and print its path. ValueError or FileNotFoundError if its log or data is incomplete."""
     args = parse_args(argv)
     setup_logging()
     run = RunReader(find_run(args.run))

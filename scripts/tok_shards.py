@@ -109,7 +109,7 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
 
 
 def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
-    """Deals inputs to tasks: the largest first, each to the task with the fewest bytes so far."""
+    """Deal inputs to tasks: the largest first, each to the task with the fewest bytes so far."""
     tasks: list[list[Input]] = [[] for _ in range(num_tasks)]
     loads = [0] * num_tasks
     for i in sorted(inputs, key=lambda i: (-i.size, i.name)):
@@ -120,8 +120,8 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
 
 
 def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bool:
-    """Makes the pairs of a task that are not finished, under a progress bar; prints totals, skipped lines and failures.
-    Returns whether no input failed."""
+    """Make the pairs of a task that are not finished, under a progress bar, and print totals, skipped lines and
+    failures. Returns whether no input failed."""
     finished = {i: job.finished(i) for i in mine}
     shards = [record["shard"] for record in finished.values() if record]
     todo = [i for i, record in finished.items() if record is None]
@@ -157,7 +157,7 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
 
 
 def finish(job: Pretokenizer) -> bool:
-    """Writes manifests and lists missing shards. Returns whether no shard is missing."""
+    """Write manifests and list missing shards. Returns whether no shard is missing."""
     missing = job.finish()
     for i in missing[:SHOWN]:
         print(f"missing: {i.prefix(Path())}.bin, made from {i.name}", file=sys.stderr)
@@ -171,7 +171,7 @@ def finish(job: Pretokenizer) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Makes the pairs of a task; returns the exit code."""
+    """Make the pairs of a task, and return the exit code."""
     args = parse_args(argv)
     windows = check_args(args)
     selection = Selection.of(vars(args))

@@ -52,7 +52,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Checks the run and prints the results. ValueError or OSError for a problem that prevents a start."""
+    """Check the run and print the results. ValueError or OSError for a problem that prevents a start."""
     args = parser().parse_args(argv)
     setup_logging()
     settings = from_flags(args)
@@ -102,12 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def ok(text: str) -> None:
-    """Reports a check that passed."""
+    """Report a check that passed."""
     print(f"ok: {text}")
 
 
 def check_disk(start: Start, num_bytes: int) -> None:
-    """Prints whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the first few do."""
+    """Print whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the first few do."""
     every, num_steps = start.settings.save_every, start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
@@ -120,7 +120,7 @@ def check_disk(start: Start, num_bytes: int) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draws the plan as PNG: the buckets' shares in each phase, and passes over each bucket, over tokens."""
+    """Draw the plan as PNG: the buckets' shares in each phase, and passes over each bucket, over tokens."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -12,13 +12,13 @@ may be in object storage (s3://bucket/prefix). These are checked in addition:
                   their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
                   else, and the records of manifest.json. Then a table of the lengths of entries
     checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
-    cursors       those that a run keeps in logs/
-    row losses    those in logs/rows: the checksum of every logged step's record
+    cursors       all that a run keeps in logs/
+    row losses    the checksum of every logged step's record in logs/rows
     data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every byte of files
-                  whose checksum is in a manifest.json (those that scripts.tok_shards wrote)
+                  whose checksum is in a manifest.json (scripts.tok_shards writes it)
 
-    receipt       with --data-path=DIR: the files are those of the receipt, byte by byte; the rows of some steps
-                  (--steps), recomputed without the run, are those that the run logged
+    receipt       with --data-path=DIR: the files equal those of the receipt, byte by byte; the rows of some steps
+                  (--steps), recomputed without the run, have the digests that the run logged
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem. Pairs are read in
 blocks, so memory does not depend on their size. A pair without a manifest.json names neither vocabulary nor
@@ -123,8 +123,8 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengt
 
 def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
                   wrong: dict[str, list[Any]]) -> int:
-    """Adds the problems of a block of entries from number `first` on to `wrong`, {problem: [sentence for its first
-    entry, number of entries]}; returns how many documents end in the block."""
+    """Add the problems of a block of entries from number `first` on to `wrong`, {problem: [sentence for its first
+    entry, number of entries]}, and return how many documents end in the block."""
     last = min(first + BLOCK_ENTRIES, len(pair))
     lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
 
@@ -169,7 +169,7 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
 
 def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
                 whole: bool) -> Iterator[str]:
-    """Verifies pairs of one folder, each given by its .bin; `whole`: whether these are all of the folder's pairs."""
+    """Verify pairs of one folder, each given by its .bin; `whole`: whether these are all of the folder's pairs."""
     manifest = read_manifest(folder)
     if manifest is not None:
         fingerprint, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
@@ -193,7 +193,7 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
 # ---- checkpoints and cursors --------------------------------------------------------------------
 
 def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
-    """Verifies one checkpoint. It is not a problem if a running process deletes it in the meantime."""
+    """Verify one checkpoint. It is not a problem if a running process deletes it in the meantime."""
     from nanochat.checkpoint import check_file, open_verified, read_seal  # imports PyTorch
 
     problems: list[str] = []
@@ -222,7 +222,7 @@ def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
 
 
 def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
-    """Reads all cursors that a run keeps."""
+    """Read all cursors that a run keeps."""
     files, good = cursor_files(folder.absolute().parents[1]), 0
     for step, file in files.items():
         try:
@@ -236,7 +236,7 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
 
 
 def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
-    """Reads the row losses of every logged step. A step without them is not a problem."""
+    """Read the row losses of every logged step. A step without them is not a problem."""
     run = RunReader(folder.absolute().parents[1])
     if not run.digests:
         return
@@ -256,7 +256,7 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 # ---- the data of a run --------------------------------------------------------------------------
 
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
-    """Compares the files that a run has pinned in its data_manifest.json with the disk, and reads those whose checksums
+    """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those whose checksums
     are in the manifest.json beside them."""
     manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
     files: dict[Path, dict[str, Any]] = {}  # for each file, its manifest reduced to this file
@@ -279,7 +279,7 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
 # ---- receipts -----------------------------------------------------------------------------------
 
 def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
-    """Recomputes the rows of some steps from the data, and compares their digests with those of a receipt."""
+    """Recompute the rows of some steps from the data, and compare their digests with those of a receipt."""
     from nanochat.config import Settings  # imports PyTorch
     from scripts.inspect_data import open_from_receipt, step_digests
     from scripts.receipt import next_link, read_receipt
@@ -289,7 +289,7 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     steps = args.steps or sorted(marks)
     opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
                                               eod_token=args.eod_token), max(steps))
-    yield f"{path}: the files in {args.data_path} are those that {receipt['run']} was trained on"
+    yield f"{path}: {receipt['run']} was trained on the files in {args.data_path}"
     last = min(step for step in marks if step >= max(steps))
     yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the next step "
            f"whose digest is in the receipt")
@@ -404,7 +404,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verifies and prints; returns 1 if there is a problem. ValueError or OSError if there is nothing to verify."""
+    """Verify and print; return 1 if there is a problem. ValueError or OSError if there is nothing to verify."""
     args = parse_args(argv)
     setup_logging()
     num_problems = 0

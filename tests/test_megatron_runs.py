@@ -5,19 +5,19 @@ import re
 import shutil
 from functools import partial
 
-import numpy as np
 import pytest
 
 from nanochat.cli import run_main
 from nanochat.common import read_json
-from nanochat.integrations.megatron import GPTDataset, IndexedDatasetBuilder
+from nanochat.integrations.megatron import GPTDataset
 from nanochat.integrations.megatron_order import open_samples
 from nanochat.start_run import open_run
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, receipt, validate, verify
 from tests import training
 from tests.finished import command as command_line
-from tests.toy import digest_of_row
+from tests.test_megatron_order import digests_of
+from tests.token_files import write_megatron
 from tests.training import (
     all_steps,
     checkpoints,
@@ -41,17 +41,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def origin(tmp_path_factory):
     """The pairs a and b, and a complete run that all tests share."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
         tokenizer = RustBPETokenizer.from_directory(folder / "tokenizer")
         for seed, name in enumerate("ab"):
-            builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=np.uint16)
-            for text in training.texts(60, seed=seed):
-                ids = [*tokenizer.encode(text), tokenizer.get_bos_token_id()]
-                builder.add_document(ids, [len(ids)])
-            builder.finalize(folder / f"{name}.idx")
+            write_megatron(folder / name, [[[*tokenizer.encode(text), tokenizer.get_bos_token_id()]]
+                                           for text in training.texts(60, seed=seed)])
         succeed(**command(folder))
     return folder
 
@@ -61,34 +58,22 @@ def command(base, **changed):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, made):
+def workplace(tmp_path, origin):
     """The settings of the command, with the pairs in another folder; the complete run is "whole"."""
     with training.workplace(tmp_path) as base:
-        shutil.copytree(made / "runs" / "run", run_dir("whole"))
+        shutil.copytree(origin / "runs" / "run", run_dir("whole"))
         for name in "ab":
             for ending in ("bin", "idx"):
-                (base / f"{name}.{ending}").hardlink_to(made / f"{name}.{ending}")
+                (base / f"{name}.{ending}").hardlink_to(origin / f"{name}.{ending}")
         yield command(base)
-
-
-def digests_from(sample, rows, num):
-    """The digests of `num` steps of `rows` rows, by the definition of the digest, from GPTDataset's samples."""
-    data, config, _ = open_run(run_dir("whole"))
-    samples, digests = open_samples(config, data.train), []  # type: ignore[arg-type]
-    for at in range(sample, sample + num * rows, rows):
-        total = 0
-        for i in range(rows):
-            s = samples[at + i]
-            total += digest_of_row(i, [*s["tokens"].tolist(), int(s["labels"][-1])], s["loss_mask"].int().tolist())
-        digests.append(f"{total % 2**64:016x}")
-    return digests
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
 def test_a_run_trains_on_the_samples_of_the_blend():
     path = run_dir("whole")
-    assert digests("whole") == digests_from(0, R, STEPS)
+    data, config, _ = open_run(path)
+    assert digests("whole") == [f"{digest:016x}" for digest in digests_of(config, data.train, 0, R)]
     config, manifest = read_json(path / "config.json"), read_json(path / "data_manifest.json")
     assert (config["num_samples"], config["blend_weights"], config["split"]) == (R * STEPS, [30, 70], "90,10")
     assert {split: {k: m["documents"] for k, m in of.items()} for split, of in manifest.items()} == {

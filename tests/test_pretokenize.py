@@ -195,7 +195,7 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending):
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 def touch(root, names):
-    """Makes small files; `find_inputs` does not read them."""
+    """Make small files; `find_inputs` does not read them."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x")

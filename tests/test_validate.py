@@ -24,7 +24,7 @@ SMALL = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_s
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def data_folder(tmp_path_factory):
     """text/BUCKET with two files for training and one for validation, and shards made from them."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
@@ -33,10 +33,10 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, made):
+def workplace(tmp_path, data_folder):
     with training.workplace(tmp_path) as path:
         for name in ("text", "shards"):
-            (path / name).symlink_to(made / name)
+            (path / name).symlink_to(data_folder / name)
         yield path
 
 

@@ -32,7 +32,7 @@ class Tokenizer(ByteTokenizer):
 
 def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequence[int] | None = None,
                vocab_size: int = BOS + 1) -> dict[str, Any]:
-    """Writes a GPTS pair."""
+    """Write a GPTS pair."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with ShardWriter(prefix, vocab_size=vocab_size) as writer:
         ids = np.array([i for entry in entries for i in entry], np.int64)
@@ -41,7 +41,7 @@ def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequenc
 
 
 def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2") -> dict[str, Any]:
-    """Writes a Megatron pair; each document is a list of sequences."""
+    """Write a Megatron pair; each document is a list of sequences."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with MegatronWriter(prefix, dtype=dtype) as writer:
         for document in documents:
@@ -53,7 +53,7 @@ def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], d
 def write_manifest(folder: Path, pairs: Pairs, written: dict[str, dict[str, Any]], *, max_length: int = 0,
                    overlap_size: int = 0, data_format: str = "shards", groups: list[int] | None = None,
                    fingerprint: str = "bytes") -> None:
-    """Writes the manifest.json of these pairs."""
+    """Write the manifest.json of these pairs."""
     records: dict[str, Any] = {}
     for name, (entries, prefixes) in pairs.items():
         followers = [*(prefixes or [0] * len(entries))[1:], 0]
@@ -66,7 +66,7 @@ def write_manifest(folder: Path, pairs: Pairs, written: dict[str, dict[str, Any]
 
 
 def write_folder(folder: Path, pairs: Pairs, **arguments: Any) -> None:
-    """Writes GPTS pairs and their manifest.json."""
+    """Write GPTS pairs and their manifest.json."""
     written = {name: write_pair(folder / name, *pair) for name, pair in pairs.items()}
     write_manifest(folder, pairs, written, **arguments)
 
@@ -87,12 +87,12 @@ def windowed(draw: st.DrawFn) -> tuple[list[list[int]], list[int], int]:
 
 
 def patch(path: Path, at: int, data: bytes) -> None:
-    """Overwrites some bytes."""
+    """Overwrite some bytes."""
     with open(path, "r+b") as f:
         f.seek(at)
         f.write(data)
 
 
 def truncate(path: Path, size: int) -> None:
-    """Truncates a file."""
+    """Truncate a file."""
     os.truncate(path, size)

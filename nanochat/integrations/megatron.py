@@ -296,23 +296,23 @@ class IndexedDatasetBuilder:
         self._open = 0  # sequences of the open document
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Appends a sequence (n,) of ids to the open document."""
+        """Append a sequence (n,) of ids to the open document."""
         self._writer.append(tensor, [len(tensor)])
         self._open += 1
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Appends a document: its ids, and the length of each of its sequences."""
+        """Append a document: its ids, and the length of each of its sequences."""
         self._writer.append(tensor, lengths)
         self._open += len(lengths)
         self.end_document()
 
     def end_document(self) -> None:
-        """Ends the open document."""
+        """End the open document."""
         self._writer.end_documents([self._open])
         self._open = 0
 
     def finalize(self, idx_path: Path | str) -> None:
-        """Writes the index and renames both files into place. ValueError if a document is still open, or `idx_path` is
+        """Write the index and rename both files into place. ValueError if a document is still open, or `idx_path` is
         not beside the .bin."""
         if Path(idx_path) != self._writer.idx_path:
             raise ValueError(f"{idx_path}: expected {self._writer.idx_path}, beside the .bin")

@@ -200,12 +200,12 @@ class SampleConfig:
 
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether validation has its own files: those of --val-path, or of DIR/val beside DIR/train."""
+    """Whether validation has its own files: --val-path, or DIR/val next to DIR/train."""
     return val_path is not None or (as_path(data_path) / "train").is_dir()
 
 
 def samples_needed(start: "Start") -> int:
-    """How many samples a run has read when it ends, including those of another run whose data it continues."""
+    """How many samples a run has read when it ends. If it continues the data of another run, these count, too."""
     before = start.cursors[0]["samples"] if start.cursors else 0
     rows = start.settings.total_batch_size // start.settings.max_seq_len
     return before + (start.horizon.num_iterations - start.step + start.skip) * rows
@@ -349,7 +349,7 @@ class SampleStream:
             positions = sorted({(cursor["samples"], cursor["row"]) for cursor in cursors})
             if len(positions) > 1:
                 raise ValueError(f"cursors of different steps, after {positions[0][0]} and {positions[1][0]} samples; "
-                                 f"give those of one checkpoint")
+                                 f"use the cursors of one checkpoint")
             [(self.taken, self.row)] = positions
             mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
             for lane, counts in zip(self.lanes, self.counts):

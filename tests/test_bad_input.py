@@ -152,7 +152,7 @@ SHARDS = [
     ("verify shards", {"shards/train/data/shard_0.bin": CUT}, ()),
     ("verify shards --tokenizer=other", {"other": tokenizer}, ()),
     ("verify nowhere/x.bin", {}, ("no such file or folder",)),
-    ("verify empty", {"empty": FOLDER}, ("found nothing to verify", "text has no checksums")),
+    ("verify empty", {"empty": FOLDER}, ("found nothing to verify", "text files have no checksums")),
     ("verify d13", {}, ("no run 'd13'",)),
 ]
 
@@ -289,9 +289,9 @@ MAKERS = [
         ("gpts", {"in/a": pair([[1, E]]), "in/b": megatron([1, E], "<u2")}, ("mixes both",)),
         ("megatron", {"in/a": pair([[1 << 31]], vocab_size=1 << 32)}, ("a.bin: got uint32 ids 2147483648",)),
         ("gpts", {"in/a": megatron([-1], "<i4")}, ("a.bin: got int32 ids -1",)),
-        ("gpts", {"in/a": megatron([1], "<i4", b"\3")}, ("a.idx: its sequences have modes, as multimodal data has",)),
+        ("gpts", {"in/a": megatron([1], "<i4", b"\3")}, ("a.idx: it is multimodal data (its sequences have modes)",)),
         ("gpts", {}, ("no such data folder",)))),
-    *((f"convert_shards in {out} --to=megatron", {"in/a": pair([[1, E]])}, ("it is IN, or one lies in the other",))
+    *((f"convert_shards in {out} --to=megatron", {"in/a": pair([[1, E]])}, ("it is IN, or one contains the other",))
       for out in ("in", "in/x", ".")),
     *((f"dataset {flags}", {}, words) for flags, words in (
         ("-n=-2", ("-n",)), ("-w=0", ("-w",)), ("--base-url=ftp://x", ("--base-url",)),

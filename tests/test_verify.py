@@ -219,7 +219,7 @@ def test_every_damaged_file_of_every_checkpoint_is_reported(trained, capsys):
         for of in ("checkpoint-4", "final"):
             assert sum(p.startswith(f"{folder / of / name}: ") and "rotten" in p for p in problems) == 1
     (folder / "checkpoint-2" / "optimizer.bin").unlink()
-    (folder / "checkpoint-2" / "rng" / "rank_9.pkl").write_bytes(b"of nobody")
+    (folder / "checkpoint-2" / "rng" / "rank_9.pkl").write_bytes(b"unlisted")
     truncate(folder / "checkpoint-2" / "scheduler.bin", 100)
     code, problems, out = run(capsys, folder / "checkpoint-2")
     assert code == 1 and len(problems) == 3 and out.count("  OK ") == len(names) - 2

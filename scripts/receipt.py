@@ -64,7 +64,7 @@ BUCKET = {"number": int, "contents": str, "others": dict}  # and "files", or "pa
 MARK = {"digest": str, "chain": str}
 SHAPE = {"nanochat_receipt": int, "run": str, "code": [str], "steps": int, "settings": dict,
          "stream": {"tokenizer": str}, "files": dict, "marks": dict, "begin": str | None, "checksum": str}
-WAY_OUT = "write it again with python -m scripts.receipt RUN"
+REWRITE = "write it again with python -m scripts.receipt RUN"
 
 
 class FileLine(NamedTuple):
@@ -103,9 +103,9 @@ def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
 
 def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     """The files of all buckets, each with its hashes. Reads all local files."""
-    entries = [(m, entry) for m in manifests.values() for entry in m["files"]]
+    entries = [entry for manifest in manifests.values() for entry in manifest["files"]]
     listed: dict[str, Any] = {}
-    with tqdm(total=sum(e.get("own_size", e["size"]) for _, e in entries), unit="B", unit_scale=True,
+    with tqdm(total=sum(entry.get("own_size", entry["size"]) for entry in entries), unit="B", unit_scale=True,
               desc="hashing the data", disable=None) as bar:
         for bucket, manifest in manifests.items():
             root, lines = as_path(manifest["root"]), list[FileLine]()
@@ -165,7 +165,7 @@ class OpenedReceipt(NamedTuple):
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """The receipt in a file. ValueError if it is corrupt or of another format."""
-    receipt = read_json(path, {"nanochat_receipt": int}, way_out=WAY_OUT)
+    receipt = read_json(path, {"nanochat_receipt": int}, way_out=REWRITE)
     if receipt["nanochat_receipt"] != FORMAT:
         raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, and this code reads format {FORMAT}; "
                          f"use the code that wrote it")
@@ -173,9 +173,9 @@ def read_receipt(path: Path) -> dict[str, Any]:
     check_shape(receipt["files"], dict.fromkeys(receipt["files"], BUCKET), path)
     check_shape(receipt["marks"], dict.fromkeys(receipt["marks"], MARK), path)
     if str(receipt["steps"] - 1) not in receipt["marks"]:
-        raise ValueError(f"{path}: it has no digest of its last step, {receipt['steps'] - 1:,}; {WAY_OUT}")
+        raise ValueError(f"{path}: it has no digest of its last step, {receipt['steps'] - 1:,}; {REWRITE}")
     if receipt["checksum"] != hash_json({name: value for name, value in receipt.items() if name != "checksum"}):
-        raise ValueError(f"{path}: its checksum is wrong, so it was edited or is corrupt; {WAY_OUT}")
+        raise ValueError(f"{path}: its checksum is wrong, so it was edited or is corrupt; {REWRITE}")
     return receipt
 
 
@@ -185,10 +185,10 @@ def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
         lines = bucket.get("files") or lzma.decompress(base64.b85decode(bucket["packed"])).decode().split("\n")
         files = [FileLine(*line.split(" ", 3)) for line in lines]
     except (ValueError, TypeError, KeyError, lzma.LZMAError) as e:
-        raise ValueError(f"{path}: its list of files cannot be read ({e}); {WAY_OUT}") from None
+        raise ValueError(f"{path}: its list of files cannot be read ({e}); {REWRITE}") from None
     for file in files:
         if PurePosixPath(file.name).is_absolute() or ".." in PurePosixPath(file.name).parts:
-            raise ValueError(f"{path}: it names the file {file.name!r}, which is not below the data path; {WAY_OUT}")
+            raise ValueError(f"{path}: it names the file {file.name!r}, which is not below the data path; {REWRITE}")
     return files
 
 

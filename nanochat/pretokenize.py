@@ -239,8 +239,7 @@ class MegatronWriter(TokenWriter):
         return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
 
 
-WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
-    "shards": ShardWriter, "megatron": MegatronWriter}
+WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardWriter, "megatron": MegatronWriter}
 
 
 # ---- windows ------------------------------------------------------------------------------------
@@ -266,8 +265,7 @@ class Windows:
             raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most {MAX_PREFIX:,}, the largest that "
                              f"the index can hold")
 
-    def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int
-            ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut documents as `encode_flat` returns them: ids (num_tokens,), and where each document begins, offsets
         (num_documents + 1,); each begins with BOS, the same id as `eod`.
 

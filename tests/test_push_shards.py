@@ -64,8 +64,7 @@ def test_a_second_push_sends_nothing_and_after_a_failure_only_the_rest(store, fo
     assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
     store.proxy.seen.clear()
     assert main([str(folder), store.path("s")]) == 0
-    assert sorted(puts(store)) == ["s/train/web/b.bin", "s/train/web/manifest.json",
-                                   "s/val/web/manifest.json"]
+    assert sorted(puts(store)) == ["s/train/web/b.bin", "s/train/web/manifest.json", "s/val/web/manifest.json"]
     sums = sum_file  # objects with other ETags are read back
     for compute in (sums, lambda file: ("none", sums(file)[1])):
         monkeypatch.setattr(push_shards, "sum_file", compute)

@@ -19,8 +19,8 @@ from tests.training import fingerprint, flags, run_dir
 
 T, STEP = 16, 16 * 32
 SMALL = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_size": 8, "depth": 1,
-                         "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
-                         "data_format": "shards", "warmup_steps": 0, "save_every": -1}
+         "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
+         "data_format": "shards", "warmup_steps": 0, "save_every": -1}
 
 
 @pytest.fixture(scope="module")

@@ -421,8 +421,7 @@ class GPTDataset:
         ends = self.dataset.sequence_lengths[sequences].tolist()
         ends[-1] = until + self._extra
         begins = [skip] + [0] * (last - first)
-        return [(sequence, begin, end - begin)
-                for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
+        return [(sequence, begin, end - begin) for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample i in NumPy, for training: (ids, live, ends).

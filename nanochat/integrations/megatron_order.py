@@ -399,8 +399,7 @@ class SampleStream:
         """See `AnyStream.cursors`."""
         state, T = self.state() if state is None else state, self.config.T
         taken = self.samples.counts(state[0].feeds.taken)
-        epochs = [n * T // part.num_tokens_per_epoch
-                  for n, part in zip(taken, self.samples.datasets)]
+        epochs = [n * T // part.num_tokens_per_epoch for n, part in zip(taken, self.samples.datasets)]
         return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
                  "dropped": [], "samples": at.feeds.taken,
                  "buckets": {bucket: account(n, epoch, T)

@@ -108,8 +108,7 @@ def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int
     return index
 
 
-def blend_sources(weights: Sequence[float], size: int,
-                  limits: Sequence[int] | None = None) -> Arrays:
+def blend_sources(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> Arrays:
     """The source of each of `size` samples, dataset_index (size,) int16, and the number of the sample in that source,
     dataset_sample_index (size,) int64. ValueError for more than 32,767 sources.
 

@@ -1,15 +1,15 @@
 """
-Token files: the ids of many documents, written once, read where they lie.
+Token files: the ids of many documents, written once and memory-mapped by training.
 
-A token file is a pair. The .bin holds nothing but ids, the .idx says where in it each *entry* is.
-There are two formats of the .idx. This module reads both, so that no other module needs to know which
-one a pair has; nanochat/pretokenize.py writes them. It is imported with the first .bin file.
+A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. There are two formats of
+the .idx. This module reads both, so that no other module needs to know which one a pair has; nanochat/pretokenize.py
+writes them. A run imports this module when it meets the first .bin file.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
     GPTS        "GPTS" | version 1 | type | entries n          16 bytes, u32 each
     web.idx     0 5 8 12 17     offsets     (n + 1) int64      where entries start, and the end
-                0 0 0 1         prefixes    n uint16           leading ids that are repeated
+                0 0 0 1         prefixes    n uint16           how many first ids are repeated
 
     Megatron    "MMIDIDX\\0\\0" | u64 version 1 | u8 type | u64 sequences n | u64 boundaries d + 1
     web.idx     5 3 4 5         lengths     n int32            ids of each sequence
@@ -17,23 +17,21 @@ one a pair has; nanochat/pretokenize.py writes them. It is imported with the fir
                 0 1 2 4         boundaries  (d + 1) int64      where documents start, in sequences
                 0 0 1 0         modes       n int8             of multimodal data; most pairs have none
 
-An entry of GPTS is a document, or one of the windows that a long document was cut into. A later
-window repeats some ids of the one before it. (Above, the third document is two windows, of which
-the second has a prefix of 1.) An entry of Megatron's format is a document. Its sequences may lie
-anywhere in the .bin. All numbers are little-endian. GPTS is the format of gpt-simple 0.1.2, the
-other one that of megatron-core: this module reads files of these programs, and they read ours. A
-folder of pairs may have a manifest.json, which names the tokenizer that made them.
+An entry of GPTS is a document, or one of the windows that a long document was cut into. A later window repeats some
+ids of the one before it. (Above, the third document is two windows; the second has a prefix of 1.) An entry of
+Megatron's format is a document, and its sequences may be anywhere in the .bin. All numbers are little-endian. The
+formats come from gpt-simple 0.1.2 and megatron-core: this module reads files of both programs, and both read ours. A
+manifest.json in a folder of pairs names the tokenizer that made them.
 
-**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a
-billion entries as for ten. The rest is checked where it is used.
+**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a billion entries as for
+ten. The rest is checked when it is used.
 
-**Which entries end a document?** If the manifest says that every later window has a prefix, an
-entry ends its document when the next one has no prefix, and no id is read. Otherwise the last id of
-the entry decides: it is E or it is not.
+**Which entries end a document?** If the manifest shows that every later window has a prefix, an entry ends its
+document when the next one has no prefix, and no id is read. Otherwise an entry ends its document if its last id is E.
 
-**Three readers** return the elements of a file: a memory map (the default), plain reads, and object
-storage. With NANOCHAT_READER=pread in the environment nothing is mapped. A file that is truncated
-while a run reads it is then an error with a sentence; with a memory map, SIGBUS ends the process.
+**Three readers** return the elements of a file: a memory map (the default), plain reads, and object storage. With
+NANOCHAT_READER=pread in the environment nothing is mapped. Truncating a file during a run then raises an error; with
+a memory map, SIGBUS ends the process.
 """
 
 import functools
@@ -66,19 +64,19 @@ from nanochat.tokenizer import Tokenizer
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
-DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floating point: no ids
+DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floating point, so they cannot be ids
     "shards": {2: "<u2", 4: "<u4"},
     "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}}
 READER = "NANOCHAT_READER"
-GROUP_ENTRIES = 1024  # entries of a group, where the manifest does not say
+GROUP_ENTRIES = 1024  # entries of a group, unless the manifest lists the groups
 EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
-BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced stretches of a .bin that pin it
+BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin that pin it
 REDO = "fetch it again, or delete it and rerun scripts.tok_shards"
-LOOK = f"python -m scripts.verify tells all such places; then {REDO}"
+VERIFY = f"python -m scripts.verify lists all such places; then {REDO}"
 
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
-    """(.bin, .idx) of a path without ending, which may have dots in it."""
+    """(.bin, .idx) of a path without ending. The path may contain dots."""
     prefix = as_path(prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
@@ -97,8 +95,8 @@ def pair_format(path: Path) -> str | None:
 # ---- which pairs a --data-path names ------------------------------------------------------------
 
 def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """(prefixes with commas between them, their weights) of Megatron's own list, which has a weight
-    before each prefix, as 70,web,30,code; (the path itself, None) of any other --data-path."""
+    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code), into the prefixes, still
+    separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
     parts = data_path.split(",")
     weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
     if not weighted or as_path(data_path).exists():
@@ -107,37 +105,35 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
 
 
 def find_prefixes(data_path: str) -> list[Path]:
-    """The .bin files of a --data-path that names pairs by their paths without .bin and .idx, with
-    commas between them, in the order given; [] if a single path names no pair. FileNotFoundError for a
-    missing pair; ValueError for weights before them, which only --order=megatron uses."""
+    """The .bin files of a --data-path that lists pairs by their paths without .bin and .idx, separated by commas, in
+    the order given; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
+    which only --order=megatron uses."""
     parts = data_path.split(",")
     if split_weights(data_path)[1] is not None:
-        raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which "
-                         f"--order=lanes does not use; add --order=megatron, or write "
-                         f"--data-path={','.join(parts[1::2])}")
+        raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which --order=lanes does "
+                         f"not use; add --order=megatron, or write --data-path={','.join(parts[1::2])}")
     if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
-        raise ValueError(f"{data_path}: prefixes in several kinds of stores, or in a store and on "
-                         f"this machine; the data of a run lie in one of them")
+        raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
+                         f"and on this machine; a run reads its data from one of them, so copy the rest there")
     files = [as_path(f"{as_path(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not file.is_file() and not file.with_suffix(".idx").is_file():
             if len(parts) == 1:
                 return []
-            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx is there; --data-path takes "
-                                    f"a folder, or paths without .bin and .idx with commas between them")
+            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; give --data-path a folder, or "
+                                    f"paths without .bin and .idx, separated by commas")
     return files
 
 
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
-    """ValueError for a pair that is not of the format that was asked for. In a mixture it is unclear which were meant,
-    and skipping one kind would silently make the data less, so a mixture is refused, too."""
+    """ValueError for a pair of another format than `data_format`. A folder that mixes formats is refused, too: skipping
+    one kind would silently drop data."""
     make_local_copies(f.with_suffix(".idx") for f in files)
     for file in files:
         actual = pair_format(file)
-        if actual and actual != data_format:  # an unknown one is reported when it is opened
-            raise ValueError(f"{file}: this pair is of --data-format {actual}, not {data_format}; where {root} "
-                             f"mixes both, move one kind elsewhere, or turn it into the other (python -m "
-                             f"scripts.convert_shards)")
+        if actual and actual != data_format:  # an unknown format is reported when the pair is opened
+            raise ValueError(f"{file}: this pair is of --data-format {actual}, not {data_format}; if {root} mixes "
+                             f"both, move one kind elsewhere, or convert it with python -m scripts.convert_shards")
 
 
 # ---- readers ------------------------------------------------------------------------------------
@@ -146,7 +142,7 @@ class Reader(Protocol):
     """The elements of one file, as read-only arrays. May be used from several threads at once."""
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """Elements begin .. end - 1. ValueError or OSError naming the file if that cannot be."""
+        """Elements begin .. end - 1. ValueError or OSError names a file that cannot be read."""
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
         """`read` of each range (begin, end), in their order."""
@@ -154,11 +150,11 @@ class Reader(Protocol):
 
 
 class MappedReader(Reader):
-    """A memory map: what is read is a view of it."""
+    """A memory map. Arrays are views of it."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
-        with pa.memory_map(str(path), "r") as f:  # keeps no descriptor, of which there are few
+        with pa.memory_map(str(path), "r") as f:  # unlike mmap, it keeps no file descriptor open
             data = f.read_buffer()
         self._elements = np.frombuffer(data, dtype, data.size // dtype.itemsize)
 
@@ -170,8 +166,8 @@ class MappedReader(Reader):
 
 
 class PlainReader(Reader):
-    """Reads into memory of its own. The file is opened for each read, so any number of files can be
-    in use; each time its size and time must be those of the first time."""
+    """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
+    modification time must never change."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -182,18 +178,17 @@ class PlainReader(Reader):
         return stat.st_size, stat.st_mtime_ns
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        at = begin * self.dtype.itemsize
-        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=at)
+        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=begin * self.dtype.itemsize)
         if len(elements) < end - begin or self._version() != self.version:
-            raise ValueError(f"{self.path}: it was cut short or changed while it is in use; bring "
-                             f"the old file back, or start a new run (--model-tag)")
+            raise ValueError(f"{self.path}: the file was truncated or changed while it was in use; restore the old "
+                             f"file, or start a new run (--model-tag)")
         elements.flags.writeable = False
         return elements
 
 
 def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
-    """The reader of a file, wherever it lies. `mapped`: whether it may be a memory map. ValueError
-    if the environment names no reader."""
+    """The reader of a local or remote file. `mapped`: whether it may be a memory map. ValueError if NANOCHAT_READER
+    has an unknown value."""
     if is_remote(path):
         from nanochat.integrations.object_storage import RemoteReader
 
@@ -212,16 +207,16 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx").name
-        raise FileNotFoundError(f"{path}: not there; bring it back, or delete {other} and rerun scripts.tok_shards, "
-                                f"or start a new run (--model-tag)") from None
+        raise FileNotFoundError(f"{path}: the file is missing; restore it, or delete {other} and rerun "
+                                f"scripts.tok_shards, or start a new run (--model-tag)") from None
 
 
 class TokenFile:
-    """An open pair: entries of ids, `len` of them.
+    """An open pair: `len` entries of ids.
 
-    All methods may be called from several threads at once, and raise ValueError naming the file and
-    the entry for what cannot be. `vocab_size`: the first id that is refused when it is read.
-    `mapped`: whether the files may be memory maps.
+    All methods may be called from several threads at once. They raise ValueError, which names the file and the entry,
+    for corrupt data. `vocab_size`: reading an id outside it is an error. `mapped`: whether the files may be
+    memory-mapped.
     """
 
     def __init__(self, path: Path | str, *, vocab_size: int | None = None, mapped: bool = True):
@@ -235,39 +230,35 @@ class TokenFile:
         self.reader = open_reader(self.path, self.dtype, mapped=mapped)
         self.num_tokens = self.num_bytes // self.dtype.itemsize
         if vocab_size is not None and vocab_size - 1 > np.iinfo(self.dtype).max:
-            raise ValueError(
-                f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
-                f"{vocab_size:,}; it was made with another tokenizer: name that one with "
-                f"--tokenizer")
-        # entries begin at these places, counted in tokens or in sequences
+            raise ValueError(f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
+                             f"{vocab_size:,}: another tokenizer made them; name that one with --tokenizer")
+        # the table that says where entries begin, counted in tokens or in sequences
         if self.format == "shards":
-            self._edges, what, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
+            self._edges, unit, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
         else:
-            self._edges, what, total = "boundaries", "sequences", self.tables["lengths"][2]
+            self._edges, unit, total = "boundaries", "sequences", self.tables["lengths"][2]
         n = len(self)
         first, last = self.table(self._edges, 0, 1)[0], self.table(self._edges, n, n + 1)[0]
         if first != 0 or last != total:
-            raise ValueError(f"{self.path}: {total:,.10g} {what} on disk, but the {self._edges} in "
-                             f"its .idx go from {first:,} to {last:,}; {REDO}")
+            raise ValueError(f"{self.path}: {total:,.10g} {unit} on disk, but the {self._edges} in its .idx go from "
+                             f"{first:,} to {last:,}; {REDO}")
         self._last_edge = int(total)
 
     def _read_header(self) -> None:
-        """What the first bytes of the .idx say. ValueError if they are no header that is known, or
-        of another size of file."""
+        """Read format, type of ids and tables from the header. ValueError if it is unknown or contradicts the size."""
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
         try:
             self.format = next(name for name, magic in MAGICS.items() if head.startswith(magic))
-            _, version, code, n, *more = HEADERS[self.format].unpack_from(head)
-            self.dtype = np.dtype(DTYPES[self.format][code])
-            at = HEADERS[self.format].size
+            _, version, code, n, *boundaries = HEADERS[self.format].unpack_from(head)
+            self.dtype, at = np.dtype(DTYPES[self.format][code]), HEADERS[self.format].size
             self._len, columns = n, [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
-            if more:
-                self._len = more[0] - 1
-                columns = [("lengths", "<i4", n), ("pointers", "<i8", n),
-                           ("boundaries", "<i8", more[0])]
-            if more and n and self.idx_bytes == at + 13 * n + 8 * more[0]:
-                columns.append(("modes", "i1", n))
+            if boundaries:
+                [edges] = boundaries
+                self._len = edges - 1
+                columns = [("lengths", "<i4", n), ("pointers", "<i8", n), ("boundaries", "<i8", edges)]
+                if n and self.idx_bytes == at + 13 * n + 8 * edges:
+                    columns.append(("modes", "i1", n))
             for name, dtype, rows in columns:
                 self.tables[name] = np.dtype(dtype), at, rows
                 at += rows * np.dtype(dtype).itemsize
@@ -276,9 +267,8 @@ class TokenFile:
         except (StopIteration, KeyError, struct.error):
             good = False
         if not good:
-            raise ValueError(f"{self.idx_path}: {self.idx_bytes:,} bytes that begin with "
-                             f"{head[:16]!r}, expected {expected}; it was cut short, or it is of "
-                             f"another kind: {REDO}")
+            raise ValueError(f"{self.idx_path}: {self.idx_bytes:,} bytes that begin with {head[:16]!r}, expected "
+                             f"{expected}; it is truncated or of another kind: {REDO}")
 
     def __len__(self) -> int:
         return self._len
@@ -289,18 +279,18 @@ class TokenFile:
         last = rows if last is None else last
         return self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize).view(dtype)
 
-    # -- where entries lie
+    # -- where entries are
 
-    def stretches(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where entries first .. last - 1 lie in the .bin: (begins, ends, edges).
+    def spans(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where entries first .. last - 1 are in the .bin: (begins, ends, edges).
 
-        begins, ends (s,) int64: stretches, counted in ids. edges (last - first + 1,) int64: entry
-        first + k is stretches edges[k] .. edges[k + 1] - 1, one after another.
+        begins, ends (s,) int64: the spans, counted in ids. edges (last - first + 1,) int64: entry first + k consists
+        of spans edges[k] .. edges[k + 1] - 1, one after another.
         """
         edges = self.table(self._edges, first, last + 1)
         if edges[0] < 0 or edges[-1] > self._last_edge or (edges[1:] < edges[:-1]).any():
-            raise ValueError(f"{self.idx_path}: the {self._edges} of entries {first:,} to {last:,} "
-                             f"run backwards, or beyond the end; {LOOK}")
+            raise ValueError(f"{self.idx_path}: the {self._edges} of entries {first:,} to {last:,} run backwards, or "
+                             f"beyond the end; {VERIFY}")
         if self.format == "shards":
             return edges[:-1], edges[1:], np.arange(len(edges))
         numbers = np.arange(edges[0], edges[-1])
@@ -309,82 +299,81 @@ class TokenFile:
         return begins, begins + lengths, edges - edges[0]
 
     def places(self, numbers: np.ndarray, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """The first id of each of some sequences of a Megatron pair, (n,) int64, from what the
-        tables say of them. ValueError for one that does not lie in the .bin."""
+        """Where each of some sequences of a Megatron pair begins, counted in ids, (n,) int64, from their rows of the
+        tables. ValueError for one that is not inside the .bin."""
         size = self.dtype.itemsize
         beyond = pointers > self.num_bytes - lengths * size
         wrong = (pointers < 0) | (lengths < 0) | beyond | (pointers % size != 0)
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise ValueError(f"{self.idx_path}: sequence {numbers[at]:,} is {lengths[at]:,} ids at "
-                             f"byte {pointers[at]:,}, which is no place in its .bin of "
-                             f"{self.num_bytes:,} bytes; {LOOK}")
+            raise ValueError(f"{self.idx_path}: sequence {numbers[at]:,} has {lengths[at]:,} ids at byte "
+                             f"{pointers[at]:,}, which is not a valid place in its .bin of {self.num_bytes:,} bytes; "
+                             f"{VERIFY}")
         return pointers // size
 
     def lengths(self, first: int, last: int) -> np.ndarray:
         """Ids of each of entries first .. last - 1, (n,) int64. Reads no ids."""
-        begins, ends, edges = self.stretches(first, last)
-        return np.diff(running(ends - begins)[edges])
+        begins, ends, edges = self.spans(first, last)
+        return np.diff(to_offsets(ends - begins)[edges])
 
     def prefixes(self, first: int, last: int) -> np.ndarray:
-        """How many first ids of each of entries first .. last - 1 repeat the entry before it, (n,)
-        uint16. Reads no ids."""
+        """How many first ids of each of entries first .. last - 1 repeat the entry before it, (n,) uint16. Reads no
+        ids."""
         if self.format == "megatron":
             return np.zeros(last - first, np.uint16)
         prefixes, lengths = self.table("prefixes", first, last), self.lengths(first, last)
         if (prefixes > lengths).any():
             at = int(np.argmax(prefixes > lengths))
-            raise ValueError(f"{self.idx_path}: entry {first + at:,} is shorter than its prefix "
-                             f"({lengths[at]:,} ids, {prefixes[at]:,} repeated); {LOOK}")
+            raise ValueError(f"{self.idx_path}: entry {first + at:,} is shorter than its prefix ({lengths[at]:,} ids, "
+                             f"{prefixes[at]:,} repeated); {VERIFY}")
         return prefixes
 
     # -- ids
 
     def read_flat(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, edges) of entries first .. last - 1: entry first + k is ids[edges[k]:edges[k + 1]],
-        edges (n + 1,) int64. Where the entries lie one after another, the ids of a memory map are a
-        view of it."""
-        begins, ends, edges = self.stretches(first, last)
+        """(ids, edges) of entries first .. last - 1: entry first + k is ids[edges[k]:edges[k + 1]], edges (n + 1,)
+        int64. From a memory map, ids are a view if the entries are stored one after another."""
+        begins, ends, edges = self.spans(first, last)
         if len(begins) and (begins[1:] == ends[:-1]).all():
             ids = self.reader.read(int(begins[0]), int(ends[-1]))
         else:
             parts = self.reader.read_many(list(zip(begins.tolist(), ends.tolist())))
             ids = np.concatenate([np.empty(0, self.dtype), *parts])
-        edges = running(ends - begins)[edges]
+        edges = to_offsets(ends - begins)[edges]
         self.check_ids(ids, edges, first)
         return ids, edges
 
-    def check_ids(self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, what: str = "entry") -> None:
-        """ValueError for an id outside the vocabulary, where that is known. ids[edges[k]:edges[k + 1]]
-        are those of entry first + k, or of `what` else."""
-        unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero is then far outside
+    def check_ids(self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, kind: str = "entry") -> None:
+        """ValueError for an id outside the vocabulary, if that is known. ids[edges[k]:edges[k + 1]] belong to entry
+        first + k. `kind`: the word for an entry in the error."""
+        unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero becomes a huge one
         if self.vocab_size is not None and unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
-            raise ValueError(f"{self.path}: {what} {number:,} holds the id {ids[at]:,}, outside "
-                             f"the vocabulary of {self.vocab_size:,}; {LOOK}")
+            raise ValueError(f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
+                             f"{self.vocab_size:,}; {VERIFY}")
 
     def read(self, first: int, last: int) -> list[np.ndarray]:
         """Entries first .. last - 1 as they are stored, each (n,): views of one array."""
         ids, edges = self.read_flat(first, last)
         return [ids[a:b] for a, b in pairwise(edges.tolist())]
 
-    # -- documents, as the stream has them
+    # -- documents, as the stream reads them
 
     @functools.cached_property
     def manifest(self) -> dict[str, Any] | None:
-        """What `read_manifest` gives of the folder."""
+        """`read_manifest` of the folder."""
         return read_manifest(self.path.parent)
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What manifest.json says of the pair; None if there is none, or it does not list it."""
+        """The pair's record in manifest.json; None if there is no manifest, or it does not list the pair."""
         return None if self.manifest is None else self.manifest["shards"].get(self.path.stem)
 
     @functools.cached_property
     def ends_follow(self) -> bool:
-        """Whether the index alone tells which entries end a document: each later window has a
-        prefix, or there is none."""
+        """Whether the index alone shows which entries end a document: there are no windows, or each later window has a
+        prefix."""
         if self.manifest is None or self.record is None:
             return False
         arguments = self.manifest["arguments"]
@@ -392,11 +381,11 @@ class TokenFile:
 
     def ends_document(self, first: int, last: int, eod: int,
                       flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,)
-        bool, False for an empty one. Ids are read only if the index does not decide; `flat` is what
-        `read_flat` returned for these entries, if the caller has it."""
+        """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,) bool, False for an
+        empty one. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these entries,
+        if the caller has it."""
         if self.ends_follow:  # the last entry of all ends its document
-            edges = running(self.lengths(first, last)) if flat is None else flat[1]
+            edges = to_offsets(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
             ends = edges[1:] > edges[:-1]
             ends[:len(following)] &= following == 0
@@ -407,8 +396,8 @@ class TokenFile:
         return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:
-        """Entries first .. last - 1 as the stream has documents: BOS, which is the same id as EOD,
-        in front, and no EOD behind. Each (n,), with memory of its own."""
+        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD, is prepended, and
+        EOD dropped. Each (n,), a new array."""
         ids, edges = self.read_flat(first, last)
         stops = edges[1:] - self.ends_document(first, last, eod, (ids, edges))
         bos = np.array([eod], self.dtype)
@@ -420,64 +409,50 @@ class TokenFile:
 
     # -- the whole file
 
-    def refuse_other_tokenizer(self, fingerprint: str) -> None:
-        """ValueError if the folder's manifest says that another tokenizer made the ids."""
-        theirs = self.manifest["tokenizer"]["fingerprint"] if self.manifest else fingerprint
-        if theirs != fingerprint:
-            raise ValueError(
-                f"{self.path.parent}: its shards were made with tokenizer {theirs}, this run has "
-                f"{fingerprint}; name their tokenizer with --tokenizer, or make them again "
-                f"with scripts.tok_shards")
-
     def pin(self, name: str) -> dict[str, Any]:
-        """What pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer",
-        "groups", "tokens", and "blocks", or in a store the "etag" of the .bin}. `footer` hashes size, header
-        and both ends of the .idx, `blocks` a few stretches of the .bin. ValueError if the pair is not what
-        manifest.json says."""
+        """The entry that pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups",
+        "tokens", and "blocks", or for an object the "etag" of the .bin}. `footer` hashes size, header and both ends of
+        the .idx, `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in manifest.json."""
         record, groups = self.record or {}, record_groups(self.record, len(self))
-        for key, value in (("entries", len(self)), ("tokens", self.num_tokens),
-                           ("bin_bytes", self.num_bytes)):
+        for key, value in (("entries", len(self)), ("tokens", self.num_tokens), ("bin_bytes", self.num_bytes)):
             if record.get(key, value) != value:
-                raise ValueError(f"{self.path}: {key} {value:,}, {MANIFEST_NAME} says "
-                                 f"{record[key]:,}; {REDO}")
+                raise ValueError(f"{self.path}: {key} {value:,}, {MANIFEST_NAME} says {record[key]:,}; {REDO}")
         if min(groups, default=1) < 1 or sum(groups) != len(self):
-            raise ValueError(f"{self.path}: groups of {groups!r:.80} entries in {MANIFEST_NAME}, "
-                             f"expected numbers that add up to {len(self):,}; {REDO}")
+            raise ValueError(f"{self.path}: groups of {groups!r:.80} entries in {MANIFEST_NAME}, expected numbers that "
+                             f"add up to {len(self):,}; {REDO}")
         start, stop = HEADERS[self.format].size, self.idx_bytes
-        ranges = [(0, start), (start, min(start + EDGE_BYTES, stop)),
-                  (max(start, stop - EDGE_BYTES), stop)]
-        footer = hash_bytes(stop.to_bytes(8, "little"),
-                            *(part.tobytes() for part in self._index.read_many(ranges)))
-        text_bytes = record.get("text_bytes")  # the text's own estimate, so that its rows are the same
+        ranges = [(0, start), (start, min(start + EDGE_BYTES, stop)), (max(start, stop - EDGE_BYTES), stop)]
+        footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in self._index.read_many(ranges)))
+        if is_remote(self.path):
+            contents = etag_of(self.path)
+        else:  # a few blocks, spread evenly over the .bin
+            size = BLOCK_BYTES // self.dtype.itemsize
+            begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
+            blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
+            contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
+        text_bytes = record.get("text_bytes")  # estimate as for text, so that the rows are the same
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
-                **(etag_of(self.path) if is_remote(self.path) else {"blocks": self._hash_blocks()})}
-
-    def _hash_blocks(self) -> str:
-        """A hash of BLOCKS stretches of ids, from the first to the last of the .bin."""
-        size = BLOCK_BYTES // self.dtype.itemsize
-        begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
-        parts = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
-        return hash_bytes(*(part.tobytes() for part in parts))
+                **contents}
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing,
-    truncated, of no known format, without an entry, or of a type of ids that cannot hold the vocabulary."""
+    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing, truncated, of
+    an unknown format, without entries, or whose type of ids cannot hold the vocabulary."""
     pair = TokenFile(path, vocab_size=vocab_size)
     if len(pair) == 0:
-        raise ValueError(f"{pair.idx_path}: no document in it (0 entries); delete the pair")
+        raise ValueError(f"{pair.idx_path}: it has no documents (0 entries); delete the pair")
     if "modes" in pair.tables:
-        raise ValueError(f"{pair.idx_path}: its sequences have modes, as multimodal data has; it is not trained on, "
-                         f"only read by nanochat.integrations.megatron.IndexedDataset")
+        raise ValueError(f"{pair.idx_path}: it is multimodal data (its sequences have modes), which training does not "
+                         f"use; read it with nanochat.integrations.megatron.IndexedDataset")
     return pair
 
 
-def running(lengths: np.ndarray) -> np.ndarray:
-    """Where stretches of these lengths begin, one after another, and the end: (n + 1,) int64."""
-    at = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=at[1:])
-    return at
+def to_offsets(lengths: np.ndarray) -> np.ndarray:
+    """Where parts of these lengths begin, one after another, and where the last one ends: (n + 1,) int64."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 # ---- the manifest of a folder -------------------------------------------------------------------
@@ -492,19 +467,17 @@ RECORD_SHAPE = {"input": dict, "documents": int, "entries": int, "tokens": int, 
 
 def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
                  shards: Mapping[str, Any], *, data_format: str = "shards") -> dict[str, Any]:
-    """The manifest of a folder of pairs; `data_format` is in it if it is not "shards".
-
-    `shards`: for each pair, by its name without ending, a record of RECORD_SHAPE, with "groups"
-    (the entries of each) where they are not GROUP_ENTRIES each.
-    """
+    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards` has a record of
+    RECORD_SHAPE for each pair, by its name without ending, with "groups" (the entries of each) unless every group but
+    the last has GROUP_ENTRIES."""
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
             "tokenizer": tokenizer, "arguments": arguments, "shards": shards}
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
-    """The manifest of a folder of pairs, None where it has none; do not change it, it is shared.
-    ValueError if it is broken or of another format."""
+    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it is corrupt or of
+    another format."""
     path = as_path(folder) / MANIFEST_NAME
     try:
         copy = local_copy(path)
@@ -519,9 +492,8 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
     manifest = read_json(copy, MANIFEST_SHAPE, way_out=REDO)
     kind = manifest["format"], manifest["version"]
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
-        raise ValueError(
-            f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; take the file "
-            f"away to read these shards without it, or make them again with scripts.tok_shards")
+        raise ValueError(f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; move the file away to "
+                         f"read these shards without it, or make them again with scripts.tok_shards")
     for name, record in manifest["shards"].items():
         check_shape(record, RECORD_SHAPE, f"{path}: shards.{name}")
         check_shape(record.get("groups") or [], [int], f"{path}: the groups of {name}")
@@ -529,25 +501,23 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
-    """Entries of each group of a pair."""
+    """Entries of each group of a pair. A record may list them; otherwise they have GROUP_ENTRIES each."""
     whole, rest = divmod(entries, GROUP_ENTRIES)
-    usual = [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
-    return (record or {}).get("groups") or usual
+    return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
 
 
 # ---- the source of a bucket ---------------------------------------------------------------------
 
 class TokenSource(Source):
-    """Pairs of .bin and .idx in either format. A document is an entry, as `[BOS] + ids` or, with `as_stored`, as it is
-    stored. Files are opened when first used. ValueError for files of another tokenizer."""
+    """Pairs of .bin and .idx in either format. A document is an entry: `[BOS] + ids`, or with `as_stored` the entry as
+    it is stored. Files are opened when they are first used. ValueError for files of another tokenizer."""
 
     lengths_known = True
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
         super().__init__(manifest, tokenizer)
         self.as_stored = as_stored
-        groups = [np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]]
-        self._first_entry = np.concatenate(groups)
+        self._first_entry = np.concatenate([np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]])
         if "documents" in manifest:  # part of one pair: documents first .. end - 1
             first, end = manifest["documents"]
             edges = np.array([*range(first, end, GROUP_ENTRIES), end])
@@ -556,8 +526,12 @@ class TokenSource(Source):
             self._first_group = np.array([0, len(self.groups)])
             self.fingerprint = hash_json([self.fingerprint, first, end])
         self._pair = functools.cache(self._open)
-        for number in {path.parent: number for number, path in enumerate(self.paths)}.values():
-            self._pair(number).refuse_other_tokenizer(tokenizer.fingerprint)
+        for folder, number in {path.parent: number for number, path in enumerate(self.paths)}.items():
+            of_folder = self._pair(number).manifest
+            if of_folder and of_folder["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+                raise ValueError(f"{folder}: tokenizer {of_folder['tokenizer']['fingerprint']} made its shards, but "
+                                 f"this run has {tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, "
+                                 f"or make them again with scripts.tok_shards")
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
@@ -568,9 +542,9 @@ class TokenSource(Source):
         path, entry = self.paths[number], self.manifest["files"][number]
         pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
         if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):
-            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, "
-                             f"{sum(entry['groups']):,} in {entry['size']:,} when this run began; bring "
-                             f"the old file back, or start a new run (--model-tag)")
+            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {sum(entry['groups']):,} "
+                             f"in {entry['size']:,} when this run began; restore the old file, or start a new run "
+                             f"(--model-tag)")
         return pair
 
     def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:

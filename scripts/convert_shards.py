@@ -1,20 +1,19 @@
 """
-Turn token shards (GPTS: one file of ids with an index) into Megatron's files, or back:
+Convert token shards between two formats: GPTS, the default of scripts.tok_shards, and Megatron's.
 
-    python -m scripts.convert_shards IN OUT --to megatron|gpts
+    python -m scripts.convert_shards shards pairs --to=megatron      # and back with --to=gpts
 
-Every pair below the folder IN becomes one of the same name below OUT, with the same documents in
-the same order. Each manifest.json and the tokenizer come along.
+Every pair below the folder IN becomes one of the same name below OUT, with the same documents in the same order. The
+tokenizer and each manifest.json come along.
 
     GPTS        a b c d | c d e f | e f g E        windows of a document, prefixes 0, 2, 2
     Megatron    a b c d e f g E                    one sequence: Megatron trains on each as it is
 
-So both formats hold whole documents here: what windows repeat is left out, and sequences of one
-document are joined. Whole documents come back byte for byte, as scripts.tok_shards would have
-written them in that format.
+So both formats hold whole documents here: ids that windows repeat are dropped, and sequences of one document joined.
+Whole documents come back byte for byte, as scripts.tok_shards would have written them in that format.
 
-The same command goes on after a crash or Ctrl-C: a pair whose .idx is there, and no older than its
-source, is kept. Exit code: 0, or 1 with a sentence where a pair cannot be converted.
+The same command resumes after a crash or Ctrl-C: a pair is kept if its .idx is not older than its source. Exit code: 0,
+or 1 with a sentence if a pair cannot be converted.
 """
 
 import argparse
@@ -33,28 +32,27 @@ from nanochat.dataset import data_folder, find_files
 from nanochat.pretokenize import WRITERS
 from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, check_format, new_manifest, open_tokens, read_manifest
 
-TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of what is made
+TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of OUT
 BLOCK_ENTRIES = 1 << 12
 TOKENIZER = "tokenizer"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("input", type=Path, metavar="IN",
-                        help="folder of pairs; or PREFIX[,PREFIX...]")
+    parser.add_argument("input", type=Path, metavar="IN", help="folder of pairs; or PREFIX[,PREFIX...]")
     parser.add_argument("output", type=Path, metavar="OUT", help="another folder")
-    parser.add_argument("--to", required=True, choices=list(TARGETS), help="the format to make")
+    parser.add_argument("--to", required=True, choices=list(TARGETS), help="format of OUT")
     parser.add_argument("--eod", type=int, metavar="ID",
-                        help="what ends documents of GPTS pairs that no manifest.json lists "
-                             "(default: the last id of each pair)")
+                        help="end-of-document id of GPTS pairs that no manifest.json lists (default: the last id of "
+                             "each pair)")
     return parser.parse_args(argv)
 
 
 def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
-    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a
-    prefix that is no repetition."""
-    parts: list[np.ndarray] = []  # of the document that has not ended
-    before = np.zeros(0, pair.dtype)  # the entry before
+    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a prefix that does not
+    repeat the entry before it."""
+    parts: list[np.ndarray] = []  # of the current document
+    before = np.zeros(0, pair.dtype)  # the previous entry
     for first in range(0, len(pair), BLOCK_ENTRIES):
         last = min(first + BLOCK_ENTRIES, len(pair))
         if pair.format == "megatron":
@@ -65,11 +63,10 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
         for number, ids in enumerate(pair.read(first, last)):
             prefix = prefixes[number]
             if prefix and not parts and np.array_equal(ids, before[-len(ids):]):
-                continue  # gpt-simple may add a window that repeats the end of a document only
+                continue  # gpt-simple may add a window that only repeats the end of a document
             if prefix and not np.array_equal(ids[:prefix], before[-prefix:]):
-                raise ValueError(f"{pair.path}: entry {first + number:,} has a prefix of "
-                                 f"{prefix:,} ids that does not repeat the entry before it, so no "
-                                 f"document can be made of them")
+                raise ValueError(f"{pair.path}: entry {first + number:,} has a prefix of {prefix:,} ids that does not "
+                                 f"repeat the entry before it, so they cannot be joined; make the pair again")
             parts.append(ids[prefix:])
             before = ids
             if ends[number]:
@@ -80,15 +77,15 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
 
 
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
-    """Make the pair `target` (its .bin) of `source`. ValueError for what the format cannot hold."""
+    """Convert the pair `source` to `target` (paths of the .bin). ValueError if the format cannot hold it."""
     pair, manifest = open_tokens(source), read_manifest(source.parent)
     vocab_size = None
     if pair.record is not None and manifest is not None:
         eod, vocab_size = (manifest["tokenizer"][name] for name in ("eod", "vocab_size"))
     elif eod is None:
-        eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last
+        eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last id, 0 if none
     dtype = None
-    if vocab_size is None:  # ids are kept as wide as they are
+    if vocab_size is None:  # keep the width of the ids
         dtype = DTYPES[TARGETS[to]][4] if pair.dtype.itemsize > 2 else np.uint16
     entries = documents(pair, eod)
     with WRITERS[TARGETS[to]](target.with_suffix(""), vocab_size=vocab_size or 1 << 32, dtype=dtype) as writer:
@@ -98,15 +95,14 @@ def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
 
 
 def is_finished(source: Path, target: Path) -> bool:
-    """Whether a pair was made, after its source was last changed."""
-    *sources, data, index = (path.with_suffix(suffix) for path in (source, target)
-                             for suffix in (".bin", ".idx"))
+    """Whether the target exists and is not older than its source."""
+    *sources, data, index = (path.with_suffix(suffix) for path in (source, target) for suffix in (".bin", ".idx"))
     newest = max(path.stat().st_mtime_ns for path in sources)
     return data.exists() and index.exists() and index.stat().st_mtime_ns >= newest
 
 
 def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) -> None:
-    """The manifest.json of a folder that was made of one that has one."""
+    """Write the manifest.json of a converted folder, if the source has one."""
     manifest = read_manifest(folder)
     if manifest is None:
         return
@@ -124,12 +120,12 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Convert; 0. ValueError, OSError naming the pair that cannot be."""
+    """Convert all pairs. ValueError or OSError names a pair that cannot be converted."""
     args = parse_args(argv)
     folder, out = data_folder(as_local_path(args.input, "IN")), as_local_path(args.output, "OUT")
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
-        raise ValueError(f"OUT {out}: it is IN, or one lies in the other; name another folder")
+        raise ValueError(f"OUT {out}: it is IN, or one contains the other; name another folder")
     [source_format] = {*TARGETS.values()} - {TARGETS[args.to]}
     files = find_files(args.input, source_format)
     check_format(folder, files, source_format)

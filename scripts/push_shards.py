@@ -1,17 +1,15 @@
 """
-Put a folder of data into object storage (S3 and such), so that others can train from there.
+Upload a folder of data to object storage (S3 and others), so that runs anywhere can read it.
 
-    python -m scripts.push_shards DIR s3://bucket/prefix [--num-workers 8]
+    python -m scripts.push_shards shards s3://bucket/prefix
 
-Everything that training reads goes up under the same relative name: .bin and .idx, .parquet, the
-tokenizer/ folder, and each folder's manifest.json, which goes last: where it is, the folder is
-whole. Credentials and endpoint are those of the environment (AWS_ACCESS_KEY_ID,
-AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL).
+Uploads everything that training reads, under the same relative names: .bin and .idx, .parquet, the tokenizer/ folder,
+and each folder's manifest.json. The manifests are uploaded last, so a folder with a manifest is complete. Credentials
+and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL).
 
-The same command goes on after a crash or Ctrl-C: what is there with the same size and checksum is
-left alone. Each file is held against manifest.json before it goes, and the object against the file
-when it has arrived: by the MD5 sums that most stores give as ETag, else by reading it back. Exit
-code: 0; 1 where a file failed; 130 after Ctrl-C or SIGTERM.
+The same command resumes after a crash or Ctrl-C: objects of the same size and checksum are not sent again. Each file is
+checked against manifest.json before it is sent, and the object against the file afterwards: by the MD5 sums that most
+stores return as ETag, otherwise by reading it back. Exit code: 0; 1 if a file failed; 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -37,8 +35,8 @@ SHOWN = 10
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of shards, Megatron files or parquet")
-    parser.add_argument("target", metavar="s3://bucket/prefix", help="where it goes; also gs://, az://, msc://")
-    parser.add_argument("--num-workers", type=whole(1), default=8, help="files at once")
+    parser.add_argument("target", metavar="s3://bucket/prefix", help="destination; also gs://, az://, msc://")
+    parser.add_argument("--num-workers", type=whole(1), default=8, help="files that are sent at once")
     args = parser.parse_args(argv)
     if not is_remote(args.target):
         raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
@@ -46,11 +44,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- what goes up ---------------------------------------------------------------------------------------------------
+# ---- which files are sent -------------------------------------------------------------------------------------------
 
 def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """(data and tokenizer, the largest first; manifests) below a folder. ValueError or
-    FileNotFoundError where there is nothing, a pair lacks half, or a set is not finished."""
+    """(data and tokenizer, the largest first; manifests) below a folder. ValueError or FileNotFoundError if there is no
+    data, if half of a pair is missing, or if shards are not finished."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
     files = [f for f in sorted(folder.rglob("*")) if f.is_file()
@@ -61,7 +59,7 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     for path in data:
         other = path.with_suffix({".bin": ".idx", ".idx": ".bin"}.get(path.suffix, path.suffix))
         if other not in data:
-            raise FileNotFoundError(f"{path}: {other.name} is missing beside it; bring it back, or delete {path.name}")
+            raise FileNotFoundError(f"{path}: {other.name} is missing; restore it, or delete {path.name}")
     for records in sorted(folder.rglob(".records")):
         if not (records.parent / "manifest.json").exists():
             raise ValueError(f"{records.parent}: its shards are not finished (no manifest.json); run "
@@ -73,13 +71,13 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
 # ---- one file -------------------------------------------------------------------------------------------------------
 
 def part_bytes(size: int) -> int:
-    """How large the parts of an upload are."""
+    """The size of the parts of an upload."""
     return max(PART_BYTES, -(-size // MAX_PARTS))
 
 
 def sum_file(path: Path) -> tuple[str, str]:
-    """(the ETag that a store gives which makes it of MD5 sums, BLAKE2b) of a file, which is read
-    once. The ETag is the MD5 of one part, or the MD5 of several parts' MD5s and their number."""
+    """(the ETag of a store that uses MD5 sums, BLAKE2b) of a file, which is read once. The ETag is the MD5 of a single
+    part, or the MD5 of all parts' MD5s, followed by their number."""
     size, whole, parts = path.stat().st_size, blake2b(digest_size=16), []
     with open(path, "rb") as f:
         while data := f.read(part_bytes(size)):
@@ -87,39 +85,37 @@ def sum_file(path: Path) -> tuple[str, str]:
             parts.append(md5(data, usedforsecurity=False).digest())
     if len(parts) == 1:
         return parts[0].hex(), whole.hexdigest()
-    joined = md5(b"".join(parts), usedforsecurity=False).hexdigest()  # of an empty file: of nothing
+    joined = md5(b"".join(parts), usedforsecurity=False).hexdigest()  # no parts: the MD5 of an empty file
     return f"{joined}-{len(parts)}" if parts else joined, whole.hexdigest()
 
 
 def is_stored(file: Path, stat: store.Stat | None) -> bool:
-    """Whether an object is what a file is: by its ETag, or read back where that does not tell (in
-    encrypted buckets, and stores other than S3). ValueError where the file is not what manifest.json
-    says."""
+    """Whether an object equals a file: by its ETag, or by reading it back if the ETag is not an MD5 sum (in encrypted
+    buckets, and stores other than S3). ValueError if the file differs from its record in manifest.json."""
     (etag, digest), manifest = sum_file(file), file.parent / "manifest.json"
     if file.suffix in (".bin", ".idx") and manifest.exists():
         record = read_json(manifest).get("shards", {}).get(file.stem) or {}
         expected = record.get(f"{file.suffix[1:]}_hash", digest)
         if expected != digest:
-            raise ValueError(f"{file}: its checksum is {digest}, manifest.json says {expected}; python -m "
-                             f"scripts.verify tells more")
+            raise ValueError(f"{file}: its checksum is {digest}, but manifest.json says {expected}; python -m "
+                             f"scripts.verify shows details")
     if stat is None or stat.size != file.stat().st_size:
         return False
     if stat.etag.strip('"') == etag:
         return True
-    back = blake2b(digest_size=16)
+    stored = blake2b(digest_size=16)
     for data in store.read_whole(stat):
-        back.update(data)
-    return back.hexdigest() == digest
+        stored.update(data)
+    return stored.hexdigest() == digest
 
 
 def send(file: Path, path: str) -> int:
-    """Have an object be what a file is; its bytes. ValueError where something else has arrived,
-    which is taken away again."""
+    """Upload a file and return its size. If the object differs from the file, delete it and raise ValueError."""
     size = file.stat().st_size
     store.upload(path, file, part_bytes=part_bytes(size))
     if not is_stored(file, store.find(path)):
         store.delete(path)
-        raise ValueError(f"{path}: what arrived is not what was sent; run the command again")
+        raise ValueError(f"{path}: the uploaded object differs from the file; run the same command again")
     return size
 
 
@@ -133,7 +129,7 @@ def push(args: argparse.Namespace) -> int:
     failed: list[str] = []
 
     def for_each(work: Callable[[Path], Any], files: Sequence[Path], what: str) -> list[Any]:
-        """The result of `work` for each file, None where it failed."""
+        """The result of `work` for each file, None if it failed."""
         def attempt(file: Path) -> Any:
             try:
                 return work(file)
@@ -149,7 +145,7 @@ def push(args: argparse.Namespace) -> int:
         return [file for file, same in zip(files, equal) if same is False]
 
     todo = missing(files)
-    if todo:  # before anything changes: no manifest may name a file that is missing or different
+    if todo:  # before any upload, so that no manifest ever names a file that is missing or different
         for stat in [stat for stat in stored.values() if stat.path.endswith(LAST)]:
             store.delete(stored.pop(stat.path).path)
     sent = for_each(lambda file: send(file, path[file]), todo, "sending")
@@ -159,7 +155,7 @@ def push(args: argparse.Namespace) -> int:
         print(f"failed: {why}", file=sys.stderr)
     sizes = [size for size in sent if size is not None]
     num_stored = len(files if failed else path) - len(sizes) - len(failed)
-    print(f"{args.target}: {len(sizes):,} files sent and checked ({sum(sizes):,} bytes), {num_stored:,} were there")
+    print(f"{args.target}: {len(sizes):,} files sent and checked ({sum(sizes):,} bytes), {num_stored:,} already stored")
     if failed:
         print(f"{len(failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)
         return 1
@@ -173,7 +169,7 @@ def push(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    with sigterm_interrupts():  # what has arrived stays
+    with sigterm_interrupts():  # objects that are already stored stay
         return push(args)
 
 

@@ -1,21 +1,22 @@
 """
-Write a receipt of a run: a small file by which anyone who has the data recomputes its rows.
+Write a receipt of a run: a small file from which others can recompute its rows from the same data.
 
-    python -m scripts.receipt d12 --out=d12.json
-    python -m scripts.verify d12.json --data-path=DIR --steps=0,1000     # on another machine, without the run
-    python -m scripts.inspect_data rows d12.json --step=1000 --data-path=DIR
+    python -m scripts.receipt mine --out=mine.json
+    python -m scripts.verify mine.json --data-path=mytext --steps=0,7        # on another machine, without the run
+    python -m scripts.inspect_data rows mine.json --step=7 --data-path=mytext
 
-A receipt holds everything that decides the rows, and what the run logged of them:
+A receipt holds everything that decides the rows, and the digests that the run logged:
 
     settings, stream    of the order of the data: lanes, seed, packing, curriculum, fingerprints of data and tokenizer
-    files               of each bucket, a line per file: hash of its pin, BLAKE2b-128 of its bytes, size, name
+    files               of each bucket, one line per file: hash of its pin, BLAKE2b-128 of its bytes, size, name
     marks               of every 1,000th step and the last one: the digest of the step, and the chain of all digests
-                        up to it: chain(s) = hash(chain(s - 1), digest(s)), so one mark vouches for all steps before it
-    begin               where the data began, if that was not its beginning (--init-data=continue, --skip-steps)
+                        up to it: chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
+    begin               the cursors of step 0, if the run did not start at the beginning of its data
+                        (--init-data=continue, --skip-steps)
 
-Names are relative to the data path. Files in object storage have no hash of their bytes, which would mean to download
-them all. A list of more than 300 files is compressed, and its hashes shortened to three digits, which still name a file
-that differs; the fingerprints in `stream` and the hash of all contents stay as long as they are.
+Names are relative to the data path. Files in object storage have no hash of their bytes, because computing it would
+download them all. A list of more than 300 files is compressed, and its hashes are shortened to three digits, enough to
+name a file that differs; the fingerprints in `stream` and the hash of all contents keep their full length.
 """
 
 import argparse
@@ -55,41 +56,40 @@ FORMAT = 1
 NAME = "receipt.json"
 EVERY = 1000  # steps between marks
 MANY = 300  # files in a readable list
-SHORT = 3  # hexadecimal digits of a hash in a list that is not
-# the settings that decide the rows: those that say so, and some that decide more than the order
+SHORT = 3  # hexadecimal digits of a hash in a compressed list
+# the settings that decide the rows: those marked STREAM, and some that decide more than the order
 SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
     "max_seq_len", "total_batch_size", "lanes", "curriculum", "split", "eod_mask_loss", "num_samples"]
 BUCKET = {"number": int, "contents": str, "others": dict}  # and "files", or "packed" if there are many
 MARK = {"digest": str, "chain": str}
 SHAPE = {"nanochat_receipt": int, "run": str, "code": [str], "steps": int, "settings": dict,
          "stream": {"tokenizer": str}, "files": dict, "marks": dict, "begin": str | None, "checksum": str}
-WAY_OUT = "write it again with python -m scripts.receipt RUN"
+REWRITE = "write it again with python -m scripts.receipt RUN"
 
 
 class FileLine(NamedTuple):
     """A file of a receipt. In a compressed list hashes are shortened, and the size is "-"."""
 
-    pin: str  # hash of its entry in the manifest: what a run compares when it resumes
-    content: str  # hash of its bytes (of a pair also those of the .idx); "-" for a file in object storage
+    pin: str  # hash of its entry in the manifest, which a run compares when it resumes
+    content: str  # hash of its bytes (for a pair, also of the .idx); "-" for a file in object storage
     size: str
     name: str
 
     def differs(self, path: Path, now: "FileLine") -> str:
-        """What differs between this file and the one at `path` now; empty if nothing does."""
+        """A sentence that says how this file differs from the one at `path` now; empty if they are equal."""
         if self.size not in ("-", now.size):
             return f"{path}: it has {now.size} bytes, the receipt says {self.size}"
         if "-" not in (self.content, now.content) and not now.content.startswith(self.content):
             return f"{path}: its contents changed (hash {now.content[:16]}, the receipt says {self.content[:16]})"
         if not now.pin.startswith(self.pin):
-            return (f"{path}: it is divided into other documents or groups (pin {now.pin}, the receipt says "
-                    f"{self.pin})")
+            return f"{path}: its documents or groups have changed (pin {now.pin}, the receipt says {self.pin})"
         return ""
 
 
 # ---- making one ---------------------------------------------------------------------------------
 
 def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
-    """The line of a file below `root` that has this entry in a manifest."""
+    """The line of a file below `root`, given its entry in a manifest."""
     path = root / entry["name"]
     pinned = hash_json([entry["size"], entry["footer"], entry["groups"], entry.get("tokens")])
     if is_remote(path):
@@ -103,9 +103,9 @@ def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
 
 def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     """The files of all buckets, each with its hashes. Reads all local files."""
-    entries = [(m, entry) for m in manifests.values() for entry in m["files"]]
+    entries = [entry for manifest in manifests.values() for entry in manifest["files"]]
     listed: dict[str, Any] = {}
-    with tqdm(total=sum(e.get("own_size", e["size"]) for _, e in entries), unit="B", unit_scale=True,
+    with tqdm(total=sum(entry.get("own_size", entry["size"]) for entry in entries), unit="B", unit_scale=True,
               desc="hashing the data", disable=None) as bar:
         for bucket, manifest in manifests.items():
             root, lines = as_path(manifest["root"]), list[FileLine]()
@@ -123,13 +123,13 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
 
 
 def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
-    """The receipt of the first `steps` steps of a run (None: of all that are done). ValueError or FileNotFoundError if
-    the log has no digest of one of them, or if a file of the data changed or is gone."""
+    """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or FileNotFoundError
+    if the log lacks a digest, or if a file of the data has changed or is missing."""
     steps, digests = run.num_steps if steps is None else steps, run.digests
     missing = next((step for step in range(steps) if step not in digests), None)
     if steps == 0 or missing is not None:
-        raise ValueError(f"{run.log_path}: it has no digest of step {missing or 0}, and a receipt needs those of all "
-                         f"steps; train the run, or put the log back")
+        raise ValueError(f"{run.log_path}: it has no digest of step {missing or 0}, but a receipt needs the digests of "
+                         f"all steps; train the run, or restore the log")
     data, config, settings = open_run(run.run_dir)
     marks, link = {}, ""
     for step in range(steps):
@@ -148,7 +148,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
 
 
 def next_link(link: str, digest: str) -> str:
-    """The chain of digests with one more; it begins with an empty text."""
+    """The chain of digests, extended by one; the first link is empty."""
     return hash_bytes(link.encode(), digest.encode())
 
 
@@ -160,12 +160,12 @@ class OpenedReceipt(NamedTuple):
     data: RunData
     config: Any
     settings: Settings
-    begin: list[dict[str, Any]] | None  # the cursors of step 0, None for the beginning of the data
+    begin: list[dict[str, Any]] | None  # the cursors of step 0; None: the beginning of the data
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt in a file. ValueError if it is corrupt, or of a later format."""
-    receipt = read_json(path, {"nanochat_receipt": int}, way_out=WAY_OUT)
+    """The receipt in a file. ValueError if it is corrupt or of another format."""
+    receipt = read_json(path, {"nanochat_receipt": int}, way_out=REWRITE)
     if receipt["nanochat_receipt"] != FORMAT:
         raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, and this code reads format {FORMAT}; "
                          f"use the code that wrote it")
@@ -173,32 +173,31 @@ def read_receipt(path: Path) -> dict[str, Any]:
     check_shape(receipt["files"], dict.fromkeys(receipt["files"], BUCKET), path)
     check_shape(receipt["marks"], dict.fromkeys(receipt["marks"], MARK), path)
     if str(receipt["steps"] - 1) not in receipt["marks"]:
-        raise ValueError(f"{path}: it has no digest of its last step, {receipt['steps'] - 1:,}; {WAY_OUT}")
+        raise ValueError(f"{path}: it has no digest of its last step, {receipt['steps'] - 1:,}; {REWRITE}")
     if receipt["checksum"] != hash_json({name: value for name, value in receipt.items() if name != "checksum"}):
-        raise ValueError(f"{path}: its checksum is wrong, so it was edited or damaged; {WAY_OUT}")
+        raise ValueError(f"{path}: its checksum is wrong, so it was edited or is corrupt; {REWRITE}")
     return receipt
 
 
 def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
-    """The files of a bucket of a receipt. ValueError if one of them could lie outside the data."""
+    """The files of a bucket of a receipt. ValueError if the list is corrupt, or a name points outside the data path."""
     try:
         lines = bucket.get("files") or lzma.decompress(base64.b85decode(bucket["packed"])).decode().split("\n")
         files = [FileLine(*line.split(" ", 3)) for line in lines]
     except (ValueError, TypeError, KeyError, lzma.LZMAError) as e:
-        raise ValueError(f"{path}: its list of files cannot be read ({e}); {WAY_OUT}") from None
+        raise ValueError(f"{path}: its list of files cannot be read ({e}); {REWRITE}") from None
     for file in files:
         if PurePosixPath(file.name).is_absolute() or ".." in PurePosixPath(file.name).parts:
-            raise ValueError(f"{path}: it names the file {file.name!r}, which is not below the data path; {WAY_OUT}")
+            raise ValueError(f"{path}: it names the file {file.name!r}, which is not below the data path; {REWRITE}")
     return files
 
 
 def compare_file(file: FileLine, root: Path, selection: Selection) -> tuple[dict[str, Any], FileLine]:
-    """(the entry in a manifest, the line) of a file as it is now. ValueError or FileNotFoundError if it is not the
-    file of the receipt."""
+    """(manifest entry, line) of a file as it is now. ValueError or FileNotFoundError if it differs from the receipt."""
     path = root / file.name
     if not path.exists():
-        raise FileNotFoundError(f"{path}: missing, but the receipt lists it; bring it back, or name the folder that "
-                                f"has it with --data-path")
+        raise FileNotFoundError(f"{path}: missing, but the receipt lists it; restore it, or name the folder that has "
+                                f"it with --data-path")
     entry = pin(path, file.name, selection)
     now = describe_file(root, entry)
     if problem := file.differs(path, now):
@@ -207,8 +206,8 @@ def compare_file(file: FileLine, root: Path, selection: Selection) -> tuple[dict
 
 
 def find_manifests(path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection) -> dict[str, Manifest]:
-    """The manifests of the files of a receipt below a data path. ValueError or FileNotFoundError names the first file
-    that is missing or differs."""
+    """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names the first file that
+    is missing or differs."""
     root, manifests = data_folder(data_path), dict[str, Manifest]()
     with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
         for name, bucket in receipt["files"].items():
@@ -220,7 +219,7 @@ def find_manifests(path: Path, receipt: Mapping[str, Any], data_path: str, selec
             now = hash_contents(lines)
             if "-" not in (now, bucket["contents"]) and now != bucket["contents"]:
                 raise ValueError(f"{data_path}: one of the {len(lines):,} files of bucket {name!r} is not the one that "
-                                 f"the run was trained on; the receipt is too short to name it")
+                                 f"the run was trained on; the receipt's hashes are too short to name it")
             manifests[name] = {"root": str(root.resolve()), "files": entries, **bucket["others"]}
     return manifests
 
@@ -233,8 +232,8 @@ def hash_contents(lines: Sequence[FileLine]) -> str:
 
 def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, *, eod_token: str | None = None
                  ) -> OpenedReceipt:
-    """The stream of a receipt, from the data alone. ValueError or FileNotFoundError for another tokenizer, and names
-    the file that is missing or differs."""
+    """Open the stream of a receipt, from the data alone. ValueError or FileNotFoundError for another tokenizer, and
+    for a file that is missing or differs."""
     begin_launch()
     receipt = read_receipt(path)
     if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
@@ -267,7 +266,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the receipt and print where it is. ValueError and FileNotFoundError for a run that cannot have one."""
+    """Write the receipt and print its path. ValueError or FileNotFoundError if its log or data is incomplete."""
     args = parse_args(argv)
     setup_logging()
     run = RunReader(find_run(args.run))

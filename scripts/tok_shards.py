@@ -1,17 +1,17 @@
 """
-Tokenize text once, into token shards that training reads (GPTS: one file of ids with an index).
-Every text file below a folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow) becomes a pair.
+Tokenize text once, into token shards that training reads.
 
-    python -m scripts.tok_shards --input-dir RAW --output-dir OUT [--tokenizer NAME] [--num-workers 8]
+    python -m scripts.tok_shards --input-dir=mytext --output-dir=shards --max-length=0
 
-RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and .idx, each bucket's last file OUT/val/BUCKET/...;
-RAW/train/BUCKET and RAW/val/BUCKET are kept as they are. Beside the pairs: manifest.json, and
-OUT/tokenizer. With --format megatron the pairs are Megatron's: whole documents of one sequence, each
-with the end-of-document id behind it.
+Every text file below the input folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow) becomes a pair: a file
+of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and .idx, and each bucket's last file becomes
+OUT/val/BUCKET/...; RAW/train/BUCKET and RAW/val/BUCKET keep their places. Each folder of pairs gets a manifest.json,
+and OUT/tokenizer is a copy of the tokenizer. --format=megatron writes Megatron's pairs: whole documents of one
+sequence, each followed by the end-of-document id.
 
-The same command goes on after a crash, Ctrl-C or a failure, and makes again what changed. Over several
-machines: give each --task-index i --num-tasks n, and at the end run once with --finish (dev/slurm has
-templates). Exit code: 0, 1 where an input failed or is missing, 130 after Ctrl-C or SIGTERM.
+The same command resumes after a crash, Ctrl-C or a failure, and converts changed files again. On several machines, give
+each one --task-index i --num-tasks n, and at the end run once with --finish (dev/slurm has templates). Exit code: 0; 1
+if an input failed or is missing; 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -26,81 +26,75 @@ from tqdm import tqdm
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import as_local_path, as_path
 from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
-from nanochat.pretokenize import (
-    TOKENIZER,
-    Input,
-    Pretokenizer,
-    Windows,
-    describe_tokenizer,
-)
+from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.text import SUFFIXES, Selection, add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
-SHOWN = 10  # broken lines of an input, and missing inputs, that are told one by one
+SHOWN = 10  # broken lines of an input, and missing inputs, that are listed
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Tokenize text files into token files.")
-    parser.add_argument("--input-dir", type=Path, required=True,
-                        help=f"folder of {', '.join(SUFFIXES)} files, here or in a store (s3://BUCKET/KEY)")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--input-dir", type=Path, required=True, metavar="RAW",
+                        help=f"folder of {', '.join(SUFFIXES)} files, local or in object storage (s3://BUCKET/KEY)")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction", "strict")
-    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="local folder for the shards")
     add_tokenizer_flags(parser)
     parser.add_argument("--format", default="gpts", choices=list(OUTPUTS),
-                        help="of the pairs: gpts | megatron, which holds whole documents only")
+                        help="format of the pairs: gpts | megatron, which holds whole documents only")
     parser.add_argument("--max-length", type=int, default=None,
-                        help=f"ids in a window of a long document, without its end mark; 0 keeps documents whole "
+                        help=f"most ids in a window of a long document, without its end mark; 0 keeps documents whole "
                              f"(default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
-                        help="ids that a window repeats of the one before; more than half of --max-length is lowered")
-    parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; changes no output")
-    parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to do, from 0")
-    parser.add_argument("--num-tasks", type=int, default=1, help="parts the inputs are dealt into")
+                        help="ids that a window repeats from the one before it, at most half of --max-length")
+    parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; does not change the output")
+    parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to convert, from 0")
+    parser.add_argument("--num-tasks", type=int, default=1, help="number of parts of the inputs")
     parser.add_argument("--finish", action="store_true",
-                        help="tokenize nothing: write the manifests of what all tasks made, and tell what is missing")
+                        help="tokenize nothing: write manifests for the shards of all tasks, and list missing shards")
     return parser.parse_args(argv)
 
 
 def check_args(args: argparse.Namespace) -> Windows:
-    """The windows that are asked for. ValueError for arguments that make no sense."""
+    """The windows that the flags describe. ValueError for flags that contradict each other."""
     if not 0 <= args.task_index < args.num_tasks:
         raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index from 0 and "
                          f"below the number of tasks")
     if as_local_path(args.output_dir, "--output-dir").resolve() == as_path(args.input_dir).resolve():
-        raise ValueError(f"--output-dir {args.output_dir}: is the --input-dir; name another folder")
+        raise ValueError(f"--output-dir {args.output_dir}: it is also the --input-dir; name another folder")
     if args.format == "megatron":
         if args.max_length:
-            raise ValueError(f"--max-length {args.max_length} --format megatron: Megatron's documents are whole, it "
-                             f"would train on what windows repeat; leave out --max-length")
+            raise ValueError(f"--max-length {args.max_length} --format megatron: Megatron's documents are whole, "
+                             f"because it would train on repeated ids of windows; remove --max-length")
         return Windows(0)
     return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
 
 
 def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
-    """All inputs, by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET are kept; else the
-    last file of RAW/BUCKET validates, where it has more, or, with --val-fraction, each file is
-    `shared` by both splits. FileNotFoundError where there is nothing, ValueError where it is unclear."""
+    """All inputs, ordered by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET keep their splits. Otherwise
+    the last of several files of RAW/BUCKET validates, or with `shared` (--val-fraction) both splits read every file.
+    FileNotFoundError if there is no input, ValueError for ambiguous ones."""
     raw = as_path(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
-    found: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}
+    splits: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}
     if shared:
-        found = split_train_val(raw, by_bucket=True, shared=True)
+        splits = split_train_val(raw, by_bucket=True, shared=True)
     elif (raw / "train").is_dir():
-        found = {split: find_buckets(raw / split) for split in found if (raw / split).is_dir()}
-        known = [files for buckets in found.values() for files in buckets.values()]
+        splits = {split: find_buckets(raw / split) for split in splits if (raw / split).is_dir()}
+        known = [files for buckets in splits.values() for files in buckets.values()]
         if stray := set(find_files(raw)).difference(*known):
-            raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} lies beside train/ "
-                             f"and val/; move it into one of them")
+            raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} is in neither train/ nor val/; move it "
+                             f"into one of them")
     else:
         for bucket, files in find_buckets(raw).items():
             if len(files) == 1:
-                print(f"{bucket}: too few files to keep 1 for validation; all of it is for training")
+                print(f"{bucket}: it has a single file, which is for training; there is none for validation")
             last = max(1, len(files) - 1)
-            found["train"][bucket], found["val"][bucket] = files[:last], files[last:]
+            splits["train"][bucket], splits["val"][bucket] = files[:last], files[last:]
     inputs: dict[tuple[str, str, str], Input] = {}
-    for split, bucket, files in ((s, b, files) for s in found for b, files in found[s].items()):
+    for split, bucket, files in ((s, b, files) for s in splits for b, files in splits[s].items()):
         for path in files:
             name = path.relative_to(data_folder(raw)).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
@@ -109,13 +103,13 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
             new = Input(path, name, split, bucket, stem, path.stat().st_size)
             other = inputs.setdefault((split, bucket, stem), new)
             if other is not new:
-                raise ValueError(f"{other.name} and {name} would both become "
-                                 f"{new.prefix(Path())}.bin; rename one of them")
+                raise ValueError(f"{other.name} and {name} would both become {new.prefix(Path())}.bin; rename one of "
+                                 f"them")
     return [inputs[key] for key in sorted(inputs)]
 
 
 def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
-    """Deal inputs to tasks: biggest first, each to the task with the fewest bytes so far."""
+    """Deal inputs to tasks: the largest first, each to the task with the fewest bytes so far."""
     tasks: list[list[Input]] = [[] for _ in range(num_tasks)]
     loads = [0] * num_tasks
     for i in sorted(inputs, key=lambda i: (-i.size, i.name)):
@@ -126,13 +120,13 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
 
 
 def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bool:
-    """Make what is not finished of a task's inputs, under a progress bar; tell what there is then,
-    what was skipped and what failed. Returns whether nothing did."""
+    """Make the pairs of a task that are not finished, under a progress bar, and print totals, skipped lines and
+    failures. Returns whether no input failed."""
     finished = {i: job.finished(i) for i in mine}
     shards = [record["shard"] for record in finished.values() if record]
     todo = [i for i, record in finished.items() if record is None]
     failed: list[str] = []
-    began, made = time.monotonic(), 0
+    began, new_tokens = time.monotonic(), 0
     with contextlib.closing(job.make_all(todo, num_workers=num_workers)) as results, \
             tqdm(total=sum(i.size for i in todo), unit="B", unit_scale=True, disable=None) as bar:
         for i, result in results:
@@ -140,22 +134,22 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
                 failed.append(f"failed: {i.name}: {result}")
             else:
                 shards.append(result["shard"])
-                made += result["shard"]["tokens"]
+                new_tokens += result["shard"]["tokens"]
             bar.update(i.size)
     shards.sort(key=lambda shard: shard["input"]["name"])
     totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "entries", "tokens")}
     counts = ", ".join(f"{total:,} {key}" for key, total in totals.items())
-    now = "" if made == totals["tokens"] else f"{made:,} tokens "
-    rate = f"; {now}made in {time.monotonic() - began:.1f} s" if made else ""
+    new = "" if new_tokens == totals["tokens"] else f"{new_tokens:,} tokens "
+    rate = f"; {new}made in {time.monotonic() - began:.1f} s" if new_tokens else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
         if short := shard["skipped"].get("short"):
-            print(f"{shard['input']['name']}: {short:,} document(s) shorter than --min-chars left out")
+            print(f"{shard['input']['name']}: {short:,} document(s) shorter than --min-chars skipped")
         if shard["skipped"]["count"]:
             print(f"{shard['input']['name']}: {shard['skipped']['count']:,} broken line(s) skipped")
         for number, why in shard["skipped"]["lines"][:SHOWN]:
             print(f"  line {number}: {why}")
-    if shards and totals["tokens"] == totals["documents"]:  # each is an end mark
+    if shards and totals["tokens"] == totals["documents"]:  # every token is an end mark
         failed.append(f"failed: all {totals['documents']:,} documents are empty; is --text-field right?")
     for line in sorted(failed):
         print(line, file=sys.stderr)
@@ -163,27 +157,27 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
 
 
 def finish(job: Pretokenizer) -> bool:
-    """Write manifests; tell what is missing. Returns whether nothing is."""
+    """Write manifests and list missing shards. Returns whether no shard is missing."""
     missing = job.finish()
     for i in missing[:SHOWN]:
-        print(f"missing: {i.prefix(Path())}.bin, to be made of {i.name}", file=sys.stderr)
+        print(f"missing: {i.prefix(Path())}.bin, made from {i.name}", file=sys.stderr)
     if missing:
         buckets = sorted({f"{i.split}/{i.bucket}" for i in missing})
         print(f"{len(missing):,} of {len(job.inputs):,} shards missing, so no manifest in {', '.join(buckets)}; run "
-              f"the same command again (each task of several)", file=sys.stderr)
+              f"the same command again (for each task, if there are several)", file=sys.stderr)
     else:
         print(f"{job.output}: complete, {len(job.inputs):,} shards")
     return not missing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Make the pairs of a task; the exit code."""
+    """Make the pairs of a task, and return the exit code."""
     args = parse_args(argv)
     windows = check_args(args)
     selection = Selection.of(vars(args))
     inputs = find_inputs(args.input_dir, shared=selection.val_fraction > 0)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
-    tokenizer.encode("")  # says so where it knows ids only
+    tokenizer.encode("")  # raises if the tokenizer has only ids and no text
     job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer),
                        OUTPUTS[args.format], selection)
     job.refuse_others()
@@ -193,15 +187,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with sigterm_interrupts():
         try:
             job.prepare()
-            folder = args.output_dir / TOKENIZER  # beside the pairs: whoever trains finds it there
+            folder = args.output_dir / TOKENIZER  # training finds it beside the pairs
             if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
-                tokenizer.save(folder, force=True)  # pairs of another were refused
+                tokenizer.save(folder, force=True)  # refuse_others has refused pairs of another tokenizer
             good = make_pairs(job, mine, args.num_workers)
             if args.num_tasks == 1:
                 good = finish(job) and good
             return 0 if good else 1
         except KeyboardInterrupt:
-            job.clean_up(fresh_s=0)  # of the workers, which are dead
+            job.clean_up(fresh_s=0)  # leftovers of the workers, which are dead
             raise
 
 

@@ -1,15 +1,14 @@
 """
-Check a run before it starts: with the flags of scripts.base_train, and nothing is written.
+Check a run before it starts: takes the flags of scripts.base_train, and writes nothing.
 
-    python -m scripts.validate --data-format shards --data-path OUT --curriculum mix.yaml --depth 12 ...
+    python -m scripts.validate --config=runs/laptop.yaml --data-path=mytext --num-iterations=100
 
-Configuration, files, tokenizer, the run that is there already, disk space; then the plan: what
-each phase asks of each bucket, what is there, what can be used before the first lane is dry,
-passes, what is cropped, repeated and padded, and the exact step at which a bucket runs dry. Shards
-know their lengths, so this is what will happen; for text it is an estimate from a sample, and
-never an error.
+Checks configuration, files, tokenizer, an existing run of the same name, and disk space. Then it prints the plan: how
+much each phase takes from each bucket, how much the bucket has, how much of it can be used before the first lane runs
+dry, passes, cropped, repeated and padded tokens, and the exact step at which a bucket runs dry. The plan is exact for
+shards, whose documents have known lengths; for text it is an estimate from a sample, and never an error.
 
-The exit code is 0 where the run can reach its last step, 1 where it cannot.
+Exit code: 0 if the run can reach its last step, else 1.
 """
 
 import os
@@ -38,24 +37,22 @@ from nanochat.start_run import (
     print_split,
 )
 
-COPIES = 2  # of the newest checkpoint: the old one goes when the new one is whole
-BY_TIME = TIMED_KEPT + 1  # checkpoints on disk at once with saves by time; then `final` takes the place of one
+COPIES = 2  # of the newest checkpoint: the old one is deleted when the new one is complete
+BY_TIME = TIMED_KEPT + 1  # checkpoints on disk at once with saves by time; in the end `final` replaces one
 
 
 def parser() -> Parser:
-    """base_train's flags and a few more."""
-    p = add_flags(Parser(prog="python -m scripts.validate", epilog=__doc__,
-                         description="Check a run before it starts."))
+    """base_train's flags and two more."""
+    p = add_flags(Parser(prog="python -m scripts.validate", usage="%(prog)s [flags]", description=__doc__))
     g = p.add_argument_group("validate")
     g.add_argument("--world-size", type=whole(1), default=int(os.environ.get("WORLD_SIZE", 1)),
                    help="processes of the run")
-    g.add_argument("--plot", type=Path, metavar="PNG",
-                   help="draw shares, phases and passes (needs matplotlib)")
+    g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes (needs matplotlib)")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and tell. Raises ValueError and OSError for what keeps the run from starting."""
+    """Check the run and print the results. ValueError or OSError for a problem that prevents a start."""
     args = parser().parse_args(argv)
     setup_logging()
     settings = from_flags(args)
@@ -69,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as e:
         start = inspect_run(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"), device)
         refused = True
-        print(f"error: {e}\na new run of these settings:")
+        print(f"error: {e}\na new run with these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
@@ -77,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"{describe_memory(estimate_memory(start.settings))}, with --device-batch-size="
            f"{start.settings.device_batch_size}")
     if not refused:
-        beginning = "starts again from step 0" if is_run_dir(start.run_dir) else "a new run"
+        beginning = "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
         ok(f"run directory {start.run_dir}: "
-           + (f"goes on from {start.checkpoint.path}" if start.checkpoint else beginning))
+           + (f"resumes from {start.checkpoint.path}" if start.checkpoint else beginning))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")
-    # weights, and two float32 of the optimizer
+    # float32 weights, and two more float32 per weight in the optimizer
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
     start, data = find_data(start, tokenizer)
     ok("files")
@@ -104,28 +101,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_FAILED if refused or why else 0
 
 
-def ok(what: str) -> None:
-    """A check that passed."""
-    print(f"ok: {what}")
+def ok(text: str) -> None:
+    """Report a check that passed."""
+    print(f"ok: {text}")
 
 
-def check_disk(start: Start, one: int) -> None:
-    """Whether checkpoints of `one` byte each fit. ValueError if not even the first few do;
-    otherwise tells."""
+def check_disk(start: Start, num_bytes: int) -> None:
+    """Print whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the first few do."""
     every, num_steps = start.settings.save_every, start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     number = 1 + (num_steps - 1) // every if every > 0 else BY_TIME if every < 0 else 1
-    about = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {one / 1e9:,.2f} "
-             f"GB, the run keeps {number:,}")
-    if free < COPIES * one:
-        raise ValueError(f"disk: {about}; free some, or move the runs with NANOCHAT_BASE_DIR")
-    print(f"{'ok' if free > (number + 1) * one else 'warning'}: disk: {about}")
+    needs = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.2f} GB, the run "
+             f"keeps {number:,}")
+    if free < COPIES * num_bytes:
+        raise ValueError(f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk")
+    print(f"{'ok' if free > (number + 1) * num_bytes else 'warning'}: disk: {needs}")
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the plan as PNG: shares of the buckets over tokens with the edges of phases, and passes
-    over each bucket."""
+    """Draw the plan as PNG: the buckets' shares in each phase, and passes over each bucket, over tokens."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -136,12 +131,12 @@ def draw(plan: Plan, path: Path) -> None:
     edges, ran = np.cumsum([0, *(phase["tokens"] for phase in plan.phases)]), plan.steps * step
     below = np.zeros(len(plan.phases))
     for i, (name, bucket) in enumerate(plan.buckets.items()):
-        asked, color = np.array([phase["asked"][name] for phase in plan.phases], float), f"C{i}"
-        share = asked / np.maximum(np.diff(edges), 1)
+        taken, color = np.array([phase["asked"][name] for phase in plan.phases], float), f"C{i}"
+        share = taken / np.maximum(np.diff(edges), 1)
         shares.stairs(below + share, edges, baseline=below, fill=True, color=color, label=name)
         below += share
-        taken, x = np.cumsum([0, *asked]), np.append(edges[edges < ran], ran)
-        y = np.interp(x, edges, taken) / max(1, np.interp(ran, edges, taken)) * bucket.passes
+        total, x = np.cumsum([0, *taken]), np.append(edges[edges < ran], ran)
+        y = np.interp(x, edges, total) / max(1, np.interp(ran, edges, total)) * bucket.passes
         passes.plot(x, y, color=color, label=name)
         if bucket.dry_step is not None:
             passes.axvline(bucket.dry_step * step, color=color, linestyle=":")

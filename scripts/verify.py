@@ -1,32 +1,29 @@
 """
-Check runs, checkpoints and token shards on disk, to the last byte, and receipts against data:
+Verify runs, checkpoints and token shards on disk, byte by byte, and receipts against data.
 
-    python -m scripts.verify PATH...     a run (its tag will do), folders with everything below
-                                         them, one pair, one checkpoint; pairs may lie in object
-                                         storage (s3://bucket/prefix)
+    python -m scripts.verify mine                   # a run; also several paths
+    python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
+    python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
 
-Each thing is opened as training opens it, and read whole; what training would refuse is a problem.
-What else is looked at:
+Everything is opened as training opens it and read to the end; anything that training would refuse is a problem. Pairs
+may be in object storage (s3://bucket/prefix). These are checked in addition:
 
-    pairs         .bin and .idx, a file of ids with an index (GPTS, or Megatron's): no empty entry,
-                  prefixes and windows as long as they may be, ids inside the vocabulary,
-                  end-of-document ids at the ends of documents and nowhere else, and what
-                  manifest.json says. Then a table: how long entries are, and how many are
-                  longer than a row of T + 1
-    checkpoints   a line for each file, its size and checksum; files that the checkpoint does not
-                  list. Nothing is unpickled
-    cursors       those that a run keeps in logs/
-    row losses    those in logs/rows: the checksum of every logged step's record
-    data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every
-                  byte of those whose checksum is in a manifest.json (what scripts.tok_shards wrote)
+    pairs         .bin and .idx, ids with an index (GPTS or Megatron's): no empty entries, prefixes and windows within
+                  their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
+                  else, and the records of manifest.json. Then a table of the lengths of entries
+    checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
+    cursors       all that a run keeps in logs/
+    row losses    the checksum of every logged step's record in logs/rows
+    data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every byte of files
+                  whose checksum is in a manifest.json (scripts.tok_shards writes it)
 
-    receipt       with --data-path=DIR: the files are those of the receipt, byte by byte, and the rows
-                  of some steps (--steps) are those that the run logged, recomputed without the run
+    receipt       with --data-path=DIR: the files equal those of the receipt, byte by byte; the rows of some steps
+                  (--steps), recomputed without the run, have the digests that the run logged
 
-All files are looked at, whatever is wrong with the first. The exit code is 1 if anything is. Pairs
-are read in blocks, so memory does not depend on their size. A foreign pair names neither vocabulary
-nor end-of-document id: ids have no bound unless --tokenizer or --vocab-size gives one, and the last
-id of a GPTS file is taken for the latter (Megatron's need not have any: only --tokenizer tells).
+A problem does not stop the check of the other files. The exit code is 1 if there is any problem. Pairs are read in
+blocks, so memory does not depend on their size. A pair without a manifest.json names neither vocabulary nor
+end-of-document id: ids are not bounded unless you give --tokenizer or --vocab-size, and the last id of a GPTS file
+counts as the end-of-document id (Megatron's files may have none, so there only --tokenizer decides).
 """
 
 import argparse
@@ -48,43 +45,42 @@ from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
-from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, running
+from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 
 SEAL_NAME = "trainer_state.json"
 BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
-TIMED_STEPS = 20  # after which the time that a receipt takes is estimated
+TIMED_STEPS = 20  # steps of a receipt after which the remaining time is estimated
 
-Check = Callable[[tqdm], Iterator[str]]  # yields what it finds, and tells a progress bar how many bytes it has read
+Check = Callable[[tqdm], Iterator[str]]  # yields lines to print, and advances a progress bar by the bytes it reads
 
 
 class Problem(str):
-    """A line that says what is wrong."""
+    """A line that describes a problem."""
 
 
 # ---- pairs --------------------------------------------------------------------------------------
 
 def length_table(lengths: Counter[int], row: int) -> list[str]:
-    """For people: how many entries are of which lengths, {ids: entries}, by powers of two; and how
-    many are longer than a row of so many ids."""
-    ids, entries = (np.array([*found]) for found in (lengths, lengths.values()))
-    tokens, num_entries, num_tokens = ids * entries, lengths.total(), int(ids @ entries)
+    """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a row of `row` ids."""
+    ids, entries = np.array([*lengths]), np.array([*lengths.values()])
+    tokens, num_entries, num_tokens = ids * entries, lengths.total(), max(1, int(ids @ entries))
     power = np.frexp(np.maximum(ids, 1))[1] - 1
     rows = []
     for k in np.unique(power).tolist():
-        of_k, its_tokens = int(entries[power == k].sum()), int(tokens[power == k].sum())
+        of_k = int(entries[power == k].sum())
         rows.append((f"{1 << k:,} .. {(2 << k) - 1:,}", of_k, f"{of_k / num_entries:.2%}",
-                     f"{its_tokens / max(1, num_tokens):.2%}"))
+                     f"{tokens[power == k].sum() / num_tokens:.2%}"))
     longer = ids > row
     beyond = int((tokens - row * entries)[longer].sum())
     return [*table(("ids", "entries", "of entries", "of tokens"), rows),
-            f"longer than T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries; beyond it lie "
-            f"{beyond:,} tokens, {beyond / max(1, num_tokens):.2%}"]
+            f"longer than T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries; {beyond:,} tokens "
+            f"({beyond / num_tokens:.2%}) are beyond it"]
 
 
 def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int],
                bar: tqdm) -> Iterator[str]:
-    """The problems of one pair, given by its .bin; what it holds is added to `counts` and `lengths`."""
+    """The problems of one pair, given by its .bin; adds its sizes to `counts` and `lengths`."""
     try:
         pair = open_tokens(path)
         record, manifest = pair.record, pair.manifest
@@ -127,66 +123,62 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengt
 
 def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
                   wrong: dict[str, list[Any]]) -> int:
-    """Note what is wrong with a block of entries from number `first` on, {what: [a sentence of the first
-    entry, how many]}; returns how many documents end in the block."""
+    """Add the problems of a block of entries from number `first` on to `wrong`, {problem: [sentence for its first
+    entry, number of entries]}, and return how many documents end in the block."""
     last = min(first + BLOCK_ENTRIES, len(pair))
     lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
 
-    def note(which: np.ndarray, what: str) -> None:
-        for i in np.flatnonzero(which).tolist():
-            known = wrong.setdefault(what, [f"{pair.path}: entry {first + i:,} of {lengths[i]:,} ids {what}", 0])
-            known[1] += 1
+    def report(entries: np.ndarray, problem: str) -> None:
+        if entries.any():
+            i = int(np.argmax(entries))
+            sentence = f"{pair.path}: entry {first + i:,} of {lengths[i]:,} ids {problem}"
+            wrong.setdefault(problem, [sentence, 0])[1] += np.count_nonzero(entries)
 
     full = lengths > 0
-    note(~full, "is empty")
-    note(full & (prefixes >= lengths), "is no longer than its prefix")
+    report(~full, "is empty")
+    report(full & (prefixes >= lengths), "is not longer than its prefix")
     if first == 0 and prefixes[0] > 0:
-        note(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but no entry is before it")
+        report(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but it is the first entry")
     if max_length:
-        note(lengths > max_length + 1, f"is longer than a window of {max_length:,} and its end")
+        report(lengths > max_length + 1, f"is longer than a window of {max_length:,} and its end")
     ids, edges = pair.read_flat(first, last)
 
-    def within(which: np.ndarray) -> np.ndarray:
-        """How many of the ids of each entry are among these, (n,)."""
-        return np.diff(running(which)[edges])
+    def count(mask: np.ndarray) -> np.ndarray:
+        """The number of ids of each entry for which `mask` is True, (n,)."""
+        return np.diff(to_offsets(mask)[edges])
 
     if vocab_size is not None:
-        outside = within((ids < 0) | (ids >= vocab_size)) > 0
-        note(outside, f"has ids outside the vocabulary of {vocab_size:,}")
+        report(count((ids < 0) | (ids >= vocab_size)) > 0, f"has ids outside the vocabulary of {vocab_size:,}")
     if eod is None:
         return len(lengths)
     is_end = ids == eod
     closed = np.zeros(len(lengths), bool)  # whether the entry ends with the id
     closed[full] = is_end[edges[1:][full] - 1]
-    ends = np.ones(len(lengths), bool)  # whether the next entry is no later window of its document
+    ends = np.ones(len(lengths), bool)  # whether the next entry belongs to another document
     following = pair.prefixes(first + 1, min(last + 1, len(pair)))
     ends[:len(following)] = following == 0
     must_end = ends if pair.ends_follow else np.arange(first, last) == len(pair) - 1
     end = f"the end-of-document id {eod}"
-    note(within(is_end) > closed, f"has {end} inside it")
+    report(count(is_end) > closed, f"has {end} inside it")
     if pair.ends_follow:
-        note(closed & ~ends, f"ends with {end}, but its document goes on")
+        report(closed & ~ends, f"ends with {end}, but its document continues")
     if pair.ends_follow or pair.format == "shards":
-        note(must_end & full & ~closed, f"ends a document without {end}")
+        report(must_end & full & ~closed, f"ends a document without {end}")
     return int((closed & ends).sum())
 
 
 def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
                 whole: bool) -> Iterator[str]:
-    """Verify pairs of one folder, each given by its .bin; `whole`: all that there are."""
-    try:
-        manifest = read_manifest(folder)
-    except ValueError as e:
-        yield Problem(e)
-        return
+    """Verify pairs of one folder, each given by its .bin; `whole`: whether these are all of the folder's pairs."""
+    manifest = read_manifest(folder)
     if manifest is not None:
-        theirs, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
-        if args.fingerprint not in (None, theirs):
-            yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {theirs}, {args.tokenizer} is "
+        fingerprint, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
+        if args.fingerprint not in (None, fingerprint):
+            yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {fingerprint}, but {args.tokenizer} is "
                           f"{args.fingerprint}")
         yield from (Problem(f"{path}: {MANIFEST_NAME} does not list it") for path in paths if path.stem not in listed)
         on_disk = {path.stem for path in paths} if whole else listed
-        yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is not there")
+        yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is missing")
                     for name in listed if name not in on_disk)
     counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
@@ -195,14 +187,14 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
     if lengths:
         yield from (f"  {line}" for line in length_table(lengths, args.sequence_len + 1))
     if manifest is None and args.vocab_size is None:
-        yield "  ids have no known bound: give --tokenizer or --vocab-size to check it"
+        yield "  the vocabulary is unknown: give --tokenizer or --vocab-size to check the ids"
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------
 
 def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
-    """Verify one checkpoint. One that a run at work deletes meanwhile is no problem."""
-    from nanochat.checkpoint import check_file, open_verified, read_seal  # with PyTorch
+    """Verify one checkpoint. It is not a problem if a running process deletes it in the meantime."""
+    from nanochat.checkpoint import check_file, open_verified, read_seal  # imports PyTorch
 
     problems: list[str] = []
     try:
@@ -220,11 +212,11 @@ def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
         problems += [f"{path / name}: {SEAL_NAME} does not list it"
                      for name in sorted(on_disk - state["files"].keys() - {SEAL_NAME})]
         if not problems:
-            open_verified(path, state)  # says what does not fit
+            open_verified(path, state)  # raises for parts that do not fit together
     except (ValueError, OSError) as e:
         problems.append(str(e))
     if problems and not path.exists():
-        yield f"{path}: the run deleted it meanwhile"
+        yield f"{path}: the run deleted it in the meantime"
     else:
         yield from map(Problem, problems)
 
@@ -235,8 +227,8 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
     for step, file in files.items():
         try:
             bar.update(file.stat().st_size)
-            if (written := read_cursors(file)[0]) != step:
-                raise ValueError(f"{file}: it holds the cursors of step {written}; delete it")
+            if (actual := read_cursors(file)[0]) != step:
+                raise ValueError(f"{file}: it holds the cursors of step {actual}; delete it")
             good += 1
         except (ValueError, OSError) as e:
             yield Problem(e)
@@ -244,15 +236,11 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
 
 
 def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
-    """Read the losses of the rows of every logged step; a step without any is no problem."""
-    run, good = RunReader(folder.absolute().parents[1]), 0
-    try:
-        if not run.digests:
-            return
-        losses = run.row_losses
-    except (ValueError, OSError) as e:
-        yield Problem(e)
+    """Read the row losses of every logged step. A step without them is not a problem."""
+    run = RunReader(folder.absolute().parents[1])
+    if not run.digests:
         return
+    losses, good = run.row_losses, 0
     for step in run.digests:
         try:
             losses.read(step)
@@ -268,14 +256,10 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 # ---- the data of a run --------------------------------------------------------------------------
 
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
-    """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those
-    whose checksums are in the manifest.json beside them."""
-    try:
-        manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
-    except (ValueError, OSError) as e:
-        yield Problem(e)
-        return
-    files: dict[Path, dict[str, Any]] = {}  # its manifest, with this file alone
+    """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those whose checksums
+    are in the manifest.json beside them."""
+    manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
+    files: dict[Path, dict[str, Any]] = {}  # for each file, its manifest reduced to this file
     for manifest in manifests:
         files |= {as_path(manifest["root"]) / file["name"]: {**manifest, "files": [file]} for file in manifest["files"]}
     folders: dict[Path, list[Path]] = {}
@@ -289,57 +273,51 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
             yield Problem(e)
     for folder, paths in folders.items():
         yield from check_pairs(folder, paths, args, bar, whole=False)
-    read = sum(map(len, folders.values()))
-    yield f"{path}: {len(files):,} files compared, {read:,} of them read to the last byte"
+    yield f"{path}: {len(files):,} files compared, {sum(map(len, folders.values())):,} of them read completely"
 
 
 # ---- receipts -----------------------------------------------------------------------------------
 
 def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
     """Recompute the rows of some steps from the data, and compare their digests with those of a receipt."""
-    from nanochat.config import Settings  # with PyTorch
+    from nanochat.config import Settings  # imports PyTorch
     from scripts.inspect_data import open_from_receipt, step_digests
     from scripts.receipt import next_link, read_receipt
 
-    try:
-        receipt = read_receipt(path)
-        marks = {int(step): mark for step, mark in receipt["marks"].items()}
-        wanted = args.steps or sorted(marks)
-        opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
-                                                  eod_token=args.eod_token), max(wanted))
-        yield f"{path}: the files in {args.data_path} are those that {receipt['run']} was trained on"
-        last = min(step for step in marks if step >= max(wanted))
-        yield (f"  recomputes steps 0 to {last:,}: a row depends on those before it, and step {last:,} is the next one "
-               f"whose digest the receipt has")
-        link, good, began = "", -1, time.monotonic()
-        for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
-                                 desc="recomputed", leave=False, disable=None):
-            digest = f"{part:016x}"
-            link = next_link(link, digest)
-            if step + 1 == TIMED_STEPS and (rest := (time.monotonic() - began) / TIMED_STEPS * (last - step)) > 5:
-                yield f"  which takes about {duration(rest)}"
-            if step not in marks:
-                continue
-            if digest != marks[step]["digest"]:
-                yield Problem(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, the "
-                              f"receipt says {marks[step]['digest']}; code, tokenizer or data differ")
-                return
-            if link != marks[step]["chain"]:
-                yield Problem(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
-                              f"chain of their digests differs; code, tokenizer or data differ")
-                return
-            good = step
-        yield (f"  OK steps {', '.join(map(str, wanted))}: trained on these rows, and so were all steps from 0 to "
-               f"{good:,} (chain of digests {link})")
-    except (ValueError, OSError) as e:
-        yield Problem(e)
+    receipt = read_receipt(path)
+    marks = {int(step): mark for step, mark in receipt["marks"].items()}
+    steps = args.steps or sorted(marks)
+    opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
+                                              eod_token=args.eod_token), max(steps))
+    yield f"{path}: {receipt['run']} was trained on the files in {args.data_path}"
+    last = min(step for step in marks if step >= max(steps))
+    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the next step "
+           f"whose digest is in the receipt")
+    link, good, began = "", -1, time.monotonic()
+    for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
+                             desc="recomputed", leave=False, disable=None):
+        digest = f"{part:016x}"
+        link = next_link(link, digest)
+        if step + 1 == TIMED_STEPS and (rest := (time.monotonic() - began) / TIMED_STEPS * (last - step)) > 5:
+            yield f"  this takes about {duration(rest)}"
+        if step not in marks:
+            continue
+        if digest != marks[step]["digest"]:
+            raise ValueError(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but the "
+                             f"receipt says {marks[step]['digest']}; code, tokenizer or data differ")
+        if link != marks[step]["chain"]:
+            raise ValueError(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
+                             f"chain of their digests differs; code, tokenizer or data differ")
+        good = step
+    yield (f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
+           f"(chain of digests {link})")
 
 
 # ---- the command --------------------------------------------------------------------------------
 
 def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
-    """What checks all that can be verified at or below a path, or in the run that it names.
-    FileNotFoundError or ValueError where that is nothing."""
+    """The checks of everything that can be verified at or below a path, or in the run that it names. FileNotFoundError
+    or ValueError if there is nothing to verify."""
     if not path.exists():
         if is_remote(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
@@ -350,8 +328,8 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
     pairs: dict[Path, set[Path]] = {}
-    checks: list[Check] = []  # of checkpoints, kept cursors, losses of rows
-    closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, losses of rows
+    checks: list[Check] = []  # of checkpoints, kept cursors, row losses
+    closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
     for p in [path, *sorted(below(path))]:
         hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
         if hidden or not closed.isdisjoint(p.parents):
@@ -367,7 +345,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
             named, seal = parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name), p / SEAL_NAME
             if named or seal.is_file():
                 closed.add(p)
-                if named or b'"format_version"' in seal.read_bytes():  # others use the name, too
+                if named or b'"format_version"' in seal.read_bytes():  # other programs use the name, too
                     checks.append(partial(check_checkpoint, p))
             elif (parent, name) == ("logs", "cursors"):
                 checks.append(partial(check_cursors, p))
@@ -375,22 +353,21 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
                 closed.add(p)
                 checks.append(partial(check_row_losses, p))
     if not (pairs or checks):
-        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or "
-                         f"kept cursors at or below it (text has no checksums of ours); name another path")
+        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "
+                         f"below it (text files have no checksums); name another path")
     return [*(partial(check_pairs, folder, sorted(files), args, whole=True)
               for folder, files in sorted(pairs.items())), *checks]
 
 
 def below(path: Path) -> Iterable[Path]:
-    """Everything below a folder. What a run deletes meanwhile is passed over."""
+    """Everything below a folder. Unlike rglob, os.walk skips folders that a run deletes in the meantime."""
     if is_remote(path):
         return path.rglob("*")
-    return (Path(folder) / name for folder, folders, files in os.walk(path)
-            for name in (*folders, *files))
+    return (Path(folder) / name for folder, folders, files in os.walk(path) for name in (*folders, *files))
 
 
 def is_manifest(path: Path) -> bool:
-    """Whether a manifest.json is of token files: other programs use the name too."""
+    """Whether a manifest.json belongs to token files: other programs use the name, too."""
     try:
         return read_manifest(path.parent) is not None
     except ValueError:
@@ -398,25 +375,24 @@ def is_manifest(path: Path) -> bool:
 
 
 def step_list(text: str) -> list[int]:
-    """argparse type: numbers of steps with commas between them."""
+    """argparse type: numbers of steps, separated by commas."""
     if not all(word.isdecimal() for word in text.split(",")):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected steps with commas between, as 0,1000")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected steps separated by commas, such as 0,1000")
     return [int(word) for word in text.split(",")]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, or what lies on disk")
-    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens a row trains on")
+    parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, file or folder")
+    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens that a row trains on")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--tokenizer", metavar="NAME", help=f"of the ids: {TOKENIZER_HELP}")
-    known.add_argument("--vocab-size", type=int, metavar="N",
-                       help="bound of ids where no manifest.json tells it")
+    known.add_argument("--tokenizer", metavar="NAME", help=f"the tokenizer of the ids: {TOKENIZER_HELP}")
+    known.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for pairs without a manifest.json")
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
     receipts = parser.add_argument_group("receipts")
-    receipts.add_argument("--data-path", metavar="DIR", help="the data that a receipt is compared with")
+    receipts.add_argument("--data-path", metavar="DIR", help="the data to compare a receipt with")
     receipts.add_argument("--steps", type=step_list, metavar="0,1000,41199",
-                          help="which steps of the run (default: all that have a digest in the receipt)")
+                          help="steps of the run to check (default: all that have a digest in the receipt)")
     begin_launch()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
@@ -428,13 +404,20 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verify and print; 1 if anything is wrong. ValueError, OSError if there is nothing to verify."""
+    """Verify and print; return 1 if there is a problem. ValueError or OSError if there is nothing to verify."""
     args = parse_args(argv)
     setup_logging()
     num_problems = 0
+
+    def run(check: Check, bar: tqdm) -> Iterator[str]:
+        try:
+            yield from check(bar)
+        except (ValueError, OSError) as e:  # the rest of this check is impossible
+            yield Problem(e)
+
     with tqdm(unit="B", unit_scale=True, desc="verified", disable=None) as bar:
         for check in [check for path in args.paths for check in find_all(path, args)]:
-            for line in check(bar):
+            for line in run(check, bar):
                 bar.clear()
                 print(f"  PROBLEM {line}" if isinstance(line, Problem) else line, flush=True)
                 num_problems += isinstance(line, Problem)

@@ -1,4 +1,4 @@
-"""scripts.tok_shards for tests/test_tok_shards.py, with inputs that never come to an end: those named `slow`."""
+"""scripts.tok_shards for tests/test_tok_shards.py: converting an input named `slow...` never ends."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ class SlowPretokenizer(Pretokenizer):
 
     def _write(self, i: Any, tokenizer: Any, writer: Any) -> Any:
         if i.stem.startswith("slow"):
-            writer.add(np.array([1]), np.array([1]), np.array([0]))  # the pair is being written
+            writer.add(np.array([1]), np.array([1]), np.array([0]))  # begin to write the pair
             (self.output / f"busy-{i.stem}").touch()
             while True:
                 time.sleep(0.01)
@@ -30,6 +30,6 @@ if __name__ == "__main__":
     from scripts import tok_shards
     from tests import _tok_worker
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and their tests, ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     tok_shards.Pretokenizer = _tok_worker.SlowPretokenizer  # type: ignore[misc]
     run_main(lambda: tok_shards.main(sys.argv[1:]))

@@ -136,9 +136,9 @@ SHARDS = [
     ("base_train --data-path=shards", {}, ("no .parquet", "--data-format shards")),
     ("base_train --data-path=data --packing=binned", {}, ("--packing binned", "--packing bestfit")),
     (f"{PAIRS} --tokenizer=other", {"other": tokenizer},
-     ("shards/train/data", "were made with tokenizer", "--tokenizer")),
+     ("shards/train/data", "made its shards, but this run has", "--tokenizer")),
     (f"{PAIRS} --tokenizer=other --plan=off", {"other": tokenizer},
-     ("were made with tokenizer", "--tokenizer")),
+     ("made its shards, but this run has", "--tokenizer")),
     (f"{PAIRS} --packing=binned", {},
      ("train/data/shard_", "a row of the binned layout 65", "--max-length 64")),
     (PAIRS, {"shards/train/data/lost.idx": b""},
@@ -148,11 +148,11 @@ SHARDS = [
     (PAIRS, {"shards/val/data/shard_3.bin": CUT},
      ("shard_3.bin: 5.5 tokens on disk, but the offsets", "rerun scripts.tok_shards")),
     (PAIRS, {"shards/train/data/shard_0.idx": GONE},
-     ("shard_0.idx: not there; bring it back", "rerun scripts.tok_shards")),
+     ("shard_0.idx: the file is missing; restore it", "rerun scripts.tok_shards")),
     ("verify shards", {"shards/train/data/shard_0.bin": CUT}, ()),
     ("verify shards --tokenizer=other", {"other": tokenizer}, ()),
     ("verify nowhere/x.bin", {}, ("no such file or folder",)),
-    ("verify empty", {"empty": FOLDER}, ("found nothing to verify", "text has no checksums")),
+    ("verify empty", {"empty": FOLDER}, ("found nothing to verify", "text files have no checksums")),
     ("verify d13", {}, ("no run 'd13'",)),
 ]
 
@@ -289,9 +289,9 @@ MAKERS = [
         ("gpts", {"in/a": pair([[1, E]]), "in/b": megatron([1, E], "<u2")}, ("mixes both",)),
         ("megatron", {"in/a": pair([[1 << 31]], vocab_size=1 << 32)}, ("a.bin: got uint32 ids 2147483648",)),
         ("gpts", {"in/a": megatron([-1], "<i4")}, ("a.bin: got int32 ids -1",)),
-        ("gpts", {"in/a": megatron([1], "<i4", b"\3")}, ("a.idx: its sequences have modes, as multimodal data has",)),
+        ("gpts", {"in/a": megatron([1], "<i4", b"\3")}, ("a.idx: it is multimodal data (its sequences have modes)",)),
         ("gpts", {}, ("no such data folder",)))),
-    *((f"convert_shards in {out} --to=megatron", {"in/a": pair([[1, E]])}, ("it is IN, or one lies in the other",))
+    *((f"convert_shards in {out} --to=megatron", {"in/a": pair([[1, E]])}, ("it is IN, or one contains the other",))
       for out in ("in", "in/x", ".")),
     *((f"dataset {flags}", {}, words) for flags, words in (
         ("-n=-2", ("-n",)), ("-w=0", ("-w",)), ("--base-url=ftp://x", ("--base-url",)),

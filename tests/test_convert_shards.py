@@ -1,4 +1,4 @@
-"""convert_shards: documents come out whole and come back byte for byte; what a format cannot hold is named."""
+"""convert_shards: documents are converted whole and come back byte for byte; it resumes where it stopped."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def convert(source, target, to, *more):
 
 
 def data_files(folder):
-    """Pairs and manifests."""
+    """The contents of pairs and manifests."""
     return {f.relative_to(folder).as_posix(): f.read_bytes() for f in sorted(folder.rglob("*"))
             if f.name == "manifest.json" or f.suffix in (".bin", ".idx")}
 
@@ -32,7 +32,7 @@ def entries_of(path):
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory):
-    """The same text as sets of windows, of whole documents, and of Megatron's."""
+    """The same text as windows, as whole documents and in Megatron's format."""
     root = tmp_path_factory.mktemp("sets")
     for n in range(2):
         write_jsonl(root / "raw" / "web" / f"{n}.jsonl", some_texts(60, seed=n))
@@ -46,23 +46,21 @@ def sets(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name, block", [("windows", 7), ("whole", None), ("bare", 7), ("megatron", 7)])
-def test_what_is_made_is_what_tok_shards_makes_of_the_same_text(sets, tmp_path, monkeypatch, name, block):
+def test_converted_shards_equal_those_of_tok_shards_from_the_same_text(sets, tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(convert_shards, "BLOCK_ENTRIES", block or convert_shards.BLOCK_ENTRIES)
-    there, back = ("gpts", "megatron") if name == "megatron" else ("megatron", "gpts")
-    convert(sets[name], tmp_path / "there", there)
-    convert(tmp_path / "there", tmp_path / "back", back)
-    cut = name in ("windows", "bare")  # then groups of windows are no groups of documents: they are left out
-    for folder, made in (("there", there), ("back", back)):
-        theirs = data_files(sets["whole" if made == "gpts" else "megatron"])
-        found = data_files(tmp_path / folder)
-        differ = [file for file in theirs if found[file] != theirs[file]]
-        assert len(found) == 12 and all(cut and "manifest" in file for file in differ), differ
-    for folder in ("there", "back"):
-        assert RustBPETokenizer.from_directory(tmp_path / folder / "tokenizer").get_vocab_size() == 300
-        assert verify.main([str(tmp_path / folder)]) == 0
+    formats = ("gpts", "megatron") if name == "megatron" else ("megatron", "gpts")
+    convert(sets[name], tmp_path / "1", formats[0])
+    convert(tmp_path / "1", tmp_path / "2", formats[1])
+    cut = name in ("windows", "bare")  # the manifest lists no groups then: those of windows do not fit documents
+    for folder, made in zip((tmp_path / "1", tmp_path / "2"), formats):
+        expected, files = data_files(sets["whole" if made == "gpts" else "megatron"]), data_files(folder)
+        differ = [file for file in expected if files[file] != expected[file]]
+        assert len(files) == 12 and all(cut and "manifest" in file for file in differ), differ
+        assert RustBPETokenizer.from_directory(folder / "tokenizer").get_vocab_size() == 300
+        assert verify.main([str(folder)]) == 0
 
 
-def test_it_goes_on_where_it_stopped_and_makes_again_what_changed(sets, tmp_path, monkeypatch):
+def test_it_resumes_where_it_stopped_and_converts_changed_pairs_again(sets, tmp_path, monkeypatch):
     source, out = tmp_path / "in", tmp_path / "out"
     shutil.copytree(sets["windows"], source)
     original, calls = convert_shards.convert, []
@@ -83,7 +81,7 @@ def test_it_goes_on_where_it_stopped_and_makes_again_what_changed(sets, tmp_path
     assert data_files(out) == data_files(tmp_path / "straight")
     del calls[3:]
     convert(source, out, "megatron")
-    assert len(calls) == 3, "nothing is made twice"
+    assert len(calls) == 3, "no pair is converted twice"
     os.utime(source / "val" / "web" / "1.bin")
     convert(source, out, "megatron")
     assert calls[3:] == ["1.bin"] and data_files(out) == data_files(tmp_path / "straight")
@@ -92,7 +90,7 @@ def test_it_goes_on_where_it_stopped_and_makes_again_what_changed(sets, tmp_path
 @given(st.lists(st.lists(st.integers(0, 90), max_size=9).map(lambda ids: [*ids, E]), min_size=1, max_size=8),
        st.integers(2, 5), st.integers(0, 1), st.sampled_from([1, 3, 100]))
 @settings(max_examples=examples(0.4))
-def test_foreign_windows_become_the_documents_they_were_cut_from(tmp_path_factory, documents, size, overlap, block):
+def test_windows_without_a_manifest_become_whole_documents(tmp_path_factory, documents, size, overlap, block):
     root = tmp_path_factory.mktemp("root")
     entries, prefixes = [], []
     for ids in documents:
@@ -102,16 +100,16 @@ def test_foreign_windows_become_the_documents_they_were_cut_from(tmp_path_factor
     write_pair(root / "in" / "a.b", entries, prefixes)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(convert_shards, "BLOCK_ENTRIES", block)
-        convert(root / "in", root / "there", "megatron", f"--eod={E}")
-        convert(root / "there", root / "back", "gpts")
-    assert entries_of(root / "there" / "a.b.bin") == entries_of(root / "back" / "a.b.bin") == documents
+        convert(root / "in", root / "1", "megatron", f"--eod={E}")
+        convert(root / "1", root / "2", "gpts")
+    assert entries_of(root / "1" / "a.b.bin") == entries_of(root / "2" / "a.b.bin") == documents
 
 
-def test_a_last_window_that_repeats_an_end_is_gone(tmp_path):
-    """gpt-simple's golden shard has such windows; its documents are known by their ids."""
+def test_a_last_window_that_only_repeats_a_documents_end_is_dropped(tmp_path):
+    """gpt-simple's golden shard has such windows."""
     shutil.copytree(GOLDEN, tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", "megatron")
-    found = entries_of(tmp_path / "out" / "tiny.bin")
-    told = json.loads((GOLDEN / "tiny.json").read_text())
-    assert len(found) == told["documents"] and all(d.count(0) == 1 and d[-1] == 0 for d in found)
-    assert found[0] == [*range(65, 75), 0] and found[2] == [*range(65, 73), 0]
+    documents = entries_of(tmp_path / "out" / "tiny.bin")
+    assert len(documents) == json.loads((GOLDEN / "tiny.json").read_text())["documents"]
+    assert all(d.count(0) == 1 and d[-1] == 0 for d in documents)
+    assert documents[0] == [*range(65, 75), 0] and documents[2] == [*range(65, 73), 0]

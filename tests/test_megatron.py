@@ -1,5 +1,5 @@
-"""Megatron's samples: the indices and tensors of megatron-core (golden), of a plain loop (hypothesis); the cache of
-indices believes nothing that is torn; bad input is one sentence."""
+"""Megatron's samples equal those of megatron-core (golden) and of a plain loop (hypothesis); the cache of indices
+detects corrupt files; bad input is one sentence."""
 
 import json
 import pickle
@@ -42,7 +42,7 @@ EOD = 3
 
 
 class Memory:
-    """Sequences in memory, as `GPTDataset` sees files: sequence i is ids 1000 i, 1000 i + 1, ... or what is given."""
+    """An `IndexedDataset` in memory: sequence i is ids 1000 i, 1000 i + 1, ..., or a part of the given ids."""
 
     dtype = np.dtype(np.int32)
 
@@ -103,12 +103,11 @@ def compare(dataset, expected):
     for part, other in zip(dataset.datasets, expected["datasets"]):
         compare(part, other)
     for i, sample in enumerate(expected["samples"]):
-        found = dataset[i]
-        assert {name: np.asarray(value).astype(int).tolist() for name, value in found.items()} == sample
+        assert {name: np.asarray(value).astype(int).tolist() for name, value in dataset[i].items()} == sample
     types = {name: str(value.dtype) for name, value in dataset[0].items() if name != "dataset_id"}
-    wanted = {"tokens": "torch.int64", "labels": "torch.int64", "loss_mask": "torch.float32",
-              "position_ids": "torch.int64", "attention_mask": "torch.bool"}
-    assert types == {name: wanted[name] for name in types}
+    expected = {"tokens": "torch.int64", "labels": "torch.int64", "loss_mask": "torch.float32",
+                "position_ids": "torch.int64", "attention_mask": "torch.bool"}
+    assert types == {name: expected[name] for name in types}
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"no golden data in {SHARED}")
@@ -134,7 +133,7 @@ def test_shared_golden_cases(case):
 # ---- a plain loop ---------------------------------------------------------------------------------------------------
 
 def plain_order(seed, documents, lengths, num_samples, T, extra):
-    """(document_index, samples shuffled first, last epoch apart), by the rules as one would tell them."""
+    """(document_index, samples shuffled first, whether the last epoch is shuffled separately), by the plain rules."""
     tokens, epochs = sum(lengths[d] for d in documents), 1
     while num_samples is not None and tokens * epochs < num_samples * T + extra:
         epochs += 1
@@ -150,8 +149,8 @@ def plain_order(seed, documents, lengths, num_samples, T, extra):
 
 
 def plain_samples(order, lengths, T, extra, drop_last):
-    """Where samples begin, token by token: sample k at token k T; without the extra token behind the one before. Behind
-    a partial sample: the last token, or the end of the last document."""
+    """Where samples begin, token by token: sample k at token k T; without the extra token, after the token before.
+    After a partial sample: at the last token, or the end of the last document."""
     tokens = [(place, offset) for place, document in enumerate(order) for offset in range(lengths[document])]
     begins = [(0, 0)]
     while len(begins) * T <= len(tokens) - extra:
@@ -166,8 +165,8 @@ def plain_samples(order, lengths, T, extra, drop_last):
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=90).filter(any), T=st.integers(1, 12),
        extra=st.booleans(), drop_last=st.booleans(), seed=st.integers(0, 2**32 - 1),
        num_samples=st.none() | st.integers(1, 60), cut=st.tuples(st.integers(0, 20), st.integers(0, 20)))
-def test_indices_and_tokens_are_those_of_a_plain_loop(lengths, T, extra, drop_last, seed, num_samples, cut):
-    """Also where documents are empty."""
+def test_indices_and_tokens_equal_those_of_a_plain_loop(lengths, T, extra, drop_last, seed, num_samples, cut):
+    """Some documents are empty."""
     documents = range(cut[0], len(lengths) - cut[1])
     if not sum(lengths[d] for d in documents):
         documents = range(len(lengths))
@@ -190,8 +189,8 @@ def test_indices_and_tokens_are_those_of_a_plain_loop(lengths, T, extra, drop_la
     assert live == [[k * T + j + 1 < len(stream) and (extra or j < T - 1) for j in range(T)] for k in shuffle]
 
 
-def test_samples_are_counted_in_float32_where_the_last_may_be_partial():
-    """Beyond 2**24 tokens that is not the true count; it is megatron-core's."""
+def test_samples_are_counted_in_float32_if_the_last_may_be_partial():
+    """Beyond 2**24 tokens the count is wrong, but it equals megatron-core's."""
     def count(tokens, drop_last):
         order = plan_order(0, range(1), tokens=tokens, num_samples=None, T=3, extra=True, drop_last=drop_last)
         return order.num_samples
@@ -219,7 +218,7 @@ def test_shuffle_index_is_wide_only_when_it_must_be(num_samples, monkeypatch):
                                      "drop_last_partial_validation_sequence")}),
        tokenizer=st.sampled_from([{}, {"pad": 5}, {"pad": EOD}]))
 def test_tensors_of_a_sample_and_rows_agree(ids, T, options, tokenizer):
-    """Masks and positions token by token; `row` gives the same ids, and the loss where `loss_mask` is 1."""
+    """Masks and positions are checked token by token; `row` has the same ids and mask as the tensors."""
     dataset = make(Memory([len(ids)], np.array(ids, np.int32)), split=Split.valid, T=T, tokenizer=tokenizer, **options)
     for i in range(len(dataset)):
         sample = dataset[i]
@@ -255,7 +254,7 @@ def test_pad_token(caplog):
     assert pad(eod=1, pad=1) == 1
 
 
-def test_made_up_data():
+def test_mock_data():
     config = GPTDatasetConfig(random_seed=1, sequence_length=512, tokenizer=SimpleNamespace(eod=7, vocab_size=50))
     train, valid, test = BlendedMegatronDatasetBuilder(MockGPTDataset, [1000, 10, None], lambda: True, config).build()
     assert config.mock and train is not None and valid is not None and test is not None
@@ -272,7 +271,7 @@ CORPORA = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=
 
 @given(CORPORA, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans())
 @settings(max_examples=examples(0.8))
-def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory, documents, dtype, mmap):
+def test_the_data_set_reads_back_what_the_builder_wrote(tmp_path_factory, documents, dtype, mmap):
     folder = tmp_path_factory.mktemp("p.q")
     builder = IndexedDatasetBuilder(folder / "a.b.bin", dtype=dtype)
     for number, document in enumerate(documents):
@@ -297,8 +296,8 @@ def test_what_the_builder_writes_the_data_set_reads(tmp_path_factory, documents,
         assert not dataset[0].flags.writeable
 
 
-def test_a_data_set_that_is_sent_to_a_spawned_worker_does_not_carry_its_tokens(tmp_path):
-    """Regression: pickling a memory map copied the whole .bin into every worker."""
+def test_a_pickled_data_set_does_not_contain_its_tokens(tmp_path):
+    """Regression: pickling a memory map copied the whole .bin into every spawned worker."""
     builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
     builder.add_document(np.arange(50_000), [50_000])
     builder.finalize(tmp_path / "a.idx")
@@ -306,7 +305,7 @@ def test_a_data_set_that_is_sent_to_a_spawned_worker_does_not_carry_its_tokens(t
     assert len(data) < 10_000 and (pickle.loads(data)[0] == np.arange(50_000)).all()
 
 
-def test_what_is_asked_of_files_must_be_there(tmp_path):
+def test_sequences_and_ids_outside_the_files_are_refused(tmp_path):
     builder = IndexedDatasetBuilder(tmp_path / "a.bin", dtype=np.uint16)
     builder.add_document([1, 2], [2])
     builder.add_document([3], [1])
@@ -318,11 +317,11 @@ def test_what_is_asked_of_files_must_be_there(tmp_path):
     for offset, length in ((0, 3), (3, None), (-1, 1), (1, -1)):
         with pytest.raises(ValueError, match=r"of sequence 0, which has 2"):
             dataset.get(0, offset, length)
-    with pytest.raises(ValueError, match=r"a\.idx: it has no modes; open it with multimodal=False"):
+    with pytest.raises(ValueError, match=r"a\.idx: its sequences have no modes; open it with multimodal=False"):
         IndexedDataset(tmp_path / "a", multimodal=True)
 
 
-def test_modes_of_sequences_are_read_and_not_trained_on(tmp_path):
+def test_modes_of_sequences_are_read_but_training_refuses_them(tmp_path):
     """Regression: a pair with modes was reported as truncated, and multimodal=True refused."""
     builder = IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16)
     builder.add_document([1, 2, 3, 4, 5, 6], [3, 2, 1])
@@ -338,10 +337,10 @@ def test_modes_of_sequences_are_read_and_not_trained_on(tmp_path):
     assert dataset.get(0, 1, 2)[0].tolist() == [2, 3]
     plain = IndexedDataset(tmp_path / "a")
     assert plain[1].tolist() == [4, 5] and plain.sequence_modes is None
-    with pytest.raises(ValueError, match=r"a\.idx: its sequences have modes, as multimodal data has; .*not trained on"):
+    with pytest.raises(ValueError, match=r"a\.idx: it is multimodal data \(its sequences have modes\)"):
         open_tokens(tmp_path / "a.bin")
     other = IndexedDatasetBuilder(tmp_path / "b.bin", dtype=np.int32)
-    with pytest.raises(ValueError, match=r"1 sequence\(s\) behind the last document"):
+    with pytest.raises(ValueError, match=r"1 sequence\(s\) after the last document"):
         other.add_item([1])
         other.finalize(tmp_path / "b.idx")
     assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx"}
@@ -361,12 +360,12 @@ def keep(folder, build=lambda: ARRAYS):
     return cached(str(folder), "key", build)
 
 
-def same(found):
-    return all(found[name].dtype == array.dtype and np.array_equal(found[name], array)
+def same(arrays):
+    return all(arrays[name].dtype == array.dtype and np.array_equal(arrays[name], array)
                for name, array in ARRAYS.items())
 
 
-@pytest.mark.parametrize("tear", [
+@pytest.mark.parametrize("damage", [
     lambda array, seal: array.unlink(),
     lambda array, seal: array.write_bytes(b""),
     lambda array, seal: array.write_bytes(array.read_bytes()[:-4]),
@@ -375,15 +374,15 @@ def same(found):
     lambda array, seal: seal.write_bytes(seal.read_bytes()[:20]),
     lambda array, seal: seal.write_text("[1]"),
     lambda array, seal: seal.write_text("{}")])
-def test_what_is_torn_is_told_and_computed_again(tear, tmp_path, caplog):
+def test_corrupt_arrays_are_built_again_with_a_warning(damage, tmp_path, caplog):
     keep(tmp_path)
     seal = tmp_path / "key.json"
-    tear(tmp_path / "key-x.npy", seal)
+    damage(tmp_path / "key-x.npy", seal)
     assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(seal) in caplog.text
     assert same(keep(tmp_path, lambda: pytest.fail("built")))
 
 
-def test_many_that_compute_at_once_all_have_the_right_arrays(tmp_path):
+def test_several_threads_that_build_at_once_all_get_the_right_arrays(tmp_path):
     barrier = threading.Barrier(6)
 
     def work(_):
@@ -400,7 +399,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     assert same(keep(tmp_path / "file")) and "not stored" in caplog.text
 
 
-def test_other_data_have_other_indices_under_the_same_path(tmp_path, monkeypatch):
+def test_the_name_of_cached_indices_depends_on_everything_that_decides_them(tmp_path, monkeypatch):
     cases = [([9] * 12, 0, 40), ([9] * 13, 0, 40), ([9] * 12, 1, 40), ([9] * 12, 0, 80), ([9] * 10 + [5, 13], 0, 40)]
     make(Memory([9] * 12), 40, T=4, path_to_cache=str(tmp_path))[0]
     assert not list(tmp_path.iterdir()), "too small to be worth a file"
@@ -409,7 +408,7 @@ def test_other_data_have_other_indices_under_the_same_path(tmp_path, monkeypatch
         plain = make(Memory(lengths), num_samples, T=4, seed=seed)
         kept = make(Memory(lengths), num_samples, T=4, seed=seed, path_to_cache=str(tmp_path))
         assert isinstance(kept.sample_index, np.memmap) and rows_of(kept, 40) == rows_of(plain, 40)
-    names = {path.name[32:] for path in tmp_path.iterdir()}  # behind the hash
+    names = {path.name[32:] for path in tmp_path.iterdir()}  # after the hash
     assert names == {"-GPTDataset-train.json", *(f"-GPTDataset-train-{which}_index.npy"
                                                  for which in ("document", "sample", "shuffle"))}
     assert len(list(tmp_path.glob("*.json"))) == len(cases)
@@ -433,7 +432,7 @@ BAD = [
     ({"blend_per_split": [None, None, None]}, "expected it alone"), ({"sequence_length": 0}, "at least 1"),
     ({"blend": None, "split": None, "blend_per_split": [(["a"], None)]}, "got 1 blends, expected 3"),
     ({"random_seed": -1}, "random_seed.: got -1"), ({"random_seed": 2**32}, "random_seed"),
-    ({"mid_level_dataset_surplus": -0.1}, "mid_level_dataset_surplus"), ({"eod_mask_loss": True}, "none with an `eod`"),
+    ({"mid_level_dataset_surplus": -0.1}, "mid_level_dataset_surplus"), ({"eod_mask_loss": True}, "it has no `eod`"),
 ]
 
 
@@ -452,10 +451,10 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
     assert config.mock and config.object_storage_cache_path == "/somewhere"
     (record,) = caplog.records
     assert record.getMessage() == ("num_dataset_builder_threads, sequences_per_dataset, context_parallel_size: "
-                                   "accepted; it changes nothing here")
+                                   "accepted, without effect")
 
 
-def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monkeypatch):
+def test_indices_of_remote_data_are_copied_into_the_configured_folder(monkeypatch):
     opened = []
     monkeypatch.setattr(LAUNCH, "cache", None)
 
@@ -475,19 +474,13 @@ def test_indices_of_data_in_a_store_are_copied_where_the_configuration_says(monk
     assert opened == ["/data/web.bin None"] * 2 + ["s3://bucket/web.bin /somewhere", "s3://bucket/web.bin /elsewhere"]
 
 
-@pytest.mark.parametrize("path, expected", [
-    ("s3://b/k", True), ("msc://p/k", True), ("gs://b/k", True), ("/data/s3", False), ("web", False)])
-def test_a_path_of_object_storage(path, expected):
-    assert is_object_storage_path(path) is expected
-
-
-def test_the_settings_of_any_data_set_are_a_class_of_their_own():
-    """As in megatron-core, where people write configurations of their own from it."""
+def test_names_of_megatron_core_that_user_code_imports():
+    """Users subclass BlendedMegatronDatasetConfig for their own configurations."""
+    assert is_object_storage_path("s3://b/k") and not is_object_storage_path("/data/s3")
     config = BlendedMegatronDatasetConfig(random_seed=1, sequence_length=8, blend=(["a"], None), split="98,1,1")
-    assert config.split_matrix == [(0.0, 0.98), (0.98, 0.99), (0.99, 1.0)] and not config.mock
+    assert config.split_matrix == split_matrix("98,1,1") and not config.mock
     assert issubclass(GPTDatasetConfig, BlendedMegatronDatasetConfig)
-    with pytest.raises(ValueError, match="sequence_length: got 0"):
-        BlendedMegatronDatasetConfig(random_seed=1, sequence_length=0)
+    assert [DType.optimal_dtype(n) for n in (None, 1, 65_499, 65_500)] == [np.int32, np.uint16, np.uint16, np.int32]
 
 
 @pytest.mark.parametrize("code, name, size", [(1, "uint8", 1), (2, "int8", 1), (3, "int16", 2), (4, "int32", 4),
@@ -498,11 +491,7 @@ def test_types_of_ids_have_megatrons_codes(code, name, size):
     assert DType.size(code) == DType.size(kind) == size
 
 
-def test_the_smallest_type_for_a_vocabulary_is_megatrons():
-    assert [DType.optimal_dtype(n) for n in (None, 1, 65_499, 65_500)] == [np.int32, np.uint16, np.uint16, np.int32]
-
-
-def test_bad_data_are_one_sentence():
+def test_bad_data_is_one_sentence():
     with pytest.raises(ValueError, match=r"p, split train: 5 samples of 2 sequences without a token"):
         make(Memory([0, 0]), 5)
     assert len(make(Memory([0, 0]))) == 0 and make(Memory([0, 0])).sample_index.tolist() == [[0, 0]]

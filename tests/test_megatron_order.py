@@ -1,5 +1,5 @@
-"""Blends, and Megatron's order as a stream: every index is that of a plain loop; rows of a run are Megatron's samples,
-and all that lanes promise holds for them too."""
+"""Blends, and Megatron's order as a stream: indices equal those of a plain loop, rows of a run are Megatron's samples,
+and every promise of the lanes holds for them, too."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, IndexedDatasetBuilder, Split, normalize
+from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Split, normalize
 from nanochat.integrations.megatron_order import (
     SPLIT,
     WHOLE,
@@ -26,7 +26,7 @@ from nanochat.integrations.megatron_order import (
 from nanochat.integrations.megatron_tables import blend_sources
 from nanochat.sources import Source, open_source
 from nanochat.stream import ledger
-from tests.token_files import Tokenizer
+from tests.token_files import Tokenizer, write_megatron
 from tests.toy import BOS, digest_of_row, examples, json_copy, load_steps
 
 T, V, R = 12, 4, 8
@@ -35,7 +35,7 @@ Sources = dict[str, Source]
 
 
 def plain_blend(weights, n, limits=None):
-    """The recurrence, source by source and sample by sample."""
+    """The recurrence in plain Python."""
     counts, sources, samples = [0] * len(weights), [], []
     for i in range(n):
         best, chosen = -float("inf"), -1
@@ -51,14 +51,14 @@ def plain_blend(weights, n, limits=None):
 
 @settings(max_examples=examples(1.6))
 @given(weights=st.lists(st.floats(0.01, 1) | st.integers(1, 9).map(float), min_size=1, max_size=11), data=st.data())
-def test_a_blend_is_the_recurrence(weights, data):
-    """With limits a source that has given all is out, even if its deficit is the greatest."""
+def test_a_blend_follows_the_recurrence(weights, data):
+    """With limits, a source leaves after its last sample, even if its deficit is the greatest."""
     shares, n, limits = normalize(weights), data.draw(st.integers(0, 400)), None
     if data.draw(st.booleans()):
         limits = [data.draw(st.integers(1, 90)) for _ in weights]
         n = sum(limits)
-    found = blend_sources(shares, n, limits)
-    sources, samples = found["dataset_index"], found["dataset_sample_index"]
+    tables = blend_sources(shares, n, limits)
+    sources, samples = tables["dataset_index"], tables["dataset_sample_index"]
     assert (sources.tolist(), samples.tolist()) == plain_blend(shares, n, limits)
     assert (sources.dtype, samples.dtype) == (np.int16, np.int64)
 
@@ -76,11 +76,8 @@ def test_more_sources_than_the_table_can_number_are_one_sentence():
 def prefixes(tmp_path_factory):
     """Three pairs of files: 40, 60 and 25 sequences, uint16 and int32."""
     folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
-    for name, n, dtype in (("a", 40, np.uint16), ("b", 60, np.int32), ("c", 25, np.uint16)):
-        builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=dtype)
-        for length in rng.integers(20, 60, n).tolist():
-            builder.add_document(rng.integers(0, 99, length), [length])
-        builder.finalize(folder / f"{name}.idx")
+    for name, n, dtype in (("a", 40, "<u2"), ("b", 60, "<i4"), ("c", 25, "<u2")):
+        write_megatron(folder / name, [[rng.integers(0, 99, length)] for length in rng.integers(20, 60, n)], dtype)
     return [str(folder / name) for name in "abc"]
 
 
@@ -93,20 +90,17 @@ def test_samples_of_a_blend_are_those_of_its_sources(prefixes):
     train, valid, test = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4])
     assert [len(d) for d in (train, valid, test)] == [501, 11, 5]
     assert [d.num_samples for d in train.datasets] == [252, 168, 85], "250, 167 and 84, and 1/2 % more"
-    assert train.datasets[0].order.num_epochs > 1 and set(train.dataset_index.tolist()) == {0, 1, 2}
     assert train.counts(501) == np.bincount(train.dataset_index).tolist() and train.counts(1) == [1, 0, 0]
-    for i in range(0, 501, 7):
-        source, sample = train.locate(i)
-        assert train[i].pop("dataset_id") == source
-        assert all(value.equal(train[i][name]) for name, value in train.datasets[source][sample].items())
-    assert train[-1]["tokens"].equal(train[500]["tokens"])
+    source, sample = train.locate(500)
+    assert train[-1]["dataset_id"] == source
+    assert all(value.equal(train[-1][name]) for name, value in train.datasets[source][sample].items())
     for i in (-502, 501):
-        with pytest.raises(IndexError, match="there are 501"):
+        with pytest.raises(IndexError, match="has 501 samples"):
             train[i]
 
 
-def test_what_the_builder_builds(prefixes):
-    """One prefix without weights is no blend; lengths are weights where there are none; splits may have no part."""
+def test_the_builder_makes_a_data_set_or_a_blend_for_each_split(prefixes):
+    """One prefix without weights is not a blend; without weights the lengths are the weights; splits may be empty."""
     assert [type(d) for d in build((prefixes[:1], None), [5, 5, 5])] == [GPTDataset] * 3
     assert [type(d) for d in build((prefixes[:1], [2.0]), [5, 5, 5])] == [BlendedDataset] * 3
     assert [d is None for d in build((prefixes, None), [5, 5, 5], split="9,1")] == [False, False, True]
@@ -119,7 +113,7 @@ def test_what_the_builder_builds(prefixes):
     assert BlendedMegatronDatasetBuilder(GPTDataset, [1] * 3, lambda: False, config).build() == [None] * 3
 
 
-def test_each_split_may_have_a_blend_of_its_own(prefixes):
+def test_each_split_may_have_its_own_blend(prefixes):
     blends = [(prefixes[:2], [1.0, 1.0]), (prefixes[2:], [4.0]), None]
     train, valid, test = build(None, [20, 7, None], split=None, blend_per_split=blends)
     assert isinstance(train, BlendedDataset) and isinstance(valid, GPTDataset) and test is None
@@ -139,7 +133,7 @@ def test_bad_blends_are_one_sentence(prefixes):
         build((prefixes, [1.0] * 3), [None, 1, 1])
     with pytest.raises(ValueError, match=r"weights .* for 3 prefixes"):
         build((prefixes, [1.0] * 2), [1, 1, 1])
-    with pytest.raises(ValueError, match=r"/b has no sample of 16 tokens in split valid; leave it out"):
+    with pytest.raises(ValueError, match=r"/b has no sample of 16 tokens in split valid; remove it"):
         build((prefixes, None), [None] * 3, split="98,1,1")
     sources = build((prefixes, None), [None] * 3)[0].datasets
     config = sources[0].config
@@ -150,13 +144,13 @@ def test_bad_blends_are_one_sentence(prefixes):
 
 # ---- a run's stream -------------------------------------------------------------------------------------------------
 
-def write_pair(prefix, lengths, *, seed=0, dtype=np.uint16, cut=False):
-    """A pair whose documents have so many ids, an EOD at the end of each; with `cut` every third is two sequences."""
-    rng, builder = np.random.default_rng(seed), IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+def write_pair(prefix, lengths, *, seed=0, dtype="<u2", cut=False):
+    """A pair of documents of these lengths, each with an EOD at the end; with `cut` every third is two sequences."""
+    rng, documents = np.random.default_rng(seed), []
     for i, n in enumerate(lengths):
-        ids = np.append(rng.integers(0, BOS, n - 1), BOS).astype(dtype) if n else np.zeros(0, dtype)
-        builder.add_document(ids, [n // 2, n - n // 2] if cut and i % 3 == 0 else [n])
-    builder.finalize(f"{prefix}.idx")
+        ids = [*rng.integers(0, BOS, n - 1), BOS] if n else []
+        documents.append([ids[:n // 2], ids[n // 2:]] if cut and i % 3 == 0 else [ids])
+    write_megatron(prefix, documents, dtype)
     return prefix
 
 
@@ -166,7 +160,7 @@ def some_lengths(n, seed):
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
-    """--data-path of three pairs."""
+    """The --data-path of three pairs."""
     root = tmp_path_factory.mktemp("pairs")
     return ",".join(str(write_pair(root / name, some_lengths(n, seed), seed=seed, cut=name == "b"))
                     for seed, (name, n) in enumerate({"a": 90, "b": 60, "c": 20}.items()))
@@ -196,7 +190,7 @@ def rows_of(stream, num):
 
 @pytest.mark.skipif(not GOLDEN.exists(), reason=f"{GOLDEN}: megatron-core's own samples are not here")
 @pytest.mark.parametrize("case, names, weights", [("single", "a", None), ("blend", "ab", (0.7, 0.3))])
-def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
+def test_rows_are_the_samples_of_megatron_core(case, names, weights):
     golden = json.loads((GOLDEN / "golden.json").read_text())
     expected = golden["results"][case]["splits"]["train"]
     tokenizer = Tokenizer()
@@ -204,8 +198,8 @@ def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
     tokenizer.get_vocab_size = lambda: 32768  # type: ignore[method-assign]
     manifests = find_pairs(",".join(str(GOLDEN / name) for name in names), None, "98,1,1")["train"]
     sources = {name: open_source(manifest, tokenizer) for name, manifest in manifests.items()}
-    asked = expected.get("num_samples_asked") or expected["size"]
-    config = SampleConfig(T=128, V=4, seed=1234, num_samples=asked, split="98,1,1", weights=weights)
+    num_samples = expected.get("num_samples_asked") or expected["size"]
+    config = SampleConfig(T=128, V=4, seed=1234, num_samples=num_samples, split="98,1,1", weights=weights)
     with DataLoader(config, sources, tokenizer=tokenizer, rows_per_step=16, device_batch_size=16) as loader:
         for step in range(4):
             batch = next(loader)
@@ -216,7 +210,7 @@ def test_rows_are_the_samples_that_megatron_core_gives(case, names, weights):
 
 
 def test_rows_are_made_without_tensors_and_keep_the_type_on_disk(pairs, monkeypatch):
-    """Tensors of int64 are for people: over them a run would read half as many tokens a second."""
+    """With a tensor of int64 per sample, a run would read half as many tokens per second."""
     monkeypatch.setattr(torch, "from_numpy", lambda array: pytest.fail("a tensor of a sample"))
     rows = stream_of(config_of(), sources_of(pairs)).next_rows(2)
     assert {row.tokens.dtype for row in rows} == {np.dtype(np.uint16)}
@@ -240,36 +234,36 @@ def test_documents_of_a_row_end_with_their_eod(pairs):
 # ---- the same for every W, B, restart and batch size ----------------------------------------------------------------
 
 def digests_of(config, sources, first, rows):
-    """The digests of steps of so many rows from a sample on, from the definition of the digest alone."""
-    samples, found = open_samples(config, sources), []
+    """The digests of steps of `rows` rows, from sample `first` on, by the definition of the digest."""
+    samples, digests = open_samples(config, sources), []
     for at in range(first, config.num_samples - rows + 1, rows):
         total = 0
         for i in range(rows):
             s = samples[at + i]
             total += digest_of_row(i, [*s["tokens"].tolist(), int(s["labels"][-1])], s["loss_mask"].int().tolist())
-        found.append(total % 2**64)
-    return found
+        digests.append(total % 2**64)
+    return digests
 
 
 @pytest.mark.parametrize("W, B, changed", [(1, 8, {}), (2, 3, {"eod_mask_loss": True}), (3, 1, {"weights": None}),
                                            (4, 2, {"eod_mask_loss": True})])
-def test_digests_are_those_of_the_samples_for_every_number_of_processes_and_micro_batch(pairs, W, B, changed):
+def test_digests_equal_those_of_the_samples_for_every_number_of_processes_and_micro_batch(pairs, W, B, changed):
     config, sources = config_of(**changed), sources_of(pairs)
-    found = [digest for digest, _ in load_steps(config, sources, R=R, W=W, B=B, steps=10)]
-    assert found == digests_of(config, sources, 0, R) and len(set(found)) == 10
+    digests = [digest for digest, _ in load_steps(config, sources, R=R, W=W, B=B, steps=10)]
+    assert digests == digests_of(config, sources, 0, R) and len(set(digests)) == 10
 
 
-def test_restored_at_any_step_on_any_number_of_processes_with_any_batch_size_the_next_sample_goes_on(pairs):
+def test_restored_at_any_step_on_any_number_of_processes_with_any_batch_size_the_next_sample_follows(pairs):
     config, sources = config_of(eod_mask_loss=True), sources_of(pairs)
     whole = list(load_steps(config, sources, R=R, W=2, B=3, steps=9))
     for step, (_, cursors) in enumerate(whole, 1):
         W, rows = 1 + step % 4, V * (1 + step % 3)
         expected = digests_of(config, sources, step * R, rows)
-        found = list(load_steps(config, sources, R=rows, W=W, B=2, steps=min(3, len(expected)), start_step=step,
-                                cursors=json_copy(cursors)))
-        assert [digest for digest, _ in found] == expected[:3]
-        assert [cursor["samples"] for cursor in found[0][1]] == [step * R + rows] * V
-        assert [cursor["lane"] for cursor in found[0][1]] == list(range(V))
+        restored = list(load_steps(config, sources, R=rows, W=W, B=2, steps=min(3, len(expected)), start_step=step,
+                                   cursors=json_copy(cursors)))
+        assert [digest for digest, _ in restored] == expected[:3]
+        assert [cursor["samples"] for cursor in restored[0][1]] == [step * R + rows] * V
+        assert [cursor["lane"] for cursor in restored[0][1]] == list(range(V))
     with pytest.raises(Dry, match="step 10"):
         list(load_steps(config, sources, R=R, W=1, B=8, steps=2, start_step=9, cursors=whole[-1][1]))
 
@@ -278,11 +272,11 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
     sources = sources_of(pairs)
     stream = stream_of(config_of(), sources)
     cursors = stream.cursors()
-    for changed, told in (({"num_samples": 81}, "num_samples: 80 there, 81 here"), ({"seed": 6}, "seed: 5 there, 6"),
+    for changed, diff in (({"num_samples": 81}, "num_samples: 80 there, 81 here"), ({"seed": 6}, "seed: 5 there, 6"),
                           ({"split": "98,1,1"}, "split: 969,30,1 there, 98,1,1 here"), ({"V": 2}, "V: 4 there, 2 here"),
                           ({"weights": (3.0, 2.0, 2.0)}, r"weights: \[3.0, 2.0, 1.0\] there"),
                           ({"eod_mask_loss": True}, "eod_mask_loss: F"), ({"T": 13}, "T: 12 there")):
-        with pytest.raises(ValueError, match=f"is of another stream .*{told}"):
+        with pytest.raises(ValueError, match=f"is of another stream .*{diff}"):
             stream_of(config_of(**changed), sources, cursors=cursors)
     stream.next_rows(2)
     a, b, c = pairs.split(",")
@@ -294,7 +288,7 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
             stream_of(config_of(), sources_of(data), cursors=those)
 
 
-def test_the_index_cache_decides_nothing(pairs, tmp_path, monkeypatch):
+def test_the_index_cache_does_not_change_the_rows(pairs, tmp_path, monkeypatch):
     monkeypatch.setattr("nanochat.integrations.megatron_tables.WORTH_STORING", 0)
     sources = sources_of(pairs)
     cursors = stream_of(config_of(), sources).cursors()
@@ -312,17 +306,17 @@ def test_accounts_balance_after_every_step(pairs):
     for step, (_, cursors) in enumerate(load_steps(config, sources, R=R, W=2, B=4, steps=50), 1):
         accounts = ledger(cursors, T)
         for name, count, part in zip(sources, samples.counts(step * R), samples.datasets):
-            found = accounts[name]
-            assert (found["rows"], found["read"], found["repeated"]) == (count, count * T, count)
-            assert found["emitted"] == found["read"] + found["repeated"]
-            assert found["bos"] == found["cropped"] == found["pending"] == found["padded"] == 0
-            assert found["epochs"] == count * T // part.num_tokens_per_epoch
-    assert max(found["epochs"] for found in accounts.values()) > 1, "the case: epochs wrap around"
+            account = accounts[name]
+            assert (account["rows"], account["read"], account["repeated"]) == (count, count * T, count)
+            assert account["emitted"] == account["read"] + account["repeated"]
+            assert account["bos"] == account["cropped"] == account["pending"] == account["padded"] == 0
+            assert account["epochs"] == count * T // part.num_tokens_per_epoch
+    assert max(account["epochs"] for account in accounts.values()) > 1, "the case: epochs wrap around"
 
 
-# ---- who is who -----------------------------------------------------------------------------------------------------
+# ---- rows and documents ---------------------------------------------------------------------------------------------
 
-def test_a_row_says_of_which_documents_it_is(pairs):
+def test_a_row_names_its_documents(pairs):
     config, sources = config_of(), sources_of(pairs)
     stream, checked = stream_of(config, sources), 0
     documents = {name: [np.concatenate(part.dataset[first:end] or [np.zeros(0, np.uint16)]).tolist() for first, end in
@@ -340,7 +334,7 @@ def test_a_row_says_of_which_documents_it_is(pairs):
 
 
 @pytest.mark.parametrize("names, weights, num", [("abc", (3.0, 2.0, 1.0), 400), ("abc", None, 100), ("b", None, 400)])
-def test_the_samples_that_hold_a_document_are_those_that_describe_names(pairs, names, weights, num):
+def test_the_samples_with_a_document_are_those_whose_descriptions_name_it(pairs, names, weights, num):
     config = config_of(weights=weights, num_samples=num)
     stream = stream_of(config, sources_of(",".join(path for path in pairs.split(",") if path[-1] in names)))
     expected = {(bucket, n): [] for bucket, part in zip(stream.buckets, stream.samples.datasets)
@@ -358,25 +352,20 @@ def test_the_samples_that_hold_a_document_are_those_that_describe_names(pairs, n
         ids = [np.concatenate([np.arange(*piece[2:]) for piece in pieces if piece.epoch == epoch] or [np.zeros(0, int)])
                for epoch in range(len(epochs))]
         length = stream.document_length(bucket, number)
-        assert all(len(of_epoch) <= length + n for of_epoch, n in zip(ids, epochs)), "an id twice where samples meet"
-    assert (several > 10) == (weights is not None or num > 100), "the case: documents come again"
+        assert all(len(of_epoch) <= length + n for of_epoch, n in zip(ids, epochs)), "neighbouring samples share one id"
+    assert (several > 10) == (weights is not None or num > 100), "the case: documents repeat"
 
 
 def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_sequence(tmp_path):
-    for name, dtype, bad, message in (("a", np.uint16, 300, r"a\.bin: sequence 2 holds the id 300, outside"),
-                                      ("b", np.int32, -3, r"b\.bin: sequence 2 holds the id -3, outside"),
-                                      ("c", np.int64, 1 << 40, r"c\.bin: sequence 2 holds the id 1,099,.*, outside")):
-        builder = IndexedDatasetBuilder(tmp_path / f"{name}.bin", dtype=dtype)
-        for i in range(9):
-            builder.add_document([1] * 11 + [bad if i == 2 else 2, BOS], [13])
-        builder.finalize(tmp_path / f"{name}.idx")
-        config = config_of(weights=None, num_samples=R, split="8,1")
-        with (DataLoader(config, sources_of(str(tmp_path / name), "8,1"), tokenizer=Tokenizer(), rows_per_step=R,
-                         device_batch_size=R) as loader, pytest.raises(ValueError, match=message)):
-            next(loader)
+    write_megatron(tmp_path / "a", [[[1] * 11 + [-3 if i == 2 else 2, BOS]] for i in range(9)], "<i4")
+    config = config_of(weights=None, num_samples=R, split="8,1")
+    with (DataLoader(config, sources_of(str(tmp_path / "a"), "8,1"), tokenizer=Tokenizer(), rows_per_step=R,
+                     device_batch_size=R) as loader,
+          pytest.raises(ValueError, match=r"a\.bin: sequence 2 holds the id -3, outside")):
+        next(loader)
 
 
-# ---- which part of which files --------------------------------------------------------------------------------------
+# ---- training and validation ----------------------------------------------------------------------------------------
 
 def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
     split = "70,20,10"
@@ -390,29 +379,26 @@ def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
         stored = [np.append(BOS, np.concatenate(part.dataset[edges[d]:edges[d + 1]])[:-1]).tolist()
                   if edges[d + 1] > edges[d] and sum(part.dataset.sequence_lengths[edges[d]:edges[d + 1]]) else [BOS]
                   for d in expected]
-        found = [d.tolist() for g, n in enumerate(val[name].groups) for d in val[name].read(g, np.arange(n))[0]]
-        assert found == stored and len(found) > 1
+        documents = [d.tolist() for g, n in enumerate(val[name].groups) for d in val[name].read(g, np.arange(n))[0]]
+        assert documents == stored and len(documents) > 1
         cut = [d for d in range(len(edges) - 1) if edges[d] < begins < edges[d + 1]]
         assert int(train[name].groups.sum()) + len(cut) == expected[0]
     assert any(samples.datasets[1].dataset.document_indices[:-1] != np.arange(60)), "the case: several sequences"
 
 
-def test_validation_may_have_files_of_its_own(pairs, tmp_path):
+def test_validation_may_have_its_own_files_and_no_prefix_is_named_twice(pairs, tmp_path):
     own = write_pair(tmp_path / "own", [5, 6])
-    found = find_pairs(pairs, own, WHOLE)
-    assert list(found["val"]) == ["own"] and "documents" not in found["val"]["own"]
+    val = find_pairs(pairs, own, WHOLE)["val"]
+    assert list(val) == ["own"] and "documents" not in val["own"]
     for name in ("train/x/b", "train/a", "val/x/v"):
         (tmp_path / "dir" / name).parent.mkdir(parents=True, exist_ok=True)
         write_pair(tmp_path / "dir" / name, [9, 9])
-    found = find_pairs(tmp_path / "dir", None, WHOLE)
-    assert {k: [m["files"][0]["name"] for m in v.values()] for k, v in found.items()} == {
+    manifests = find_pairs(tmp_path / "dir", None, WHOLE)
+    assert {k: [m["files"][0]["name"] for m in v.values()] for k, v in manifests.items()} == {
         "train": ["train/a.bin", "train/x/b.bin"], "val": ["val/x/v.bin"]}
-    assert list(found["train"]) == ["a", "x/b"]
+    assert list(manifests["train"]) == ["a", "x/b"]
     assert has_own_val(tmp_path / "dir", None) and has_own_val(pairs, own)
     assert not has_own_val(pairs, None)
-
-
-def test_a_prefix_that_is_named_twice_is_refused(pairs):
     a = pairs.split(",")[0]
     with pytest.raises(ValueError, match="--data-path: it names a twice"):
         find_pairs(f"{a},{a}", None, SPLIT)

@@ -1,23 +1,23 @@
-"""--order megatron through the commands: killed, resumed on other processes, looked into; what cannot be is refused."""
+"""--order megatron in the commands: runs are killed, resumed on other processes, inspected; bad flags are refused."""
 
 import json
 import re
 import shutil
 from functools import partial
 
-import numpy as np
 import pytest
 
 from nanochat.cli import run_main
 from nanochat.common import read_json
-from nanochat.integrations.megatron import GPTDataset, IndexedDatasetBuilder
+from nanochat.integrations.megatron import GPTDataset
 from nanochat.integrations.megatron_order import open_samples
 from nanochat.start_run import open_run
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, receipt, validate, verify
 from tests import training
 from tests.finished import command as command_line
-from tests.toy import digest_of_row
+from tests.test_megatron_order import digests_of
+from tests.token_files import write_megatron
 from tests.training import (
     all_steps,
     checkpoints,
@@ -41,17 +41,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """a and b, pairs; the whole run of all tests here."""
+def origin(tmp_path_factory):
+    """The pairs a and b, and a complete run that all tests share."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
         tokenizer = RustBPETokenizer.from_directory(folder / "tokenizer")
         for seed, name in enumerate("ab"):
-            builder = IndexedDatasetBuilder(folder / f"{name}.bin", dtype=np.uint16)
-            for text in training.texts(60, seed=seed):
-                ids = [*tokenizer.encode(text), tokenizer.get_bos_token_id()]
-                builder.add_document(ids, [len(ids)])
-            builder.finalize(folder / f"{name}.idx")
+            write_megatron(folder / name, [[[*tokenizer.encode(text), tokenizer.get_bos_token_id()]]
+                                           for text in training.texts(60, seed=seed)])
         succeed(**command(folder))
     return folder
 
@@ -61,34 +58,22 @@ def command(base, **changed):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, made):
-    """The command, with the pairs somewhere else, and the run "whole"."""
+def workplace(tmp_path, origin):
+    """The settings of the command, with the pairs in another folder; the complete run is "whole"."""
     with training.workplace(tmp_path) as base:
-        shutil.copytree(made / "runs" / "run", run_dir("whole"))
+        shutil.copytree(origin / "runs" / "run", run_dir("whole"))
         for name in "ab":
             for ending in ("bin", "idx"):
-                (base / f"{name}.{ending}").hardlink_to(made / f"{name}.{ending}")
+                (base / f"{name}.{ending}").hardlink_to(origin / f"{name}.{ending}")
         yield command(base)
-
-
-def digests_from(sample, rows, num):
-    """The digests of steps of so many rows, from the definition of the digest and GPTDataset's samples."""
-    data, config, _ = open_run(run_dir("whole"))
-    samples, found = open_samples(config, data.train), []  # type: ignore[arg-type]
-    for at in range(sample, sample + num * rows, rows):
-        total = 0
-        for i in range(rows):
-            s = samples[at + i]
-            total += digest_of_row(i, [*s["tokens"].tolist(), int(s["labels"][-1])], s["loss_mask"].int().tolist())
-        found.append(f"{total % 2**64:016x}")
-    return found
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
-def test_a_run_sees_the_samples_of_the_blend():
+def test_a_run_trains_on_the_samples_of_the_blend():
     path = run_dir("whole")
-    assert digests("whole") == digests_from(0, R, STEPS)
+    data, config, _ = open_run(path)
+    assert digests("whole") == [f"{digest:016x}" for digest in digests_of(config, data.train, 0, R)]
     config, manifest = read_json(path / "config.json"), read_json(path / "data_manifest.json")
     assert (config["num_samples"], config["blend_weights"], config["split"]) == (R * STEPS, [30, 70], "90,10")
     assert {split: {k: m["documents"] for k, m in of.items()} for split, of in manifest.items()} == {
@@ -109,29 +94,29 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
     assert [v["bpb"] for v in vals[2:]] == pytest.approx([v["bpb"] for v in expected[1:]], rel=1e-5)
 
 
-def test_a_new_run_goes_on_with_the_data_of_another(workplace):
+def test_a_new_run_continues_the_data_of_another(workplace):
     more = {"init_from": "whole@4", "init_data": "continue"}
-    said = training.refuse(**{**workplace, "num_iterations": 7}, **more)
-    assert "would take 88 samples, but it began with 80" in said and "end at --num-iterations 6" in said
+    error = training.refuse(**{**workplace, "num_iterations": 7}, **more)
+    assert "would take 88 samples, but it began with 80" in error and "end at --num-iterations 6" in error
     succeed(**{**workplace, "num_iterations": 3}, **more)
     assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
-    said = training.refuse(**{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more)
-    assert re.search(r"--init-data continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", said)
+    error = training.refuse(**{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more)
+    assert re.search(r"--init-data continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", error)
 
 
-# ---- longer, shorter, other -----------------------------------------------------------------------------------------
+# ---- other lengths and flags ----------------------------------------------------------------------------------------
 
-def test_a_run_cannot_be_made_longer_and_says_why(workplace):
+def test_a_run_cannot_be_made_longer(workplace):
     take_over(run_dir("whole"), "final")
-    said = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
-    assert said == ("--num-iterations: the run would take 120 samples, but it began with 80, and another number "
+    error = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
+    assert error == ("--num-iterations: the run would take 120 samples, but it began with 80, and another number "
                     "of samples is another order; end at --num-iterations 10, or start a new run with "
                     "--model-tag NAME (with --order lanes runs can be made longer)")
     assert "nothing to do" in succeed(**workplace).out
     shutil.rmtree(run_dir() / "checkpoints")
     owner = (run_dir() / ".owner.json").read_bytes()
-    assert training.refuse(**{**workplace, "num_iterations": STEPS + 5}) == said, "nor before its first checkpoint"
+    assert training.refuse(**{**workplace, "num_iterations": STEPS + 5}) == error, "nor before its first checkpoint"
     assert (run_dir() / ".owner.json").read_bytes() == owner
 
 
@@ -153,9 +138,9 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
     succeed(**{**both, "blend_weights": None, "num_iterations": 2, "eval_every": -1})
     config = read_json(run_dir() / "config.json")
     assert (config["data_path"], config["blend_weights"]) == (workplace["data_path"], [30, 70])
-    other = training.refuse(**{**both, "blend_weights": None, "order": None, "model_tag": "lanes", "split": None,
+    error = training.refuse(**{**both, "blend_weights": None, "order": None, "model_tag": "lanes", "split": None,
                                "eod_mask_loss": None})
-    assert f"add --order=megatron, or write --data-path={workplace['data_path']}" in other
+    assert f"add --order=megatron, or write --data-path={workplace['data_path']}" in error
     succeed(**{**workplace, "model_tag": "flags", "num_iterations": 2, "eval_every": -1})
     assert digests("run") == digests("flags") and len(digests("run")) == 2
 
@@ -170,23 +155,23 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
     ({"split": "none"}, "--split: got 'none', expected shares of"),
     ({"seed": -3}, r"--seed \(random_seed\): got -3, expected 0 to")])
-def test_what_cannot_be_is_refused_and_leaves_no_trace(workplace, changed, message):
-    said = training.refuse(**{**workplace, **changed})
-    assert re.search(message, said) and "\n" not in said
+def test_bad_flags_are_refused_and_leave_no_trace(workplace, changed, message):
+    error = training.refuse(**{**workplace, **changed})
+    assert re.search(message, error) and "\n" not in error
     assert not run_dir().exists()
 
 
-# ---- looked into ----------------------------------------------------------------------------------------------------
+# ---- inspection -----------------------------------------------------------------------------------------------------
 
-def looked(capsys, *argv, code=0):
+def inspect(capsys, *argv):
     capsys.readouterr()
-    assert inspect_data.main([*map(str, argv)]) == code
+    assert inspect_data.main([*map(str, argv)]) == 0
     return capsys.readouterr().out
 
 
-def test_validate_tells_samples_and_writes_nothing(workplace, capsys, monkeypatch):
+def test_validate_reports_samples_and_writes_nothing(workplace, capsys, monkeypatch):
     monkeypatch.setattr(GPTDataset, "__getitem__", None)
-    monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it is shuffled")))
+    monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it shuffled")))
     with pytest.raises(SystemExit) as end:
         run_main(lambda: validate.main(flags(**workplace, device_batch_size=4)))
     out = capsys.readouterr().out
@@ -196,9 +181,9 @@ def test_validate_tells_samples_and_writes_nothing(workplace, capsys, monkeypatc
 
 def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     path = run_dir("whole")
-    lines = [json.loads(x) for x in looked(capsys, "digest", f"{path}", "--steps=3:10").splitlines()]
+    lines = [json.loads(x) for x in inspect(capsys, "digest", f"{path}", "--steps=3:10").splitlines()]
     assert [line["match"] for line in lines] == [True] * 7
-    (row,) = [json.loads(x) for x in looked(capsys, "rows", f"{path}", "--step=7", "--row=5", "--json", "--text"
+    (row,) = [json.loads(x) for x in inspect(capsys, "rows", f"{path}", "--step=7", "--row=5", "--json", "--text"
                                             ).splitlines()]
     data, config, _ = open_run(path)
     samples = open_samples(config, data.train)  # type: ignore[arg-type]
@@ -207,11 +192,11 @@ def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
-    assert "document" in looked(capsys, "rows", f"{path}", "--step=0").splitlines()[0]
-    assert "It balances" in looked(capsys, "ledger", f"{path}")
+    assert "document" in inspect(capsys, "rows", f"{path}", "--step=0").splitlines()[0]
+    assert "It balances" in inspect(capsys, "ledger", f"{path}")
 
 
-def test_a_receipt_is_verified_on_the_pairs_somewhere_else(workplace, tmp_path):
+def test_a_receipt_is_verified_on_pairs_in_another_folder(workplace, tmp_path):
     assert command_line(receipt.main, "whole", f"--out={tmp_path / 'r.json'}").code == 0
     outcome = command_line(verify.main, tmp_path / "r.json", f"--data-path={tmp_path}")
     assert outcome.code == 0 and f"OK steps 0, {STEPS - 1}: trained on these rows" in outcome.out
@@ -225,18 +210,18 @@ def test_a_receipt_is_verified_on_the_pairs_somewhere_else(workplace, tmp_path):
 def test_find_names_the_steps_of_a_document_that_rows_names(capsys):
     path, table = run_dir("whole"), {}
     for step in range(STEPS):
-        for line in looked(capsys, "rows", path, f"--step={step}", "--sort=loss", "--json").splitlines():
+        for line in inspect(capsys, "rows", path, f"--step={step}", "--sort=loss", "--json").splitlines():
             row = json.loads(line)
             for place in row["documents"]:
                 use = (step, row["row"], row["lane"], place["start"], place["stop"], row["loss"])
                 table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
     for document in [*table][::7]:
-        found = json.loads(looked(capsys, "find", path, f"--document={document}", "--json"))
+        found = json.loads(inspect(capsys, "find", path, f"--document={document}", "--json"))
         uses = {tuple(use.values())[1:] for of_epoch in found["passes"] for use in of_epoch["uses"]}
         assert uses == table[document] and found["split"] == "train" and found["text"]
-    assert "validation: the run never" in looked(capsys, "find", path, "--document=a.bin:59")
-    [document] = json.loads(looked(capsys, "rows", path, "--step=2", "--row=0", "--json"))["documents"][:1]
+    assert "validation: the run never" in inspect(capsys, "find", path, "--document=a.bin:59")
+    [document] = json.loads(inspect(capsys, "rows", path, "--step=2", "--row=0", "--json"))["documents"][:1]
     log = training.log_file("whole")
     log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] < 2))
     name = f"{document['file']}:{document['document']}"
-    assert "expected around step 2\n" in looked(capsys, "find", path, f"--document={name}")
+    assert "expected around step 2\n" in inspect(capsys, "find", path, f"--document={name}")

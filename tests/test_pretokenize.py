@@ -1,5 +1,5 @@
-"""Pretokenizing: windows hold every id once, documents come back from disk, bad input is named; which text becomes
-which pair, how inputs are dealt to machines, and what counts as finished."""
+"""Pretokenizing: windows hold every id once, documents come back from disk, errors name bad input; the names of pairs,
+the tasks of several machines, and which pairs count as finished."""
 
 import gzip
 import itertools
@@ -31,14 +31,14 @@ def _bytes(monkeypatch):
 
 
 def make(path, folder, windows=None, **kwargs):
-    """(the pair, what the manifest will say of it) of one file."""
+    """(the pair of one file, its record in the manifest)."""
     i = Input(path, path.name, "train", "b", "out", path.stat().st_size)
     job = Pretokenizer(folder, [i], windows or Windows(16, 4), describe_tokenizer(Tokenizer()), **kwargs)
     job.prepare()
     return open_tokens(job.make(i) and folder / "train" / "b" / "out.bin"), job.finished(i)["shard"]
 
 
-def left_in(folder):
+def files_in(folder):
     return [f.name for f in folder.rglob("*") if f.is_file()]
 
 
@@ -54,14 +54,14 @@ def documents_of(pair):
 # ---- windows --------------------------------------------------------------------------------------------------------
 
 def flat(lengths):
-    """Documents of so many ids, all different, as `encode_flat` gives them; BOS is 0."""
+    """Documents of these lengths as `encode_flat` returns them. All ids are different; BOS is 0."""
     offsets = np.concatenate([[0], np.cumsum(np.array(lengths, np.int64) + 1)]).astype(np.int64)
     ids = np.arange(int(offsets[-1]), dtype=np.uint16) + 1
     ids[offsets[:-1]] = 0
     return ids, offsets
 
 
-def by_hand(document, max_length, overlap):
+def plain_windows(document, max_length, overlap):
     """Windows of one document, one id at a time."""
     windows, prefixes = [[]], [0]
     for t in document:
@@ -79,17 +79,17 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     overlap = data.draw(st.integers(0, max_length // 2))
     ids, offsets = flat(num_ids)
     got, lengths, prefixes = Windows(max_length, overlap).cut(ids, offsets, 0)
-    want = [by_hand(ids[a + 1:b].tolist(), max_length, overlap) for a, b in itertools.pairwise(offsets)]
-    windows = [w for of_document, _ in want for w in of_document]
+    expected = [plain_windows(ids[a + 1:b].tolist(), max_length, overlap) for a, b in itertools.pairwise(offsets)]
+    windows = [w for of_document, _ in expected for w in of_document]
     assert lengths.tolist() == [len(w) for w in windows]
-    assert prefixes.tolist() == [p for _, of_document in want for p in of_document]
+    assert prefixes.tolist() == [p for _, of_document in expected for p in of_document]
     assert got.tolist() == [t for w in windows for t in w]
     ends = np.cumsum(lengths)
     fresh = [t for a, b, p in zip(ends - lengths, ends, prefixes) for t in got[a + p:b].tolist()]
     assert [t for t in fresh if t] == [t for t in ids.tolist() if t]
     if max_length:
         assert lengths.max() <= max_length + 1
-        assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), "nothing new"
+        assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), "each adds ids"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("windows", [Windows(16, 4), Windows(7, 0), Windows(0)])
 def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, windows, monkeypatch):
-    texts, seen = some_texts(60), set()
+    texts, contents = some_texts(60), set()
     path = (write_parquet if ending == ".parquet" else write_jsonl)(tmp_path / f"in{ending}", texts)
     for documents, chars in ((1, 10**9), (7, 10**9), (10**9, 10**9), (10**9, 50)):
         monkeypatch.setattr(module, "BATCH_DOCUMENTS", documents)
@@ -106,18 +106,14 @@ def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, window
         assert documents_of(pair) == texts and "" in texts
         assert (record["documents"], record["entries"], record["tokens"]) == (60, len(pair), pair.num_tokens)
         assert record["entries"] > 60 or windows.max_length == 0
-        seen.add(pair.path.read_bytes() + pair.idx_path.read_bytes())
-    assert len(seen) == 1
+        contents.add(pair.path.read_bytes() + pair.idx_path.read_bytes())
+    assert len(contents) == 1
 
 
 def test_a_batch_of_large_documents_ends_at_two_million_characters(tmp_path, monkeypatch):
-    batches, add = [], module.Windows.cut
-
-    def cut(windows, ids, offsets, eod):
-        batches.append(len(offsets) - 1)
-        return add(windows, ids, offsets, eod)
-
-    monkeypatch.setattr(module.Windows, "cut", cut)
+    batches, cut = [], module.Windows.cut
+    monkeypatch.setattr(module.Windows, "cut", lambda windows, ids, offsets, eod: (
+        batches.append(len(offsets) - 1), cut(windows, ids, offsets, eod))[1])
     make(write_jsonl(tmp_path / "in.jsonl", ["ab " * 300_000] * 5 + ["c"] * 600), tmp_path / "out")
     assert batches == [3, 256, 256, 90]
 
@@ -141,7 +137,7 @@ BROKEN = {
 }
 
 
-def test_broken_lines_are_skipped_counted_and_named_as_streaming_does(tmp_path, monkeypatch):
+def test_broken_lines_are_skipped_counted_and_named_as_in_streaming(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     lines = [b'{"text": "first"}', b"", b"   ", *BROKEN, b'{"text": ""}', b'{"text": "last"}']
     path = tmp_path / "a.jsonl"
@@ -154,7 +150,7 @@ def test_broken_lines_are_skipped_counted_and_named_as_streaming_does(tmp_path, 
         assert part in why and len(why) <= 200
 
 
-def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_nothing(tmp_path):
+def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_no_file(tmp_path):
     cut = write_jsonl(tmp_path / "cut.jsonl.gz", some_texts(40, longest=400))
     cut.write_bytes(cut.read_bytes()[:-200])
     nulls = write_parquet(tmp_path / "nulls.parquet", [*"abcdefghij", None], 4)
@@ -164,10 +160,10 @@ def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_nothing(tmp_pa
                        (empty, "no document in it.*line 2: not JSON")):
         with pytest.raises(ValueError, match=rf"{path}.*{what}"):
             make(path, tmp_path / "out")
-        assert not left_in(tmp_path / "out"), path
+        assert not files_in(tmp_path / "out"), path
 
 
-def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
+def test_input_that_changes_while_it_is_read_has_no_pair(tmp_path, monkeypatch):
     path, read = write_jsonl(tmp_path / "a.jsonl", some_texts(9)), module.read_documents
 
     def changed(*args, **kwargs):
@@ -177,7 +173,7 @@ def test_input_that_changes_meanwhile_has_no_pair(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "read_documents", changed)
     with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was read"):
         make(path, tmp_path / "out")
-    assert not left_in(tmp_path / "out")
+    assert not files_in(tmp_path / "out")
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
@@ -199,7 +195,7 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending):
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 def touch(root, names):
-    """Small files; `find_inputs` does not look into them."""
+    """Make small files; `find_inputs` does not read them."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x")
@@ -226,9 +222,9 @@ def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pa
 @pytest.mark.parametrize("names, what", [
     (["w/a.jsonl", "w/a.parquet", "w/z.jsonl"], r"w/a\.jsonl and w/a\.parquet would both become train/w/a\.bin"),
     (["w/b/a.jsonl", "w/b__a.jsonl", "w/z.jsonl"], r"w/b/a\.jsonl and w/b__a\.jsonl"),
-    (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl lies beside train/ and val/"),
+    (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl is in neither train/ nor val/"),
     (["a.md"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow file below it"), ([], "no such folder")])
-def test_what_is_unclear_is_refused(tmp_path, names, what):
+def test_ambiguous_inputs_are_refused(tmp_path, names, what):
     with pytest.raises((ValueError, FileNotFoundError), match=what):
         find_inputs(touch(tmp_path, names) if names else tmp_path / "none")
 
@@ -249,7 +245,7 @@ def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, 
 # ---- finished or not ------------------------------------------------------------------------------------------------
 
 def job_of(root, windows=None, tokenizer=None):
-    """The job as each start of the command sees it."""
+    """The job that each start of the command makes."""
     return Pretokenizer(root / "out", find_inputs(root / "raw"), windows or Windows(),
                         tokenizer or describe_tokenizer(Tokenizer()))
 
@@ -266,7 +262,7 @@ def root(tmp_path):
     return tmp_path
 
 
-def test_finished_stays_finished_and_is_not_made_again(root):
+def test_finished_pairs_are_kept(root):
     job = job_of(root)
     job.refuse_others()
     before = {path: path.stat().st_ino for path in root.rglob("*")}
@@ -279,7 +275,7 @@ def test_finished_stays_finished_and_is_not_made_again(root):
     assert "mtime" not in json.dumps(manifest)
 
 
-def test_what_does_not_match_is_made_again(root):
+def test_pairs_that_do_not_match_are_made_again(root):
     def rewrite(path, change):
         path.write_bytes(change(path.read_bytes()))
 
@@ -289,7 +285,7 @@ def test_what_does_not_match_is_made_again(root):
         "no .bin": lambda: (folder / "1.bin").unlink(), "no .idx": lambda: (folder / "1.idx").unlink(),
         "short .bin": lambda: rewrite(folder / "1.bin", lambda data: data[:-1]),
         "long .idx": lambda: rewrite(folder / "1.idx", lambda data: data + b"1"),
-        "no record": record.unlink, "torn record": lambda: rewrite(record, lambda data: data[:-30]),
+        "no record": record.unlink, "truncated record": lambda: rewrite(record, lambda data: data[:-30]),
         "a list": lambda: rewrite(record, lambda data: b"[1]"),
         "other record": lambda: rewrite(record, lambda data: data.replace(b'"entries": 3', b'"entries": 4')),
         "touched": lambda: os.utime(raw, ns=(1, 1)), "grown": lambda: rewrite(raw, lambda data: data * 2)}
@@ -308,12 +304,12 @@ def test_pairs_whose_input_is_gone_are_refused(root):
     with pytest.raises(ValueError, match=r"train/b/1\.bin: its input is gone.*--output-dir"):
         job_of(root).refuse_others()
     (root / "out/train/b/.records/1.json").unlink()
-    write_jsonl(root / "raw/a/3.jsonl", ["new"])  # so that a/2 is for training now
-    with pytest.raises(ValueError, match=r"val/a/2\.bin: its input .* belongs elsewhere now"):
+    write_jsonl(root / "raw/a/3.jsonl", ["new"])  # now a/2 is for training
+    with pytest.raises(ValueError, match=r"val/a/2\.bin: its input .* now belongs elsewhere"):
         job_of(root).refuse_others()
 
 
-def test_leftovers_go_and_what_others_write_stays(root):
+def test_old_leftovers_are_deleted_and_files_in_use_stay(root):
     folder = root / "out/train/a"
     old, fresh, foreign = folder / ".1.bin.abcd1234.tmp", folder / ".2.bin.abcd1234.tmp", folder / ".1.swp"
     for path in (old, fresh, foreign):

@@ -1,4 +1,4 @@
-"""A folder of shards goes into a bucket: whole, checked, the manifests last; and again, then only what is missing."""
+"""push_shards uploads a folder completely, checks it, and sends manifests last; a second push sends only the rest."""
 
 import os
 import re
@@ -47,7 +47,7 @@ def puts(store):
     return [s.path.split("/bucket/")[1].split("?")[0] for s in store.proxy.seen if s.method == "PUT"]
 
 
-def test_all_of_it_arrives_and_the_manifests_last(store, folder, capsys):
+def test_everything_arrives_with_the_manifests_last(store, folder, capsys):
     assert main([str(folder), store.path("set/1/")]) == 0
     assert {k: store.get(k) for k in store.names()} == {
         f"set/1/{name}": data for name, data in files_of(folder).items()}
@@ -56,7 +56,7 @@ def test_all_of_it_arrives_and_the_manifests_last(store, folder, capsys):
             "--tokenizer=s3://bucket/set/1/tokenizer\n") in capsys.readouterr().out
 
 
-def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, capsys, monkeypatch):
+def test_a_second_push_sends_nothing_and_after_a_failure_only_the_rest(store, folder, capsys, monkeypatch):
     store.proxy.faults.append(Fault("PUT", "b.bin", status=403, code="AccessDenied"))
     assert main([str(folder), store.path("s")]) == 1
     err = capsys.readouterr().err
@@ -64,34 +64,33 @@ def test_again_sends_nothing_and_after_a_failure_only_the_rest(store, folder, ca
     assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
     store.proxy.seen.clear()
     assert main([str(folder), store.path("s")]) == 0
-    assert sorted(puts(store)) == ["s/train/web/b.bin", "s/train/web/manifest.json",
-                                   "s/val/web/manifest.json"]
-    sums = sum_file  # other ETags are settled by reading back
-    for of in (sums, lambda file: ("none", sums(file)[1])):
-        monkeypatch.setattr(push_shards, "sum_file", of)
+    assert sorted(puts(store)) == ["s/train/web/b.bin", "s/train/web/manifest.json", "s/val/web/manifest.json"]
+    sums = sum_file  # objects with other ETags are read back
+    for compute in (sums, lambda file: ("none", sums(file)[1])):
+        monkeypatch.setattr(push_shards, "sum_file", compute)
         store.proxy.seen.clear()
         assert main([str(folder), store.path("s")]) == 0
-        assert not puts(store) and bool(store.proxy.gets("c.bin")) == (of is not sums)
-        assert "0 files sent and checked (0 bytes), 9 were there" in capsys.readouterr().out
+        assert not puts(store) and bool(store.proxy.gets("c.bin")) == (compute is not sums)
+        assert "0 files sent and checked (0 bytes), 9 already stored" in capsys.readouterr().out
 
 
-def test_what_changed_goes_up_again_and_no_manifest_is_there_meanwhile(store, folder, monkeypatch):
+def test_changed_files_are_sent_again_and_manifests_are_deleted_before(store, folder, monkeypatch):
     assert main([str(folder), store.path("s")]) == 0
     store.put("s/val/web/c.bin", store.get("s/val/web/c.bin")[::-1])  # of the same size
     manifests = []
     send = push_shards.send
 
-    def look_and_send(*args):
+    def list_and_send(*args):
         manifests.append([k for k in store.names() if k.endswith("manifest.json")])
         return send(*args)
 
-    monkeypatch.setattr(push_shards, "send", look_and_send)
+    monkeypatch.setattr(push_shards, "send", list_and_send)
     assert main([str(folder), store.path("s")]) == 0
     assert manifests[0] == [] and store.get("s/val/web/c.bin") == (folder / "val/web/c.bin").read_bytes()
     assert "s/val/web/manifest.json" in store.names()
 
 
-def test_sums_are_the_etags_of_the_store_in_one_part_or_two(store, folder):
+def test_sums_equal_the_etags_of_the_store_for_one_part_and_two(store, folder):
     one, two = folder / "val/web/c.bin", folder / "train/web/a.bin"
     two.write_bytes(np.random.default_rng(0).bytes(push_shards.PART_BYTES + 1000))
     (folder / "train/web/manifest.json").unlink()
@@ -105,15 +104,15 @@ def test_sums_are_the_etags_of_the_store_in_one_part_or_two(store, folder):
         assert sum_file(file) == (etag, hash_bytes(file.read_bytes()))
 
 
-def test_what_is_damaged_here_or_on_the_way_is_told_and_not_left_there(store, folder, capsys):
+def test_damaged_files_and_uploads_are_reported_and_not_stored(store, folder, capsys):
     damaged = Fault("HEAD", "b.bin", before=lambda: store.put("s/train/web/b.bin", b"\0" * 6000))
     store.proxy.faults.append(damaged)
     file = folder / "train/web/a.bin"
     file.write_bytes(file.read_bytes()[::-1])
     assert main([str(folder), store.path("s")]) == 1
     err = capsys.readouterr().err
-    assert damaged.times == 0 and "b.bin: what arrived is not what was sent" in err
-    assert re.search(r"a.bin: its checksum is \w{32}, manifest.json says", err)
+    assert damaged.times == 0 and "b.bin: the uploaded object differs from the file" in err
+    assert re.search(r"a.bin: its checksum is \w{32}, but manifest.json says", err)
     assert not any(k.endswith(("a.bin", "b.bin", "manifest.json")) for k in store.names())
 
 
@@ -131,13 +130,13 @@ def test_bad_input_is_one_sentence_and_nothing_is_sent(store, folder, tmp_path):
     idx = folder / "val/web/c.idx"
     data = idx.read_bytes()
     idx.unlink()
-    refused("c.bin: c.idx is missing beside it")
+    refused("c.bin: c.idx is missing; restore it")
     idx.write_bytes(data)
     (folder / "val/web/manifest.json").unlink()
     refused("its shards are not finished")
 
 
-def test_a_signal_ends_it_at_once_and_the_command_goes_on(store, folder):
+def test_a_signal_ends_it_at_once_and_the_command_resumes(store, folder):
     store.proxy.faults.append(Fault("PUT", "b.bin", stall=True))
     process = subprocess.Popen([sys.executable, "-m", "scripts.push_shards", str(folder), store.path("s")],
                                cwd=Path(__file__).parents[1], stderr=subprocess.PIPE, text=True, env=dict(os.environ))

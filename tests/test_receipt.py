@@ -1,4 +1,4 @@
-"""Receipts: the rows of a run, recomputed from a copy of its data without the run; what is not its data is refused."""
+"""Receipts: the rows of a run are recomputed from a copy of its data, without the run; other data is refused."""
 
 import json
 import re
@@ -19,12 +19,12 @@ from tests.finished import command
 from tests.training import die_after_step, digests, run_dir, start, succeed, texts, write_shard
 
 STEPS, EVERY = 14, 4
-PLAIN = {"compression": "NONE", "write_statistics": False}  # of parquet whose footer does not depend on its texts
+PLAIN = {"compression": "NONE", "write_statistics": False}  # then the footer of parquet does not depend on its texts
 RUN = {**training.SMALL, "num_iterations": STEPS, "save_every": 3, "leaves": 2}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def origin(tmp_path_factory):
     """(base directory, receipt, copy of the data in another folder) of a run that was killed on two processes and
     resumed on one."""
     folder = tmp_path_factory.mktemp("made").resolve()
@@ -40,43 +40,43 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def work(made, tmp_path, monkeypatch):
+def work(origin, tmp_path, monkeypatch):
     """The receipt and the copy of the data, in a base directory without the run."""
     for name in ("r.json", "copy", "tokenizer"):
-        (shutil.copytree if (made / name).is_dir() else shutil.copy)(made / name, tmp_path / name)
+        (shutil.copytree if (origin / name).is_dir() else shutil.copy)(origin / name, tmp_path / name)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     return tmp_path
 
 
 def verified(work, *flags, code=0, name="r.json", data="copy/elsewhere"):
-    """What `scripts.verify` prints about a receipt."""
+    """The output of `scripts.verify` for a receipt."""
     outcome = command(verify.main, work / name, f"--data-path={work / data}", *flags)
     assert outcome.code == code and "Traceback" not in outcome.err, outcome
     return outcome.out
 
 
 def refused(work, *flags, **given):
-    """The one sentence with which a receipt is refused."""
+    """The only problem that `scripts.verify` reports for a receipt."""
     [sentence] = re.findall("^  PROBLEM (.*)$", verified(work, *flags, code=1, **given), re.M)
     return sentence
 
 
 def edit(path, **changed):
-    """Change a receipt, and its checksum with it."""
+    """Change a receipt, with a correct checksum."""
     value = {**read_json(path), **changed}
     del value["checksum"]
     write_json(path, {**value, "checksum": hash_json(value)})
 
 
-# ---- what a receipt says, and that it is right ----------------------------------------------------------------------
+# ---- what a receipt holds -------------------------------------------------------------------------------------------
 
-def test_a_receipt_is_small_and_names_no_place(made, monkeypatch):
-    text, value = (made / "r.json").read_text(), read_json(made / "r.json")
-    assert len(text) < 4000 and str(made) not in text and "/tmp" not in text and socket.gethostname() not in text
+def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
+    text, value = (origin / "r.json").read_text(), read_json(origin / "r.json")
+    assert len(text) < 4000 and str(origin) not in text and "/tmp" not in text and socket.gethostname() not in text
     assert list(value["marks"]) == ["0", "4", "8", "12", "13"] and value["steps"] == STEPS
     link = ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(made))
+        patch.setenv("NANOCHAT_BASE_DIR", str(origin))
         for step, digest in enumerate(digests()):
             link = receipt.next_link(link, digest)
             assert value["marks"].get(str(step), {"digest": digest, "chain": link}) == {"digest": digest, "chain": link}
@@ -86,7 +86,7 @@ def test_a_receipt_is_small_and_names_no_place(made, monkeypatch):
         assert list(receipt.make_receipt(long, 2000)["marks"]) == ["0", "1000", "1999"]
 
 
-def test_the_rows_of_a_run_that_was_killed_and_moved_are_verified_from_a_copy_of_the_data(work):
+def test_rows_of_a_killed_and_resumed_run_are_verified_from_a_copy_of_the_data(work):
     out = verified(work)
     assert "OK steps 0, 4, 8, 12, 13: trained on these rows, and so were all steps from 0 to 13" in out
     assert "OK steps 5: trained on these rows, and so were all steps from 0 to 8" in verified(work, "--steps=5")
@@ -97,20 +97,20 @@ def test_the_rows_of_a_run_that_was_killed_and_moved_are_verified_from_a_copy_of
     assert "OK steps 1" in verified(work, "--steps=1", f"--tokenizer={work / 'mine'}")
 
 
-def test_rows_of_a_receipt_are_those_of_the_run(made, work, monkeypatch):
+def test_inspect_data_shows_the_same_rows_for_a_receipt_and_its_run(origin, work, monkeypatch):
     def rows(*argv):
         outcome = command(inspect_data.main, "rows", "--json", "--text", "--step=9", *argv)
         assert outcome.code == 0, outcome
         return outcome.out
 
     of_receipt = rows(work / "r.json", f"--data-path={work / 'copy/elsewhere'}")
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
     assert of_receipt == rows("run") and len(of_receipt.splitlines()) == 8
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
-def test_one_changed_word_is_named_with_its_file(work):
+def test_the_file_with_one_changed_word_is_named(work):
     path = work / "copy/elsewhere/sub/1.parquet"
     documents, before = pq.read_table(path)["text"].to_pylist(), pin(path, "x.parquet", ALL)
     word = re.search(r"[a-z]{5}", documents[70])
@@ -132,15 +132,15 @@ def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     outcome = command(verify.main, work / "r.json")
     assert outcome.code == 1 and "a receipt does not say where the data is" in outcome.out
     text = (work / "r.json").read_text()
-    for bad, told in ((text[:500], "not valid JSON"), ("{}", "expected a whole number"),
-                      (text.replace('"steps": 14', '"steps": 12'), "it has no digest of its last step"),
-                      (text.replace('"V": 4', '"V": 5'), "its checksum is wrong"),
-                      (text.replace('"nanochat_receipt": 1', '"nanochat_receipt": 9'), "its format is 9")):
+    for bad, problem in ((text[:500], "not valid JSON"), ("{}", "expected a whole number"),
+                         (text.replace('"steps": 14', '"steps": 12'), "it has no digest of its last step"),
+                         (text.replace('"V": 4', '"V": 5'), "its checksum is wrong"),
+                         (text.replace('"nanochat_receipt": 1', '"nanochat_receipt": 9'), "its format is 9")):
         (work / "bad.json").write_text(bad)
-        assert told in refused(work, name="bad.json"), told
-    for flags, told in ((["--step=99"], "it has no step 99"), (["--step=1", "--lanes=2"], "--lanes: a receipt has")):
+        assert problem in refused(work, name="bad.json"), problem
+    for flags, problem in ((["--step=99"], "it has no step 99"), (["--step=1", "--lanes=2"], "--lanes: a receipt has")):
         outcome = command(inspect_data.main, "rows", work / "r.json", f"--data-path={work / 'copy/elsewhere'}", *flags)
-        assert outcome.code == 1 and told in outcome.err and "Traceback" not in outcome.err
+        assert outcome.code == 1 and problem in outcome.err and "Traceback" not in outcome.err
     assert command(verify.main, work / "r.json", "--steps=1,x").code == 2
 
 
@@ -160,8 +160,8 @@ def test_other_digests_settings_and_files_outside_the_data_are_refused(work):
     assert "'../../x.parquet', which is not below the data path" in refused(work)
 
 
-def test_a_log_without_a_step_has_no_receipt(made, tmp_path, monkeypatch):
-    shutil.copytree(made / "runs" / "run", tmp_path / "run")
+def test_a_log_without_a_step_has_no_receipt(origin, tmp_path, monkeypatch):
+    shutil.copytree(origin / "runs" / "run", tmp_path / "run")
     log = tmp_path / "run/logs/train.jsonl"
     log.write_text("".join(line for line in log.open() if '"step": 5,' not in line))
     outcome = command(receipt.main, tmp_path / "run", f"--out={tmp_path / 'x.json'}")
@@ -170,7 +170,7 @@ def test_a_log_without_a_step_has_no_receipt(made, tmp_path, monkeypatch):
 
 # ---- other kinds of runs ---------------------------------------------------------------------------------------------
 
-def test_many_files_fit_and_the_one_that_differs_is_named(tmp_path, monkeypatch):
+def test_the_list_of_many_files_is_small_and_still_names_the_one_that_differs(tmp_path, monkeypatch):
     def entry(i, size=10**8):
         return {"name": f"shard_{i:05d}.parquet", "size": size + i, "footer": f"{i:032x}", "groups": [1000] * 50}
 
@@ -210,13 +210,13 @@ def test_a_curriculum_is_verified_and_so_is_a_run_that_continues_its_data(kind, 
             assert refused(tmp_path, name="run.json", data="copy").startswith(f"{path}: its contents changed")
 
 
-def test_documents_that_are_left_out_are_part_of_a_receipt(made, tmp_path):
+def test_a_receipt_includes_documents_that_are_left_out(origin, tmp_path):
     with training.workplace(tmp_path, **{**RUN, "num_iterations": 4, "save_every": -1}):
         (tmp_path / "list").write_text("sub/0.parquet:*\n")
-        succeed(data_path=made / "text", without_documents=tmp_path / "list")
+        succeed(data_path=origin / "text", without_documents=tmp_path / "list")
         assert command(receipt.main, "run", f"--out={tmp_path / 'r.json'}").code == 0
-        assert digests() != digests_of(made)[:4], "the case: other targets"
-        assert "OK steps 0, 3" in verified(made, name=tmp_path / "r.json")
+        assert digests() != digests_of(origin)[:4], "the case: other targets"
+        assert "OK steps 0, 3" in verified(origin, name=tmp_path / "r.json")
 
 
 def digests_of(base):
@@ -224,13 +224,13 @@ def digests_of(base):
     return [digest for _, digest in sorted(RunReader(base / "runs" / "run").digests.items())]
 
 
-def test_exports_have_the_receipt_of_their_steps(made, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made))
+def test_exports_contain_the_receipt_of_their_steps(origin, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
     assert command(export.main, "run@6", tmp_path / "hf", "--to=hf").code == 0
     assert read_json(tmp_path / "hf" / "receipt.json")["steps"] == 6
-    assert "all steps from 0 to 5" in verified(made, name=tmp_path / "hf" / "receipt.json")
-    hidden = made / "hidden"
-    (made / "text").rename(hidden)
+    assert "all steps from 0 to 5" in verified(origin, name=tmp_path / "hf" / "receipt.json")
+    hidden = origin / "hidden"
+    (origin / "text").rename(hidden)
     outcome = command(export.main, "run", tmp_path / "bare", "--to=hf")
-    hidden.rename(made / "text")
+    hidden.rename(origin / "text")
     assert outcome.code == 0 and "skipping receipt" in caplog.text and not (tmp_path / "bare/receipt.json").exists()

@@ -1,4 +1,4 @@
-"""Token files: what is written is read, in both formats and by every reader; whatever is broken is named; entries are
+"""Token files: both formats read back what was written, with every reader; errors name the broken file; entries become
 documents of the stream."""
 
 import json
@@ -30,22 +30,22 @@ def flat(entries):
 
 
 def documents_of(pair, step=3):
-    """All documents without their BOS, after checking that it is there and that lengths agree."""
-    found = []
+    """All documents without their BOS, after a check of BOS and lengths."""
+    texts = []
     for first in range(0, len(pair), step):
         last = min(first + step, len(pair))
         documents = pair.documents(first, last, E)
         assert pair.document_lengths(first, last, E).tolist() == list(map(len, documents))
-        assert all(d[0] == E and d.base is None for d in documents), "no document holds more memory than its own"
-        found += [d.tolist()[1:] for d in documents]
-    return found
+        assert all(d[0] == E and d.base is None for d in documents), "each document has its own memory"
+        texts += [d.tolist()[1:] for d in documents]
+    return texts
 
 
-# ---- written and read -----------------------------------------------------------------------------------------------
+# ---- write and read -------------------------------------------------------------------------------------------------
 
 @st.composite
 def batches(draw):
-    """(vocab_size, [[(ids, prefix), ...], ...]): entries of any kind, cut into calls of `add`."""
+    """(vocab_size, [[(ids, prefix), ...], ...]): any entries, in several calls of `add`."""
     vocab_size = draw(st.sampled_from([257, 65535, 65536, 100_000]))
     ids = st.integers(0, vocab_size - 1) | st.just(vocab_size - 1)
     entry = st.lists(ids, max_size=6).flatmap(lambda ids: st.tuples(st.just(ids), st.integers(0, len(ids))))
@@ -54,7 +54,7 @@ def batches(draw):
 
 @given(batches())
 @settings(max_examples=examples(3))
-def test_gpts_is_read_as_it_was_written(tmp_path_factory, case):
+def test_gpts_reads_back_what_was_written(tmp_path_factory, case):
     vocab_size, calls = case
     path = tmp_path_factory.mktemp("pair") / "a.b"
     with ShardWriter(path, vocab_size=vocab_size) as writer:
@@ -80,12 +80,12 @@ corpora = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=
 @given(corpora, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans(), st.sampled_from(READERS),
        st.randoms())
 @settings(max_examples=examples(2))
-def test_documents_of_sequences_are_read_wherever_these_lie(tmp_path_factory, documents, dtype, scattered, reader,
-                                                            random):
+def test_megatron_documents_are_read_wherever_their_sequences_are(tmp_path_factory, documents, dtype, scattered, reader,
+                                                                  random):
     path = tmp_path_factory.mktemp("p.q") / "a.b.bin"
     write_megatron(path.with_suffix(""), documents, dtype)
     sequences = [s for d in documents for s in d]
-    if scattered:  # the sequences of the index change places, and so do the documents that are made of them
+    if scattered:  # shuffle the sequences of the index
         idx, n, order = path.with_suffix(".idx"), len(sequences), list(range(len(sequences)))
         random.shuffle(order)
         pair = TokenFile(path)
@@ -106,7 +106,7 @@ def test_documents_of_sequences_are_read_wherever_these_lie(tmp_path_factory, do
     assert pair.prefixes(0, len(pair)).tolist() == [0] * len(expected) and pair.dtype == np.dtype(dtype)
 
 
-def test_the_bytes_are_those_of_the_formats(tmp_path):
+def test_the_bytes_follow_both_formats(tmp_path):
     write_pair(tmp_path / "a", [[1, 2, E], [3], [258]], [0, 1, 1], vocab_size=300)
     assert (tmp_path / "a.bin").read_bytes().hex(" ", 2) == "0100 0200 0001 0300 0201"
     assert (tmp_path / "a.idx").read_bytes() == (
@@ -125,32 +125,32 @@ def test_the_bytes_are_those_of_the_formats(tmp_path):
             assert open_tokens(tmp_path / "t.bin").dtype.name == name
 
 
-def test_files_of_gpt_simple_are_read_and_written_again(tmp_path):
-    """A pair that gpt-simple 0.1.2 wrote, and what its own reader says of it; dev/compare_gpt_simple.py made both."""
-    told = json.loads((GOLDEN / "tiny.json").read_text())
-    pair, eod = open_tokens(GOLDEN / "tiny.bin", vocab_size=told["vocab_size"]), told["eod"]
-    assert [ids.tolist() for ids in pair.read(0, len(pair))] == told["entries"]
-    assert pair.prefixes(0, len(pair)).tolist() == told["prefixes"]
-    expected = [[eod, *(e[:-1] if e[-1] == eod else e)] for e in told["entries"]]
+def test_files_of_gpt_simple_are_read_and_written_identically(tmp_path):
+    """A pair of gpt-simple 0.1.2 and what its own reader returns; dev/compare_gpt_simple.py made both."""
+    golden = json.loads((GOLDEN / "tiny.json").read_text())
+    entries, prefixes, eod = golden["entries"], golden["prefixes"], golden["eod"]
+    pair = open_tokens(GOLDEN / "tiny.bin", vocab_size=golden["vocab_size"])
+    assert [ids.tolist() for ids in pair.read(0, len(pair))] == entries
+    assert pair.prefixes(0, len(pair)).tolist() == prefixes
+    expected = [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries]
     assert [d.tolist() for d in pair.documents(0, len(pair), eod)] == expected
     assert 0 < pair.ends_document(0, len(pair), eod).sum() < len(pair), "some entries end a document"
-    assert any(p and told["entries"][i - 1][-1] == eod for i, p in enumerate(told["prefixes"])), \
-        "a document's end is followed by a window that repeats its tail"
-    write_pair(tmp_path / "tiny", told["entries"], told["prefixes"], vocab_size=told["vocab_size"])
+    assert any(p and entries[i - 1][-1] == eod for i, p in enumerate(prefixes)), "a window repeats a document's end"
+    write_pair(tmp_path / "tiny", entries, prefixes, vocab_size=golden["vocab_size"])
     for ending in (".bin", ".idx"):
         assert (tmp_path / f"tiny{ending}").read_bytes() == (GOLDEN / f"tiny{ending}").read_bytes()
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"needs {SHARED}, which megatron-core wrote")
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_files_of_megatron_are_read_and_written_again(tmp_path, name):
-    told = json.loads((SHARED / "golden.json").read_text())["sources"][name]
+def test_files_of_megatron_are_read_and_written_identically(tmp_path, name):
+    golden = json.loads((SHARED / "golden.json").read_text())["sources"][name]
     pair = open_tokens(SHARED / f"{name}.bin")
-    assert (len(pair), pair.num_tokens) == (told["documents"], told["tokens"])
+    assert (len(pair), pair.num_tokens) == (golden["documents"], golden["tokens"])
     write_megatron(tmp_path / name, [[ids.tolist()] for ids in pair.read(0, len(pair))], pair.dtype)
     for ending in ("bin", "idx"):
         data = (tmp_path / f"{name}.{ending}").read_bytes()
-        assert sha256(data).hexdigest() == told["files"][f"{name}.{ending}"]["sha256"]
+        assert sha256(data).hexdigest() == golden["files"][f"{name}.{ending}"]["sha256"]
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_documents_are_entries_without_eod_with_or_without_manifest(tmp_path_fac
         assert documents_of(open_tokens(folder / "a.bin"), step) == expected
 
 
-def test_entries_of_eod_only_and_without_anything(tmp_path):
+def test_entries_of_eod_only_and_empty_entries(tmp_path):
     write_pair(tmp_path / "a", [[], [E], [1, E], [], [E], [2, E], [3, E]])
     write_pair(tmp_path / "empty", [[], []])
     assert documents_of(open_tokens(tmp_path / "a.bin")) == [[], [], [1], [], [], [2], [3]]
@@ -180,22 +180,22 @@ def test_entries_of_eod_only_and_without_anything(tmp_path):
 
 # ---- readers --------------------------------------------------------------------------------------------------------
 
-def test_what_is_mapped_is_a_view_that_outlives_all(tmp_path):
+def test_mapped_ids_are_views_that_outlive_the_pair_and_its_files(tmp_path):
     write_pair(tmp_path / "a", [[E], [1, 2, 3, E]])
     fds = Path("/proc/self/fd")
     before = len(list(fds.iterdir())) if fds.exists() else 0
     pair = open_tokens(tmp_path / "a.bin")
     _, view = pair.read(0, 2)
-    assert (len(list(fds.iterdir())) if fds.exists() else 0) == before, "no descriptor a file"
+    assert (len(list(fds.iterdir())) if fds.exists() else 0) == before, "an open pair keeps no file descriptor"
     assert not view.flags.owndata and not view.flags.writeable and type(view) is np.ndarray
-    write_pair(tmp_path / "a", [[7, E]])  # another one is renamed over it
+    write_pair(tmp_path / "a", [[7, E]])  # replaces both files
     assert view.tolist() == pair.read(1, 2)[0].tolist() == [1, 2, 3, E]
     del pair
     assert view.tolist() == [1, 2, 3, E]
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_with_pread_nothing_is_mapped_and_a_file_that_is_cut_short_is_a_sentence(tmp_path, monkeypatch, suffix):
+def test_with_pread_nothing_is_mapped_and_a_truncated_file_is_an_error(tmp_path, monkeypatch, suffix):
     write_megatron(tmp_path / "a", [[[i, 2, E]] for i in range(5000)])
     path = tmp_path / f"a{suffix}"
     monkeypatch.setenv(tokens.READER, "pread")
@@ -204,7 +204,7 @@ def test_with_pread_nothing_is_mapped_and_a_file_that_is_cut_short_is_a_sentence
     assert pair.read(4000, 4001)[0].tolist() == [4000, 2, E]
     assert not maps.exists() or str(tmp_path) not in maps.read_text()
     os.truncate(path, 6000)
-    with pytest.raises(ValueError, match=rf"a\{suffix}: it was cut short or changed while it is in use"):
+    with pytest.raises(ValueError, match=rf"a\{suffix}: the file was truncated or changed while it was in use"):
         pair.read(4000, 4001)
     write_pair(tmp_path / "b", [[1]])
     monkeypatch.setenv(tokens.READER, "fast")
@@ -212,7 +212,7 @@ def test_with_pread_nothing_is_mapped_and_a_file_that_is_cut_short_is_a_sentence
         open_tokens(tmp_path / "b.bin")
 
 
-# ---- what is wrong --------------------------------------------------------------------------------------------------
+# ---- damage ---------------------------------------------------------------------------------------------------------
 
 DAMAGES = st.one_of(
     st.tuples(st.just("cut"), st.integers(0, 400)), st.tuples(st.just("grow"), st.binary(min_size=1, max_size=20)),
@@ -231,7 +231,7 @@ def whole_pairs(tmp_path_factory):
 @given(st.sampled_from(["gpts", "megatron"]), st.sampled_from([".bin", ".idx"]),
        st.lists(DAMAGES, min_size=1, max_size=2), st.sampled_from(READERS))
 @settings(max_examples=examples(12))
-def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, whole_pairs, name, suffix, damages, reader):
+def test_any_damaged_pair_is_read_or_named(tmp_path_factory, whole_pairs, name, suffix, damages, reader):
     folder = tmp_path_factory.mktemp("bad")
     for ending in (".bin", ".idx"):
         shutil.copy(whole_pairs / f"{name}{ending}", folder / f"a{ending}")
@@ -262,7 +262,7 @@ def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, whole_
                 assert all(ids.max(initial=0) < 300 and ids.min(initial=0) >= 0 for ids in got)
                 pair.documents(first, last, E)
             pair.pin("a")
-            assert not sizes_differ, "what is missing was not missed"
+            assert not sizes_differ, "missing bytes were not noticed"
         except (ValueError, FileNotFoundError) as e:
             assert str(e).startswith(str(folder / "a.")), str(e)
 
@@ -270,14 +270,14 @@ def test_whatever_happens_to_a_pair_it_is_read_or_named(tmp_path_factory, whole_
 @pytest.mark.parametrize("damage, message", [
     (lambda p: truncate(p / "a.bin", 7), r"a\.bin: 3\.5 tokens on disk, but the offsets in its \.idx go from 0 to 5; "
                                          r"fetch it again, or delete it and rerun scripts\.tok_shards"),
-    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes that .*, expected 44 bytes for 2 entries; it was cut"),
+    (lambda p: truncate(p / "a.idx", 40), r"a\.idx: 40 bytes that .*, expected 44 bytes for 2 entries; it is trunc"),
     (lambda p: patch(p / "a.idx", 4, b"\2"), r"a\.idx: 44 bytes that begin with b'GPTS.x02"),
     (lambda p: patch(p / "a.idx", 16, b"\1"), r"a\.bin: 5 tokens on disk, but the offsets in its \.idx go from 1"),
-    (lambda p: (p / "a.idx").unlink(), r"a\.idx: not there; bring it back, or delete a\.bin"),
-    (lambda p: (p / "a.bin").unlink(), r"a\.bin: not there; bring it back, or delete a\.idx"),
-    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: not there; bring it back"),
-    (lambda p: write_megatron(p / "a", []), r"a\.idx: no document in it \(0 entries\)")])
-def test_a_bad_pair_is_told_in_a_sentence(tmp_path, damage, message):
+    (lambda p: (p / "a.idx").unlink(), r"a\.idx: the file is missing; restore it, or delete a\.bin"),
+    (lambda p: (p / "a.bin").unlink(), r"a\.bin: the file is missing; restore it, or delete a\.idx"),
+    (lambda p: [f.unlink() for f in list(p.iterdir())], r"a\.idx: the file is missing; restore it"),
+    (lambda p: write_megatron(p / "a", []), r"a\.idx: it has no documents \(0 entries\)")])
+def test_a_bad_pair_is_one_sentence(tmp_path, damage, message):
     write_pair(tmp_path / "a", [[1, 2, E], [3, E]])
     assert len(open_tokens(tmp_path / "a.bin")) == 2
     damage(tmp_path)
@@ -286,7 +286,7 @@ def test_a_bad_pair_is_told_in_a_sentence(tmp_path, damage, message):
             open_tokens(tmp_path / name)
 
 
-def test_opening_looks_at_the_ends_only_and_what_is_broken_inside_is_told_when_it_is_used(tmp_path):
+def test_opening_checks_the_ends_only_and_inner_damage_is_named_when_it_is_read(tmp_path):
     write_pair(tmp_path / "a", [[i, E] for i in range(100)], [0] * 20 + [3] + [0] * 79)
     patch(tmp_path / "a.idx", 16 + 8 * 50, (97).to_bytes(8, "little"))
     pair = open_tokens(tmp_path / "a.bin")
@@ -296,36 +296,24 @@ def test_opening_looks_at_the_ends_only_and_what_is_broken_inside_is_told_when_i
             read(40, 50)
     with pytest.raises(ValueError, match=r"a\.idx: entry 20 is shorter than its prefix \(2 ids, 3 repeated\)"):
         pair.prefixes(15, 25)
-    write_megatron(tmp_path / "m", [[[i]] for i in range(10)])
-    patch(tmp_path / "m.idx", 34 + 40 + 8 * 4, struct.pack("<q", 400))
-    patch(tmp_path / "m.idx", 34 + 120 + 8 * 7, struct.pack("<q", 3))
-    pair = open_tokens(tmp_path / "m.bin")
-    assert len(pair.read(0, 4)) == 4
-    with pytest.raises(ValueError, match=r"m\.idx: sequence 4 is 1 ids at byte 400, which is no place in its \.bin of"):
-        pair.read(3, 5)
-    with pytest.raises(ValueError, match=r"m\.idx: .* entries 6 to 9 run backwards"):
-        pair.lengths(6, 9)
 
 
-@pytest.mark.parametrize("dtype, bad", [("<i4", 300), ("<i4", -1), ("<i8", 1 << 40)])
-def test_ids_outside_the_vocabulary_are_named(tmp_path, dtype, bad):
-    write_megatron(tmp_path / "a", [[[1, bad if i == 5 else 2]] for i in range(9)], dtype)
-    pair = open_tokens(tmp_path / "a.bin", vocab_size=300)
-    assert len(pair.read(0, 5)) == 5
-    with pytest.raises(ValueError, match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300"):
-        pair.read(3, 9)
+def test_ids_outside_the_vocabulary_are_named(tmp_path):
+    for dtype, bad in (("<i4", 300), ("<i4", -1), ("<i8", 1 << 40)):
+        write_megatron(tmp_path / "a", [[[1, bad if i == 5 else 2]] for i in range(9)], dtype)
+        pair = open_tokens(tmp_path / "a.bin", vocab_size=300)
+        assert len(pair.read(0, 5)) == 5
+        with pytest.raises(ValueError, match=rf"a\.bin: entry 5 holds the id {bad:,}, outside the vocabulary of 300"):
+            pair.read(3, 9)
+    write_pair(tmp_path / "b", [[1, E]])
+    open_tokens(tmp_path / "b.bin", vocab_size=65536)
+    with pytest.raises(ValueError, match=r"b\.bin: its ids are uint16, too small for a vocabulary of 65,537"):
+        open_tokens(tmp_path / "b.bin", vocab_size=65537)
 
 
-def test_a_vocabulary_that_its_type_cannot_hold_is_refused(tmp_path):
-    write_pair(tmp_path / "a", [[1, E]])
-    open_tokens(tmp_path / "a.bin", vocab_size=65536)
-    with pytest.raises(ValueError, match=r"a\.bin: its ids are uint16, too small for a vocabulary of 65,537"):
-        open_tokens(tmp_path / "a.bin", vocab_size=65537)
+# ---- pins and manifests ---------------------------------------------------------------------------------------------
 
-
-# ---- what pins a pair -----------------------------------------------------------------------------------------------
-
-def test_a_pair_is_pinned_as_it_was_when_older_runs_began():
+def test_pins_never_change_between_versions():
     pin = open_tokens(GOLDEN / "tiny.bin").pin("web/tiny.bin")
     assert len(pin.pop("blocks")) == 32 and pin == {
         "name": "web/tiny.bin", "size": 160, "footer": "239cbe206c1fce1fe6ee981f00e3b33a", "groups": [13], "tokens": 80}
@@ -334,16 +322,16 @@ def test_a_pair_is_pinned_as_it_was_when_older_runs_began():
 
 
 def test_a_changed_index_has_another_footer(tmp_path):
-    n, found = 20_000, []
+    n, pins = 20_000, []
     write_pair(tmp_path / "a", [[1, 2, E]] * n)
     for at, data in ((16 + 8 * 5, b"\x0f"), (16 + 8 * 5, b"\x10"), (16 + 8 * (n + 1) + 2 * (n - 1), b"\1\0")):
-        patch(tmp_path / "a.idx", at, data)  # nothing, near the beginning, the last prefix
-        found.append(open_tokens(tmp_path / "a.bin").pin("web/a.bin"))
-    assert len({pin["footer"] for pin in found}) == 3
-    assert {(pin["size"], tuple(pin["groups"])) for pin in found} == {(6 * n, (1024,) * 19 + (544,))}
+        patch(tmp_path / "a.idx", at, data)  # no change, a change near the beginning, the last prefix
+        pins.append(open_tokens(tmp_path / "a.bin").pin("web/a.bin"))
+    assert len({pin["footer"] for pin in pins}) == 3
+    assert {(pin["size"], tuple(pin["groups"])) for pin in pins} == {(6 * n, (1024,) * 19 + (544,))}
 
 
-def test_the_manifest_must_be_of_this_pair(tmp_path):
+def test_the_manifest_must_match_the_pair_and_is_read_again_when_it_changes(tmp_path):
     write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)})
     write_pair(tmp_path / "a", [[1, E]])
     with pytest.raises(ValueError, match=r"a\.bin: entries 1, manifest\.json says 2; .*rerun"):
@@ -352,9 +340,6 @@ def test_the_manifest_must_be_of_this_pair(tmp_path):
         write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)}, groups=groups)
         with pytest.raises(ValueError, match=r"a\.bin: groups of \[.*, expected numbers that add up to 2"):
             open_tokens(tmp_path / "a.bin").pin("a")
-
-
-def test_a_manifest_that_changes_is_read_again(tmp_path):
     for entries, count in ([[1, E]], 1), ([[1, E], [2, E]], 2):
         write_folder(tmp_path, {"a": (entries, None)})
         assert open_tokens(tmp_path / "a.bin").pin("a.bin")["groups"] == [count]
@@ -378,9 +363,9 @@ def add(*args):
     (ShardWriter, add([1], [2], [0]), "add up to 2"), (ShardWriter, add([1], [1], [0, 0]), "2 prefixes for 1 entries"),
     (ShardWriter, add([1], [2, -1], [0, 0]), "expected as many"),
     (MegatronWriter, add([1], [1], [1]), "Megatron's format holds whole documents only"),
-    (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) behind the last document"),
+    (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) after the last document"),
     (MegatronWriter, add([70_000], [1], [0]), "below 300")])
-def test_an_exception_or_bad_arrays_leave_nothing(tmp_path, kind, act, message):
+def test_an_exception_or_bad_arrays_leave_no_file(tmp_path, kind, act, message):
     with pytest.raises((ValueError, ZeroDivisionError), match=message), kind(tmp_path / "a", vocab_size=300) as writer:
         act(writer)
     assert list(tmp_path.iterdir()) == []
@@ -390,22 +375,22 @@ def test_an_exception_or_bad_arrays_leave_nothing(tmp_path, kind, act, message):
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_a_crash_between_the_renames_never_shows_a_torn_pair(tmp_path, monkeypatch, same):
-    """Whatever rename is the last one that happens, there is a whole pair or none that can be opened. If the new pair
-    is the old one there is always a whole one: other processes may be writing it as well."""
+def test_a_crash_between_the_renames_never_shows_half_of_a_pair(tmp_path, monkeypatch, same):
+    """After each rename there is either a whole pair or none that can be opened. If the new pair equals the old one,
+    there is always a whole one: other processes may be writing it, too."""
     write_pair(tmp_path / "a", [[1, 2, 3, E]] if same else [[9, E]])
-    seen = []
+    states = []
 
     def watch(change):
         def call(*args, **kwargs):
             change(*args, **kwargs)
             try:
-                seen.append(open_tokens(tmp_path / "a.bin").num_tokens)
+                states.append(open_tokens(tmp_path / "a.bin").num_tokens)
             except FileNotFoundError as e:
-                seen.append(Path(str(e).split(":")[0]).name)
+                states.append(Path(str(e).split(":")[0]).name)
         return call
 
     for name in ("replace", "unlink"):
         monkeypatch.setattr(os, name, watch(getattr(os, name)))
     write_pair(tmp_path / "a", [[1, 2, 3, E]])
-    assert seen == ([4, 4] if same else ["a.idx", "a.idx", 4])
+    assert states == ([4, 4] if same else ["a.idx", "a.idx", 4])

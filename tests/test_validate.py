@@ -1,4 +1,5 @@
-"""validate: what keeps a run from its last step is said before the first; nothing is written; base_train heeds it."""
+"""validate reports before the first step whether a run can reach its last one, and writes nothing; base_train uses the
+same plan."""
 
 import json
 import re
@@ -18,13 +19,13 @@ from tests.training import fingerprint, flags, run_dir
 
 T, STEP = 16, 16 * 32
 SMALL = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_size": 8, "depth": 1,
-                         "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
-                         "data_format": "shards", "warmup_steps": 0, "save_every": -1}
+         "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
+         "data_format": "shards", "warmup_steps": 0, "save_every": -1}
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """text/BUCKET with two files for training and one for validation, and shards of them."""
+def data_folder(tmp_path_factory):
+    """text/BUCKET with two files for training and one for validation, and shards made from them."""
     folder = tmp_path_factory.mktemp("made")
     with training.workplace(folder):
         training.write_buckets(folder, {"big": 60, "tiny": 4}, shards=0)
@@ -32,10 +33,10 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, made):
+def workplace(tmp_path, data_folder):
     with training.workplace(tmp_path) as path:
         for name in ("text", "shards"):
-            (path / name).symlink_to(made / name)
+            (path / name).symlink_to(data_folder / name)
         yield path
 
 
@@ -63,11 +64,11 @@ def checked(capsys, *more, **changed):
     return int(end.value.code or 0), out, err
 
 
-def test_a_run_that_can_reach_its_end_is_told_all_about(workplace, capsys):
+def test_the_plan_of_a_run_that_can_reach_its_end(workplace, capsys):
     mix(workplace, 5, 0.01)
     code, out, _ = checked(capsys)
     assert code == 0 and "a new run" in out and "error" not in out
-    assert "memory of a GPU" not in out, "this one has none"
+    assert "memory of a GPU" not in out, "it runs on a CPU"
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]
@@ -77,16 +78,16 @@ def test_a_run_that_can_reach_its_end_is_told_all_about(workplace, capsys):
 def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(workplace, capsys):
     mix(workplace, 20, 1)
     code, out, _ = checked(capsys)
-    told = out.split("error: ")[1]
-    assert code == 1 and "runs dry at step" in out and "--allow-bucket-exhaustion" in told
+    error = out.split("error: ")[1]
+    assert code == 1 and "runs dry at step" in out and "--allow-bucket-exhaustion" in error
     message = training.refuse(**command(workplace))
-    assert told.strip() in message and not run_dir().exists(), "nothing binds the next attempt"
+    assert error.strip() in message and not run_dir().exists(), "a refused run leaves nothing behind"
     assert training.run(**command(workplace, plan="warn")).code == 3
     halted, = (r for r in read_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted")
-    assert f"the run halts before step {halted['step']} of 40: lane" in told
-    assert halted["reason"].split(" has")[0] == f"step {halted['step']}: " + told.split(": ")[1].split(" has")[0]
+    assert f"the run halts before step {halted['step']} of 40: lane" in error
+    assert halted["reason"].split(" has")[0] == f"step {halted['step']}: " + error.split(": ")[1].split(" has")[0]
     code, out, _ = checked(capsys, plan="warn")
-    assert code == 1 and "goes on from" in out and "note: " in out and "halted (" in out
+    assert code == 1 and "resumes from" in out and "note: " in out and "halted (" in out
     code, out, _ = checked(capsys, allow_bucket_exhaustion=True)
     assert code == 0 and "warning: bucket 'tiny' runs dry" in out
     assert "completed" in training.succeed(**command(workplace, allow_bucket_exhaustion=True)).out
@@ -103,7 +104,7 @@ def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     outcome = training.succeed(**command(workplace, save_every=3))
     assert "resuming" in outcome.out and "plan: 10 steps" in outcome.out
     monkeypatch.undo()
-    (run_dir() / PLAN_NAME).write_text("{torn")
+    (run_dir() / PLAN_NAME).write_text("{truncated")
     shutil.rmtree(run_dir() / "checkpoints")
     training.succeed(**command(workplace))
     assert Plan.from_json(read_json(run_dir() / PLAN_NAME)).steps == 10
@@ -118,18 +119,17 @@ def test_text_is_an_estimate_and_never_an_error(workplace, capsys):
 
 
 @pytest.mark.parametrize("data_format", ["text", "shards"])
-def test_without_a_curriculum_the_same_two_warnings_come_without_a_plan(workplace, capsys, monkeypatch, data_format):
+def test_without_a_curriculum_training_warns_the_same_without_a_plan(workplace, capsys, monkeypatch, data_format):
     plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
              "long_docs": "crop", "num_iterations": 40}
     words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
     validated = re.findall(words, checked(capsys, **plain)[1])
     monkeypatch.setattr(plan_module, "make_plan", None)
-    told = training.succeed(**command(workplace, **plain))
-    assert re.findall(words, told.err) == validated and len(validated) == 2 and not (run_dir() / PLAN_NAME).exists()
-    assert "reads its data" not in training.succeed(**command(workplace, **plain)).err, "only where it begins"
-    few = {"num_iterations": 1, "long_docs": "split", "model_tag": "few"}
-    few = training.succeed(**command(workplace, **{**plain, **few}))
-    assert "its data" not in few.err
+    outcome = training.succeed(**command(workplace, **plain))
+    assert re.findall(words, outcome.err) == validated and len(validated) == 2 and not (run_dir() / PLAN_NAME).exists()
+    assert "reads its data" not in training.succeed(**command(workplace, **plain)).err, "only when it starts"
+    few = {**plain, "num_iterations": 1, "long_docs": "split", "model_tag": "few"}
+    assert "its data" not in training.succeed(**command(workplace, **few)).err
 
 
 def test_a_disk_that_is_too_small_is_an_error(workplace, capsys, monkeypatch):
@@ -140,15 +140,15 @@ def test_a_disk_that_is_too_small_is_an_error(workplace, capsys, monkeypatch):
     assert code == 1 and "disk" in err and "NANOCHAT_BASE_DIR" in err
 
 
-def test_a_run_with_other_settings_is_refused_as_training_would(workplace, capsys):
+def test_a_run_with_other_settings_is_refused_as_in_training(workplace, capsys):
     mix(workplace, 5, 0.01)
     training.succeed(**command(workplace))
     code, out, _ = checked(capsys, seed=7)
     assert code == 1 and "config.json: the run was" in out and "--model-tag" in out and "--seed" in out
-    assert "plan: 10 steps" in out and "run directory" not in out, "what a new run would do is told all the same"
+    assert "plan: 10 steps" in out and "run directory" not in out, "the plan of a new run is shown anyway"
 
 
-def test_the_plot_is_a_picture_or_is_refused_with_the_way_out(workplace, capsys, monkeypatch):
+def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, capsys, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install -e '.[plot]'")
     mix(workplace, 20, 1)
     code, out, _ = checked(capsys, "--plot", str(workplace / "plots" / "plan.png"), allow_bucket_exhaustion=True)

@@ -1,4 +1,4 @@
-"""verify: each kind of damage is found, told with its file and entry, and nothing else is."""
+"""verify: each kind of damage is reported with its file and entry, and nothing else is."""
 
 import json
 
@@ -30,7 +30,7 @@ FIRST_OFFSET, FIRST_PREFIX = 16, 16 + 8 * (len(ENTRIES) + 1)
 
 
 def run(capsys, *args):
-    """(exit code, problems, all that was printed)."""
+    """(exit code, problems, printed text)."""
     code = verify.main([str(a) for a in args])
     out = capsys.readouterr().out
     return code, [line.split("PROBLEM ")[1] for line in out.splitlines() if "PROBLEM" in line], out
@@ -52,13 +52,13 @@ def test_good_shards_are_good(tmp_path, capsys):
     assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
     assert [line.split() for line in out.splitlines() if ".." in line] == [
         ["2", "..", "3", "5", "100.00%", "100.00%"]]
-    assert "longer than T + 1 = 2: 60.00% of entries; beyond it lie 3 tokens, 23.08%" in out
+    assert "longer than T + 1 = 2: 60.00% of entries; 3 tokens (23.08%) are beyond it" in out
     assert out.endswith("all good\n")
 
 
 def megatron_folder(root):
-    """Two pairs of Megatron's and their manifest.json. Of three documents the second has two sequences. The tables of
-    the .idx begin at bytes 34 (lengths), 50 (pointers) and 82 (boundaries)."""
+    """Two Megatron pairs and their manifest.json. The second of three documents has two sequences. The tables of the
+    .idx begin at bytes 34 (lengths), 50 (pointers) and 82 (boundaries)."""
     documents = [[[1, 2, E]], [[3, 4], [5, E]], [[6, E]]]
     written = {name: write_megatron(root / "web" / name, documents) for name in "ab"}
     whole = [[i for s in d for i in s] for d in documents]
@@ -66,15 +66,15 @@ def megatron_folder(root):
     return root / "web"
 
 
-# Damage to a.bin or a.idx of the good folder; what must be said of them, beside the checksums.
+# Damage to a.bin or a.idx of the good folder, and the problems that must be reported, in addition to the checksums.
 DAMAGE = {
-    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: not there; bring it back"]),
+    "no idx": ("idx", lambda p: p.unlink(), ["a.idx: the file is missing; restore it"]),
     "backwards": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"), ["a.idx: the offsets of entries"]),
     "empty entry": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x06"), [
         "a.bin: entry 1 of 0 ids is empty", "a.bin: entry 0 of 6 ids is longer than a window of 3",
         "a.bin: entry 0 of 6 ids has the end-of-document id", "a.bin: entry 0 of 6 ids ends a document without",
         "a.bin: documents is 2, manifest.json says 3"]),
-    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2 of 3 ids is no longer than its"]),
+    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2 of 3 ids is not longer than its"]),
     "long prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\4"), ["a.idx: entry 2 is shorter than its"]),
     "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
         "a.bin: entry 0 of 3 ids ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
@@ -88,7 +88,7 @@ DAMAGE = {
 }
 MEGATRON = {
     "pointer": ("idx", lambda p: patch(p, 58, (100).to_bytes(8, "little")), [
-        "a.idx: sequence 1 is 2 ids at byte 100, which is no place in its .bin of 18 bytes"]),
+        "a.idx: sequence 1 has 2 ids at byte 100, which is not a valid place in its .bin of 18 bytes"]),
     "boundary": ("idx", lambda p: patch(p, 82 + 16, (0).to_bytes(8, "little")), ["a.idx: the boundaries of entries"]),
     "empty": ("idx", lambda p: patch(p, 82 + 16, (1).to_bytes(8, "little")), [
         "a.bin: entry 1 of 0 ids is empty", f"a.bin: entry 2 of 6 ids has the end-of-document id {E} inside it",
@@ -112,7 +112,7 @@ def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, make, name
     assert code == 1
     if "2 shards, " in out:  # the pair could be read
         expected = [*expected, f"a.bin: {which}_hash is "]
-    for text in expected:  # a table that cannot be read is told for each block that needs it
+    for text in expected:  # a table that cannot be read is reported for each block that needs it
         assert sum(p.startswith(f"{folder}/{text}") for p in problems) == 1 or (block and "a.idx" in text), problems
     known = [any(p.startswith(f"{folder}/{text}") for text in expected) for p in problems]
     assert all(known) or (block and make is megatron_folder), problems
@@ -121,7 +121,7 @@ def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, make, name
 
 @given(windowed(), st.data())
 @settings(max_examples=examples(1.2))
-def test_any_changed_byte_is_found_where_there_is_a_manifest(tmp_path_factory, case, data):
+def test_with_a_manifest_any_changed_byte_is_found(tmp_path_factory, case, data):
     entries, prefixes, overlap = case
     root = tmp_path_factory.mktemp("root")
     write_folder(root, {"a": (entries, prefixes)}, max_length=6, overlap_size=overlap)
@@ -138,8 +138,8 @@ def test_the_manifest_and_the_folder_must_agree(tmp_path, capsys):
     (folder / "b.idx").unlink()
     write_pair(folder / "c", [[1, E]])
     assert run(capsys, tmp_path)[:2] == (1, [f"{folder}/c.bin: manifest.json does not list it",
-                                             f"{folder}/b.bin: manifest.json lists it, but it is not there"])
-    assert run(capsys, folder / "a.idx")[:2] == (0, [])  # one pair: of others nothing is said
+                                             f"{folder}/b.bin: manifest.json lists it, but it is missing"])
+    assert run(capsys, folder / "a.idx")[:2] == (0, [])  # one pair: the others are not checked
     for path in folder.glob("?.*"):
         path.unlink()
     assert len(run(capsys, tmp_path)[1]) == 2  # only manifest.json is left
@@ -160,14 +160,14 @@ def test_counts_of_the_manifest_are_compared(tmp_path, capsys):
     assert problem.startswith(f"{folder}/manifest.json: not valid JSON")
 
 
-def test_foreign_shards_are_checked_as_far_as_is_known_and_a_long_list_is_counted(tmp_path, capsys, monkeypatch):
-    """Without a manifest windows may lack an overlap, and an end may be followed by a repeated tail."""
+def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, capsys, monkeypatch):
+    """Without a manifest, windows may have no overlap, and a window may repeat the end of a document."""
     write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])
     for name in (".a.bin.x.bin", ".records/a.bin"):  # no shards
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"not a shard")
     code, problems, out = run(capsys, tmp_path)
-    assert (code, problems) == (0, []) and "1 shards, 2 documents, 4 entries" in out and "no known bound" in out
+    assert (code, problems) == (0, []) and "1 shards, 2 documents, 4 entries" in out and "vocabulary is unknown" in out
     write_pair(tmp_path / "b", [[5, E]] * 100)
     _, problems, out = run(capsys, tmp_path, "--vocab-size", 200)
     assert problems == [f"{tmp_path}/{name} has ids outside the vocabulary of 200, and {more} more"
@@ -175,9 +175,9 @@ def test_foreign_shards_are_checked_as_far_as_is_known_and_a_long_list_is_counte
     patch(tmp_path / "a.bin", 0, u16(E))
     monkeypatch.setattr(verify, "get_tokenizer", lambda name, eod_token=None: Tokenizer())
     write_pair(tmp_path / "c", [[1, E], [2]])
-    said = [run(capsys, tmp_path / f"{name}.bin", "--tokenizer", "T")[1] for name in "ac"]
-    assert said == [[f"{tmp_path}/a.bin: entry 0 of 2 ids has the end-of-document id {E} inside it"],
-                    [f"{tmp_path}/c.bin: entry 1 of 1 ids ends a document without the end-of-document id {E}"]]
+    problems = [run(capsys, tmp_path / f"{name}.bin", "--tokenizer", "T")[1] for name in "ac"]
+    assert problems == [[f"{tmp_path}/a.bin: entry 0 of 2 ids has the end-of-document id {E} inside it"],
+                        [f"{tmp_path}/c.bin: entry 1 of 1 ids ends a document without the end-of-document id {E}"]]
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_checkpoints_are_verified_file_by_file(trained, capsys, monkeypatch):
         assert run(capsys, path)[0] == 0
 
 
-def test_every_damaged_file_of_every_checkpoint_is_told(trained, capsys):
+def test_every_damaged_file_of_every_checkpoint_is_reported(trained, capsys):
     folder = trained / "checkpoints"
     names = files_of(folder / "final")
     assert names == files_of(folder / "checkpoint-4")
@@ -219,7 +219,7 @@ def test_every_damaged_file_of_every_checkpoint_is_told(trained, capsys):
         for of in ("checkpoint-4", "final"):
             assert sum(p.startswith(f"{folder / of / name}: ") and "rotten" in p for p in problems) == 1
     (folder / "checkpoint-2" / "optimizer.bin").unlink()
-    (folder / "checkpoint-2" / "rng" / "rank_9.pkl").write_bytes(b"of nobody")
+    (folder / "checkpoint-2" / "rng" / "rank_9.pkl").write_bytes(b"unlisted")
     truncate(folder / "checkpoint-2" / "scheduler.bin", 100)
     code, problems, out = run(capsys, folder / "checkpoint-2")
     assert code == 1 and len(problems) == 3 and out.count("  OK ") == len(names) - 2
@@ -232,7 +232,7 @@ def test_every_damaged_file_of_every_checkpoint_is_told(trained, capsys):
         assert any(p.startswith(f"{folder}/checkpoint-2/{verify.SEAL_NAME}: missing") for p in problems)
 
 
-def test_parts_that_do_not_fit_each_other_and_damaged_kept_cursors_are_told(trained, capsys):
+def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained, capsys):
     folder = trained / "checkpoints"
     lanes = "dataloader_state/lanes.json.gz"
     (folder / "final" / lanes).write_bytes((folder / "checkpoint-4" / lanes).read_bytes())
@@ -246,8 +246,8 @@ def test_parts_that_do_not_fit_each_other_and_damaged_kept_cursors_are_told(trai
         f"{kept}/step-00000006.json.gz: it holds the cursors of step 7; delete it"])
 
 
-def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_problem(trained, capsys, monkeypatch):
-    """Regression: verify said "never finished" of a checkpoint that retention deleted."""
+def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trained, capsys, monkeypatch):
+    """Regression: verify reported "never finished" for a checkpoint that retention deleted."""
     check = verify.check_checkpoint
 
     def deleting(path, bar):
@@ -257,4 +257,4 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_no_problem(trained, caps
 
     monkeypatch.setattr(verify, "check_checkpoint", deleting)
     code, problems, out = run(capsys, trained)
-    assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it meanwhile" in out
+    assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it in the meantime" in out

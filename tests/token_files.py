@@ -1,5 +1,6 @@
-"""What tests of token files share: small pairs of both formats, folders with their manifest.json, and damage."""
+"""Shared by tests of token files: small pairs of both formats, folders with a manifest.json, and damage."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from nanochat.tokens import new_manifest
 from tests.toy import BOS, ByteTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "gpts"
-E = BOS  # ends documents
+E = BOS  # the end-of-document id
 
 Pairs = dict[str, tuple[list[list[int]], list[int] | None]]  # {name: (entries, prefixes)}
 
@@ -31,7 +32,7 @@ class Tokenizer(ByteTokenizer):
 
 def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequence[int] | None = None,
                vocab_size: int = BOS + 1) -> dict[str, Any]:
-    """A pair of GPTS with the given entries."""
+    """Write a GPTS pair."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with ShardWriter(prefix, vocab_size=vocab_size) as writer:
         ids = np.array([i for entry in entries for i in entry], np.int64)
@@ -40,7 +41,7 @@ def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequenc
 
 
 def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2") -> dict[str, Any]:
-    """A pair of Megatron's with documents of some sequences each."""
+    """Write a Megatron pair; each document is a list of sequences."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with MegatronWriter(prefix, dtype=dtype) as writer:
         for document in documents:
@@ -52,7 +53,7 @@ def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], d
 def write_manifest(folder: Path, pairs: Pairs, written: dict[str, dict[str, Any]], *, max_length: int = 0,
                    overlap_size: int = 0, data_format: str = "shards", groups: list[int] | None = None,
                    fingerprint: str = "bytes") -> None:
-    """The manifest.json of pairs that were written."""
+    """Write the manifest.json of these pairs."""
     records: dict[str, Any] = {}
     for name, (entries, prefixes) in pairs.items():
         followers = [*(prefixes or [0] * len(entries))[1:], 0]
@@ -65,7 +66,7 @@ def write_manifest(folder: Path, pairs: Pairs, written: dict[str, dict[str, Any]
 
 
 def write_folder(folder: Path, pairs: Pairs, **arguments: Any) -> None:
-    """Pairs of GPTS and their manifest.json."""
+    """Write GPTS pairs and their manifest.json."""
     written = {name: write_pair(folder / name, *pair) for name, pair in pairs.items()}
     write_manifest(folder, pairs, written, **arguments)
 
@@ -93,6 +94,5 @@ def patch(path: Path, at: int, data: bytes) -> None:
 
 
 def truncate(path: Path, size: int) -> None:
-    """Cut a file short."""
-    with open(path, "r+b") as f:
-        f.truncate(size)
+    """Truncate a file."""
+    os.truncate(path, size)

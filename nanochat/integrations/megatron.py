@@ -15,9 +15,9 @@ module through `stream.open_stream`, with --order=megatron; your own code may im
 type, and so does every tensor of a sample. They are computed when the first sample is read, and stored in
 `path_to_cache` if they are large.
 
-Where megatron-core fails we differ: the mask of a padded sample is not given to all samples, a split without tokens is
-an error and not an endless loop, and a cached index is used only if the same numbers made it. `attention_mask`, T * T
-bytes per sample, is made only on request.
+Three differences avoid bugs of megatron-core: the mask of a padded sample does not leak into other samples, a split
+without tokens is an error and not an endless loop, and a cached index is used only if the same numbers made it.
+`attention_mask`, T * T bytes per sample, is made only on request.
 """
 
 import logging
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_PAD = -1  # stands for padding if the tokenizer has no id for it; no token is -1
+NO_PAD = -1  # the padding id of a tokenizer without one; no token equals it
 
 Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, and a weight for each
-Part = tuple[float, float] | None  # from where to where of 0 .. 1; None: nothing
+Part = tuple[float, float] | None  # (begin, end) in 0 .. 1; None: empty
 
 
 class Split(Enum):
-    """The three data sets that are made of the same files."""
+    """The three data sets of the same files."""
 
     train = 0
     valid = 1
@@ -58,7 +58,7 @@ class Split(Enum):
 
 # ---- configuration --------------------------------------------------------------------------------------------------
 
-# Fields of megatron-core that decide how its data is loaded. They change no sample.
+# Fields of megatron-core that decide how it loads data. They do not change any sample.
 WITHOUT_EFFECT = (
     "full_validation", "num_dataset_builder_threads", "fast_cache_load", "defer_npy_index_mmap",
     "data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel",
@@ -68,7 +68,7 @@ WITHOUT_EFFECT = (
 @dataclass(frozen=True)
 class BlendedMegatronDatasetConfig:
     """The settings of every kind of data set: `blend` with `split`, or `blend_per_split`, or neither for mock data.
-    ValueError for settings that contradict each other."""
+    ValueError for bad or contradictory settings."""
 
     random_seed: int
     sequence_length: int
@@ -80,8 +80,8 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = 1
     path_to_cache: str | None = None  # a folder for indices; None: they stay in memory
     mmap_bin_files: bool = True
-    tokenizer: Any = None  # its eod, pad, eos and special_tokens_dict; vocab_size for mock data
-    mid_level_dataset_surplus: float = 0.005  # share of samples that sources of a blend can spare
+    tokenizer: Any = None  # eod, pad, eos and special_tokens_dict are used; vocab_size for mock data
+    mid_level_dataset_surplus: float = 0.005  # share of extra samples that each source of a blend prepares
     allow_ambiguous_pad_tokens: bool = False
     fast_cache_load: bool = False
     defer_npy_index_mmap: bool = False
@@ -109,16 +109,16 @@ class BlendedMegatronDatasetConfig:
         _ = self.split_matrix  # raises for a bad split
         idle = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
         if idle:
-            log.info("%s: accepted; it changes nothing here", ", ".join(idle))
+            log.info("%s: accepted, without effect", ", ".join(idle))
 
     @property
     def mock(self) -> bool:
-        """Whether the data is made up."""
+        """Whether the data is generated."""
         return self.blend is None and not any(self.blend_per_split or ())
 
     @property
     def split_matrix(self) -> list[Part]:
-        """Which part of its sources' sequences each split has."""
+        """The part of its sources' sequences in each split."""
         if self.mock:
             return split_matrix("1,1,1")
         if self.blend_per_split is not None:
@@ -127,7 +127,7 @@ class BlendedMegatronDatasetConfig:
 
     @property
     def eod(self) -> int | None:
-        """The id that ends a document; None without a tokenizer that has one."""
+        """The id that ends a document; None if there is no tokenizer, or it has no such id."""
         return getattr(self.tokenizer, "eod", None)
 
 
@@ -152,18 +152,19 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         super().__post_init__()
         resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if resets and self.eod is None:
-            raise ValueError("tokenizer: got none with an `eod`, which reset_position_ids, reset_attention_mask and "
-                             "eod_mask_loss need")
+            raise ValueError("tokenizer: it has no `eod`, but reset_position_ids, reset_attention_mask and "
+                             "eod_mask_loss need one")
 
 
 def split_matrix(split: str | None) -> list[Part]:
-    """Shares as "98,1,1" (of fewer than three, the others are 0) as parts of 0 .. 1. ValueError for any other text."""
+    """The part of 0 .. 1 in each split, from shares such as "98,1,1" (missing shares are 0). ValueError for any other
+    text."""
     try:
         shares = [float(text) for text in (split or "").split(",")]
     except ValueError:
         shares = []
     if not all(0 <= share < math.inf for share in shares) or not sum(shares) > 0 or len(shares) > len(Split):
-        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, as "98,1,1"')
+        raise ValueError(f'--split: got {split!r}, expected shares of train, valid and test, such as "98,1,1"')
     edges = [0.0]
     for share in normalize(shares + [0.0] * (len(Split) - len(shares))):
         edges.append(edges[-1] + share)
@@ -171,7 +172,7 @@ def split_matrix(split: str | None) -> list[Part]:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, added in NumPy's order as megatron-core does."""
+    """Weights divided by their sum, which NumPy adds up as in megatron-core."""
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 
@@ -207,14 +208,14 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> Any:
-        """The type for a vocabulary of so many ids: as in megatron-core, uint16 below 65,500, else int32."""
+        """The type for a vocabulary of `cardinality` ids: as in megatron-core, uint16 below 65,500, else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
 @dataclass(frozen=True)
 class ObjectStorageConfig:
-    """For files in object storage: the folder for copies of .idx files. The size of chunks changes nothing here: a
-    sample fetches exactly its bytes."""
+    """For files in object storage: the folder for copies of .idx files. The size of chunks has no effect: a sample
+    fetches exactly its bytes."""
 
     path_to_idx_cache: str
     bin_chunk_nbytes: int = 256 << 20
@@ -226,7 +227,7 @@ is_object_storage_path = is_remote  # megatron-core's name; also true for gs:// 
 class IndexedDataset:
     """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list of sequences,
     read-only arrays of `dtype`. With `multimodal`, they are (sequence, its mode) and (list, modes). ValueError or
-    FileNotFoundError names a bad file."""
+    FileNotFoundError names a bad or missing file."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
                  object_storage_config: ObjectStorageConfig | None = None):
@@ -238,10 +239,10 @@ class IndexedDataset:
             raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
         self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
         if self.file.format != "megatron":
-            raise ValueError(f"{self.file.idx_path}: expected a pair of Megatron's, got one of --data-format "
-                             f"{self.file.format}")
+            raise ValueError(f"{self.file.idx_path}: expected a pair in Megatron's format, got --data-format "
+                             f"{self.file.format}; convert it with python -m scripts.convert_shards")
         if multimodal and "modes" not in self.file.tables:
-            raise ValueError(f"{self.file.idx_path}: it has no modes; open it with multimodal=False")
+            raise ValueError(f"{self.file.idx_path}: its sequences have no modes; open it with multimodal=False")
         self.dtype = self.file.dtype
         self.sequence_lengths = self.file.table("lengths")  # (n,) int32
         self.sequence_pointers = self.file.table("pointers")  # (n,) int64: bytes of the .bin
@@ -271,48 +272,48 @@ class IndexedDataset:
     def _read(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.path_prefix}: sequence {idx:,}, it has {len(self):,}")
+            raise IndexError(f"{self.path_prefix}: sequence {idx:,}, but it has {len(self):,}")
         one, size = slice(number, number + 1), int(self.sequence_lengths[number])
         begin = int(self.file.places(np.array([number]), self.sequence_pointers[one], np.array([size]))[0])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
             raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence {number:,}, which has "
                              f"{size:,}")
-        # samples lie all over the file: `read_many` fetches exactly these bytes from object storage
+        # samples are scattered over the file, so `read_many` fetches exactly these bytes from object storage
         ids = self.file.reader.read_many([(begin + offset, begin + stop)])[0]
         self.file.check_ids(ids, [0, len(ids)], number, "sequence")
         return ids
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair, sequence by sequence. The files appear when `finalize` is called. ValueError for ids that the type
-    cannot hold: they never wrap around."""
+    """Writes a pair, sequence by sequence. `finalize` makes the files appear. ValueError for ids that the type cannot
+    hold: they never wrap around."""
 
     def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
         if multimodal:
-            raise ValueError(f"{bin_path}: modes are not written, expected multimodal=False")
+            raise ValueError(f"{bin_path}: modes cannot be written, expected multimodal=False")
         self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
-        self._open = 0  # sequences of the document that has not ended
+        self._open = 0  # sequences of the open document
 
     def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append a sequence (n,) of ids to the document that has not ended."""
+        """Append a sequence (n,) of ids to the open document."""
         self._writer.append(tensor, [len(tensor)])
         self._open += 1
 
     def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Append a document: its ids, and how many each of its sequences has."""
+        """Append a document: its ids, and the length of each of its sequences."""
         self._writer.append(tensor, lengths)
         self._open += len(lengths)
         self.end_document()
 
     def end_document(self) -> None:
-        """End the document."""
+        """End the open document."""
         self._writer.end_documents([self._open])
         self._open = 0
 
     def finalize(self, idx_path: Path | str) -> None:
-        """Write the index and rename both files into place. ValueError if the last document has not ended, or the
-        index is to have another name than the .bin."""
+        """Write the index and rename both files into place. ValueError if a document is still open, or `idx_path` is
+        not beside the .bin."""
         if Path(idx_path) != self._writer.idx_path:
             raise ValueError(f"{idx_path}: expected {self._writer.idx_path}, beside the .bin")
         self._writer.commit()
@@ -322,10 +323,10 @@ class IndexedDatasetBuilder:
 
 class GPTDataset:
     """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors. It also has the
-    methods of a blend, of which it is the only data set.
+    methods of a blend, as the blend of itself alone.
 
-    `num_samples`: at least so many, over as many epochs as it takes; None: one epoch. ValueError for data that cannot
-    give them. Creating it reads no token and computes no index.
+    `num_samples`: the least number of samples, over as many epochs as they need; None: one epoch. ValueError if the
+    data is empty or corrupt. Creating it reads no token and computes no index.
     """
 
     def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range,
@@ -339,8 +340,8 @@ class GPTDataset:
         self._lengths = indexed_dataset.sequence_lengths[first:indexed_indices.stop]
         if self._lengths.min(initial=0) < 0:
             bad = int(self._lengths.argmin())
-            raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has {self._lengths[bad]:,} tokens; make "
-                             f"the pair again")
+            raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has {self._lengths[bad]:,} tokens, so the "
+                             f"file is corrupt; make the pair again")
         self.num_tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         drop_last = index_split is not Split.valid or config.drop_last_partial_validation_sequence
         try:
@@ -358,7 +359,7 @@ class GPTDataset:
                               object_storage_config=None if cache is None else ObjectStorageConfig(cache))
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides which part of which document is in which sample, as JSON values."""
+        """Everything that decides the contents of every sample, as JSON values."""
         return {**vars(self.order), "sequence_length": self._T, "extra_token": self._extra,
                 "tokens_per_epoch": self.num_tokens_per_epoch}
 
@@ -371,13 +372,13 @@ class GPTDataset:
         return [self]
 
     def counts(self, stop: int) -> list[int]:
-        """How many of samples 0 .. stop - 1 each of `datasets` gives."""
+        """How many of samples 0 .. stop - 1 come from each of `datasets`."""
         return [stop]
 
     def locate(self, i: int) -> tuple[int, int]:
-        """(which of `datasets` gives sample i, which of its samples that is)."""
+        """(number of the data set that sample i comes from, number of the sample there)."""
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i:,}, there are {len(self):,}")
+            raise IndexError(f"sample {i:,}: the data set has {len(self):,} samples")
         return 0, i
 
     # ---- indices
@@ -407,28 +408,26 @@ class GPTDataset:
 
     @property
     def shuffle_index(self) -> np.ndarray:
-        """(samples,) uint32: which sample of the stream sample i is."""
+        """(samples,) uint32: the stream's number of each sample."""
         return self._tables["shuffle_index"]
 
     # ---- tokens
 
     def pieces(self, i: int) -> list[tuple[int, int, int]]:
-        """The parts of sample i, [(sequence, offset, how many ids)]; reads no token."""
+        """The parts of sample i, [(sequence, offset, number of ids)]; reads no token."""
         k = int(self.shuffle_index[self.locate(i)[1]])
         (first, skip), (last, until) = self.sample_index[k:k + 2].tolist()
         sequences = self.document_index[first:last + 1]
         ends = self.dataset.sequence_lengths[sequences].tolist()
         ends[-1] = until + self._extra
         begins = [skip] + [0] * (last - first)
-        return [(sequence, begin, end - begin)
-                for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
+        return [(sequence, begin, end - begin) for sequence, begin, end in zip(sequences.tolist(), begins, ends)]
 
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Sample i in NumPy, for training: (ids, live, ends).
 
-        ids: (T + 1,) of the type on disk (int64 for a partial sample), 0 where there is no token; inputs are ids[:-1],
-        targets ids[1:]. live: (T + 1,) uint8, 0 where a target does not count. ends: (T,) bool, which inputs end a
-        document.
+        ids: (T + 1,) of the type on disk (int64 for a partial sample), 0 for padding; inputs are ids[:-1], targets
+        ids[1:]. live: (T + 1,) uint8, 0 for a masked target. ends: (T,) bool, which inputs end a document.
         """
         eod = self.config.eod
         ids = np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
@@ -443,7 +442,7 @@ class GPTDataset:
 
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32, and on request
-        attention_mask (1, T, T) bool, True where attention is barred. None: a sample that fills a batch, without
+        attention_mask (1, T, T) bool, True where attention is masked out. None: a sample that pads a batch, without
         loss."""
         import torch
 
@@ -451,7 +450,7 @@ class GPTDataset:
         number = 0 if idx is None else int(idx) + len(self) * (int(idx) < 0)
         ids, live, ends = self.row(number)
         text = ids.astype(np.int64)
-        document = np.cumsum(ends) - ends  # 0 up to the first end, that one included
+        document = np.cumsum(ends) - ends  # 0 up to and including the first end
         begins = np.append(0, np.flatnonzero(ends) + 1)[document]
         sample = {"tokens": text[:-1].copy(), "labels": text[1:].copy(),
                   "loss_mask": (live[1:] * (idx is not None)).astype(np.float32),
@@ -465,8 +464,8 @@ class GPTDataset:
 
 
 def pad_id(config: GPTDatasetConfig) -> int:
-    """The id that stands for padding: the tokenizer's `pad`, unless it is also another special token (then NO_PAD, with
-    a warning; `allow_ambiguous_pad_tokens` keeps it)."""
+    """The padding id: the tokenizer's `pad`, unless that is also another special token (then NO_PAD with a warning;
+    `allow_ambiguous_pad_tokens` keeps it)."""
     tokenizer, keep = config.tokenizer, config.allow_ambiguous_pad_tokens
     pad = getattr(tokenizer, "pad", None)
     if pad is None:
@@ -475,28 +474,22 @@ def pad_id(config: GPTDatasetConfig) -> int:
     others = [token for name, token in named.items() if name != "pad_token"]
     if pad not in (others or [getattr(tokenizer, "eos", None), getattr(tokenizer, "eod", None)]):
         return int(pad)
-    log.warning("the tokenizer's padding token, %s, is another special token as well; %s", pad,
-                "its tokens get no loss" if keep else "it is not taken for padding")
+    log.warning("the tokenizer's padding token, %s, is also another special token; %s", pad,
+                "its tokens are masked in the loss" if keep else "it does not count as padding")
     return int(pad) if keep else NO_PAD
 
 
 # ---- mock data ------------------------------------------------------------------------------------------------------
 
 class MockGPTLowLevelDataset:
-    """megatron-core's 100,000 made-up sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD."""
+    """megatron-core's 100,000 generated sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD."""
 
     def __init__(self, tokenizer: Any):
         if getattr(tokenizer, "eod", None) is None or not getattr(tokenizer, "vocab_size", None):
-            raise ValueError("tokenizer: mock data needs one with an `eod` and a `vocab_size`")
+            raise ValueError("tokenizer: mock data needs a tokenizer with an `eod` and a `vocab_size`")
         self.vocab_size, self.eod = int(tokenizer.vocab_size), int(tokenizer.eod)
         rng = np.random.default_rng(0)
         self.sequence_lengths = rng.integers(1, 4096, 100_000, dtype=np.int32)
-
-    def __len__(self) -> int:
-        return len(self.sequence_lengths)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self.get(number)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens (default: all) of sequence `idx` from `offset` on, int64."""
@@ -510,5 +503,5 @@ class MockGPTDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
-        """The made-up sequences; the path means nothing."""
+        """The generated sequences; the path is ignored."""
         return MockGPTLowLevelDataset(config.tokenizer)

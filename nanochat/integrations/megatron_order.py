@@ -9,14 +9,14 @@ Row i of the run is sample i of the blend:
     web    | s s s s s s s s s s s s s s s s s | v v | t     sequences: the first 96.9 % train, the next 3 %
     code   | s s s s s s s s s | v | t                       validate, the rest is not used
                   |                |
-        samples, mixed           documents, in validation's own lanes, so that bits per byte are those of the
-                                 same rows for every number of processes
+        samples, mixed           documents, in validation's own lanes: bits per byte come from the same rows for
+                                 every number of processes
 
-    step s: R rows = samples sR .. sR + R - 1; lane l of V gives n = R / V of them, from sR + ln on
+    step s: R rows = samples sR .. sR + R - 1; lane l of V has n = R / V of them, from sR + ln on
 
 So the rows are the same for every number of processes, lanes and micro-batch. Lanes have no share of the data and no
-buffer; a cursor holds how many samples the run has read, and how many rows of each bucket its lane gave. Shuffles cover
-all the epochs that the run's number of samples takes, so another number is another order.
+buffer; a cursor holds how many samples the run has read, and how many rows of each bucket its lane had. The shuffles
+cover as many epochs as the run's number of samples needs, so another number of samples is another order.
 
 **Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are its own, `read`; the
 last one is also the first of sample k + 1 and counts as `repeated`. `epoch` counts as many samples as a pass has:
@@ -26,8 +26,10 @@ Rejected: cutting the valid split into samples as well. Its bits per byte would 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -49,15 +51,15 @@ if TYPE_CHECKING:
     from nanochat.curriculum import Mixer
     from nanochat.start_run import Start
 
-SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split: Megatron's, and if validation has files of its own
+SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split, which is Megatron's; and for validation on its own files
 
 
 # ---- blends ---------------------------------------------------------------------------------------------------------
 
 class BlendedDataset:
-    """Samples of several data sets: `size` of them by `weights`, or with `size` None all samples, where `weights` are
-    how many each data set gives. `dataset[i]` is a dict of tensors and `dataset_id`. ValueError for a data set that
-    would have to give more samples than it has."""
+    """Samples of several data sets: `size` samples by `weights`; if `size` is None, all samples, and `weights` are the
+    number of samples in each data set. `dataset[i]` is a dict of tensors and `dataset_id`. ValueError if a data set has
+    too few samples."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
@@ -72,16 +74,15 @@ class BlendedDataset:
             self.weights = shares
         name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
         tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits))
-        self.dataset_index = tables["dataset_index"]  # (samples,) int16: which gives sample i
-        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: which of its samples
+        self.dataset_index = tables["dataset_index"]  # (samples,) int16: the data set of sample i
+        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: its sample there
         for dataset, count in zip(self.datasets, self.counts(total)):
             if count > len(dataset):
                 raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples of "
-                                 f"{dataset.dataset_path}, which has {len(dataset):,}; raise "
-                                 f"mid_level_dataset_surplus")
+                                 f"{dataset.dataset_path}, which has {len(dataset):,}; raise mid_level_dataset_surplus")
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides which part of which document is in which sample, as JSON values."""
+        """Everything that decides the contents of every sample, as JSON values."""
         return {"weights": self.weights, "size": self.size,
                 "datasets": [dataset.identity() for dataset in self.datasets]}
 
@@ -89,13 +90,13 @@ class BlendedDataset:
         return len(self.dataset_index)
 
     def counts(self, stop: int) -> list[int]:
-        """How many of samples 0 .. stop - 1 each of `datasets` gives."""
+        """How many of samples 0 .. stop - 1 come from each of `datasets`."""
         return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
-        """(which of `datasets` gives sample i, which of its samples that is)."""
+        """(number of the data set that sample i comes from, number of the sample there)."""
         if not 0 <= i < len(self):
-            raise IndexError(f"sample {i:,}, there are {len(self):,}")
+            raise IndexError(f"sample {i:,}: the blend has {len(self):,} samples")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
 
     def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
@@ -105,21 +106,21 @@ class BlendedDataset:
 
 class BlendedMegatronDatasetBuilder:
     """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data sets of train, valid
-    and test. `sizes`: the number of samples of each, None for all. Nothing is collective. ValueError or
-    FileNotFoundError for settings or files that cannot be used."""
+    and test. `sizes`: the number of samples of each, None for all. No call is collective. ValueError or
+    FileNotFoundError for bad settings or files."""
 
     def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None],
                  is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig):
         if len(sizes) != len(Split) or any(size is not None and size < 0 for size in sizes):
-            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for "
-                             f"each of {', '.join(split.name for split in Split)}")
+            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for each of "
+                             f"{', '.join(split.name for split in Split)}")
         self.cls, self.sizes, self.config = cls, list(sizes), config
         self.is_built_on_rank = is_built_on_rank
         self._opened: dict[str, Any] = {}  # by prefix
 
     def build(self) -> list[Any]:
-        """A data set for each split; None for a split that has no part of the data, and on ranks without data. With
-        `multiple_validation_sets` that of valid is a list."""
+        """A data set for each split; None for a split without data, and on ranks without data. With
+        `multiple_validation_sets`, the data set of valid is a list."""
         return [self.build_split(split) if self.is_built_on_rank() else None for split in Split]
 
     def build_split(self, split: Split) -> Any:
@@ -142,14 +143,13 @@ class BlendedMegatronDatasetBuilder:
             datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
             lengths = [len(dataset) for dataset in datasets]
             if 0 in lengths:
-                raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of "
-                                 f"{config.sequence_length} tokens in split {split.name}; leave it "
-                                 f"out, or give weights")
+                raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of {config.sequence_length} "
+                                 f"tokens in split {split.name}; remove it, or give weights")
             total = None if size is None else min(size, sum(lengths))
             return BlendedDataset(datasets, lengths, total, config)
         if size is None:
-            raise ValueError(f"blend: got weights and no number of samples for split "
-                             f"{split.name}, expected both or neither")
+            raise ValueError(f"blend: got weights and no number of samples for split {split.name}, expected both or "
+                             f"neither")
         shares, surplus = normalize(weights), 1 + config.mid_level_dataset_surplus
         taken = [math.ceil(size * share) for share in shares]
         datasets = [self._of_prefix(prefix, part, math.ceil(n * surplus), split)
@@ -157,7 +157,7 @@ class BlendedMegatronDatasetBuilder:
         return BlendedDataset(datasets, shares, sum(taken), config)
 
     def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
-        """A split of one pair of files. Its edges are rounded to whole sequences."""
+        """A split of one pair of files, rounded to whole sequences."""
         if prefix not in self._opened:
             self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
         opened = self._opened[prefix]
@@ -170,18 +170,18 @@ class BlendedMegatronDatasetBuilder:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """V, and everything except data and tokenizer that decides the content of a sample."""
+    """V, and everything except data and tokenizer that decides the contents of a sample."""
 
-    T: int  # tokens a row trains on; a sample holds T + 1
-    V: int = 64  # lanes: they give the rows of a step, and have no share of the data
+    T: int  # tokens that a row trains on; a sample holds T + 1
+    V: int = 64  # lanes: each has n rows of every step, and no share of the data
     seed: int = 0
     num_samples: int = 1  # of the whole run
     split: str = WHOLE  # shares of training, validation, test
-    weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each of several
-    eod_mask_loss: bool = False  # no loss where the input is the end of a document
-    index_cache: str | None = None  # a folder; changes no sample
+    weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each prefix
+    eod_mask_loss: bool = False  # mask the target after the end of a document
+    index_cache: str | None = None  # a folder; does not change the samples
 
-    framed: ClassVar[bool] = True  # of documents that validation reads: `[BOS] + ids`
+    framed: ClassVar[bool] = True  # validation reads documents as `[BOS] + ids`
 
     @classmethod
     def of(cls, settings: "Settings") -> "SampleConfig":
@@ -193,28 +193,28 @@ class SampleConfig:
                    index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
 
     def identity(self) -> dict[str, Any]:
-        """All of it as JSON values: equal identities, equal samples of the same data."""
+        """The configuration as JSON values: equal identities give equal samples from the same data."""
         identity = {**asdict(self), "order": "megatron", "weights": self.weights and [*self.weights]}
         del identity["index_cache"]
         return identity
 
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether validation has files of its own: those of --val-path, or of DIR/val beside DIR/train."""
+    """Whether validation has its own files: --val-path, or DIR/val next to DIR/train."""
     return val_path is not None or (as_path(data_path) / "train").is_dir()
 
 
 def samples_needed(start: "Start") -> int:
-    """How many samples a run will have read when it ends, including those of another run whose data it continues."""
+    """How many samples a run has read when it ends. If it continues the data of another run, these count, too."""
     before = start.cursors[0]["samples"] if start.cursors else 0
     rows = start.settings.total_batch_size // start.settings.max_seq_len
     return before + (start.horizon.num_iterations - start.step + start.skip) * rows
 
 
 def settle(start: "Start") -> "Settings":
-    """The settings of a run in Megatron's order, with the --split and the number of samples that the user left to
-    the program. A new run has as many samples as its steps need, or as many as the run whose data it continues, and
-    keeps that number. ValueError if its steps need more."""
+    """The settings of a run in Megatron's order, with defaults for --split and the number of samples filled in. A new
+    run has as many samples as its steps need, or as many as the run whose data it continues, and keeps that number.
+    ValueError if its steps need more."""
     settings, horizon, needed = start.settings, start.horizon, samples_needed(start)
     split = settings.split or (WHOLE if has_own_val(settings.data_path or "", settings.val_path) else SPLIT)
     number = settings.num_samples
@@ -231,12 +231,11 @@ def settle(start: "Start") -> "Settings":
 
 def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
     """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of a manifest are the
-    first and the end of those that belong to that part. ValueError or FileNotFoundError names what is bad or
-    missing."""
+    first and the end of the documents in that part. ValueError or FileNotFoundError names a bad or missing file."""
     parts, root = split_matrix(split), as_path(data_path)
     if parts[0] is None:
-        raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first "
-                         f"share must be more than 0")
+        raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be more "
+                         f"than 0")
     folder = root / "train" if (root / "train").is_dir() else root
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
@@ -244,8 +243,7 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
     for file in files:
         name = file.relative_to(data_folder(folder)).as_posix().removesuffix(".bin")
         if name in pairs:
-            raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of "
-                             f"its --blend-weights")
+            raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
         pairs[name] = scan(root, [file])
     train = {name: _documents(pair, parts[0]) for name, pair in pairs.items()}
     if has_own_val(data_path, val_path):
@@ -256,14 +254,13 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
     val = {name: _documents(pair, parts[1]) for name, pair in pairs.items()}
     val = {name: pair for name, pair in val.items() if pair["documents"][0] < pair["documents"][1]}
     if not val:
-        raise ValueError(f"--split: {split} leaves no whole document for validation in "
-                         f"{', '.join(pairs)}; give its second share more, or name validation data "
-                         f"with --val-path")
+        raise ValueError(f"--split: {split} leaves no whole document for validation in {', '.join(pairs)}; raise its "
+                         f"second share, or name validation data with --val-path")
     return {"train": train, "val": val}
 
 
 def _documents(manifest: Manifest, part: Part) -> Manifest:
-    """A pair's manifest with the documents that lie completely in a part of its sequences."""
+    """A pair's manifest, limited to the documents that are entirely in a part of its sequences."""
     pair = TokenFile(_prefix(manifest) + ".bin")
     n = float(len(pair.table("lengths")))
     first, last = (round(edge * n) for edge in part or (0.0, 0.0))
@@ -277,23 +274,23 @@ def _prefix(manifest: Manifest) -> str:
 
 
 def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTDataset | BlendedDataset:
-    """The data set whose sample i is row i of a run. `sources`: one of a single pair for each bucket. Reads no token
-    and shuffles nothing yet. ValueError if it cannot be made, or has fewer samples than the run takes."""
+    """The data set whose sample i is row i of a run. `sources`: for each bucket, the source of a single pair. Reads no
+    token and does not shuffle yet. ValueError for bad settings or data, and for fewer samples than the run takes."""
     pairs = list(sources.values())
     try:
-        wanted = GPTDatasetConfig(
+        dataset_config = GPTDatasetConfig(
             random_seed=config.seed, sequence_length=config.T,
             blend=([_prefix(source.manifest) for source in pairs], config.weights),
             split=config.split, tokenizer=SimpleNamespace(eod=pairs[0].bos),
             path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss)
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, (config.num_samples, 0, 0), lambda: True, wanted)
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, (config.num_samples, 0, 0), lambda: True, dataset_config)
         samples = builder.build_split(Split.train)
     except ValueError as e:
         raise ValueError(f"--order megatron: {e}") from e
     if len(samples) < config.num_samples:
-        raise ValueError(f"--blend-weights: without them the run makes one pass over each prefix, which "
-                         f"gives {len(samples):,} samples, and the run takes "
-                         f"{config.num_samples:,}; give weights, or shorten the run")
+        raise ValueError(f"--blend-weights: without them the run makes one pass over each prefix, which gives "
+                         f"{len(samples):,} samples, but the run takes {config.num_samples:,}; give weights, or "
+                         f"shorten the run")
     return samples
 
 
@@ -301,81 +298,82 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTData
 
 @dataclass(slots=True)
 class SampleRow(Row):
-    """A row that is one sample. It is made of pieces of documents, each up to its EOD."""
+    """A row that is one sample: pieces of documents, each up to its EOD."""
 
-    sample: int  # which row of the run it is
+    sample: int  # number of the row in the run
     eod: int
 
     def doc_ids(self) -> np.ndarray:
-        """As of `Row`: Megatron's reset_attention_mask. reset_position_ids would change nothing: positions are rotary,
-        so inside a document only distances count."""
+        """See `Row.doc_ids`. This is Megatron's reset_attention_mask. Its reset_position_ids would change nothing:
+        positions are rotary, so only distances inside a document count."""
         ends = self.tokens == self.eod
         return (np.cumsum(ends) - ends).astype(np.int32)
 
 
 class SampleCounts(NamedTuple):
-    """What a lane's cursor counts in Megatron's order."""
+    """The counts in a lane's cursor."""
 
-    taken: int  # samples that all lanes have given
+    taken: int  # samples of all lanes so far
     rows: list[int]  # of this lane, by bucket
 
 
 class SamplePiece(NamedTuple):
     """Ids `start` to `stop` - 1 of a document in a sample of a run."""
 
-    epoch: int  # how often the stream of its data set had these ids before
+    epoch: int  # how many times the stream of its data set had these ids before
     sample: int
     start: int
     stop: int
 
 
 class SampleStream:
-    """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. It shuffles, or
-    opens the tables in the index cache, when it is made, unless it has no lanes. ValueError for cursors of another
-    stream, and for data with too few samples."""
+    """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. Unless it has no lanes, creating it
+    shuffles, or opens the tables in the index cache. ValueError for cursors of another stream, and for data with too
+    few samples."""
 
     mixer: "Mixer | None" = None
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
-                 tokenizer: str, cursors: Sequence[Cursor] | None = None, **given: Any):
+                 tokenizer: str, cursors: Sequence[Cursor] | None = None, **unused: Any):
         self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
         self.sources, self.samples = dict(sources), open_samples(config, sources)
         any_source = next(iter(sources.values()))
-        self.far = is_remote(any_source.manifest["root"])  # where a read takes a while
+        self.remote = is_remote(any_source.manifest["root"])  # reads are slow, so next_rows reads several at once
         self.eod = any_source.bos
         self.identity = stream_identity(config, sources, tokenizer) | {
             "prefixes": self.buckets, "samples": hash_json(self.samples.identity())}
-        self.taken = self.row = 0  # samples that all lanes have given; rows of each lane
-        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each
+        self.taken = self.row = 0  # samples of all lanes so far; rows of each lane
+        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane, by bucket
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
-            found = {(cursor["samples"], cursor["row"]) for cursor in cursors}
-            if len(found) > 1:
-                raise ValueError(f"cursors of different steps, after {sorted(found)[0][0]} and "
-                                 f"{sorted(found)[1][0]} samples; give those of one checkpoint")
-            self.taken, self.row = found.pop()
+            positions = sorted({(cursor["samples"], cursor["row"]) for cursor in cursors})
+            if len(positions) > 1:
+                raise ValueError(f"cursors of different steps, after {positions[0][0]} and {positions[1][0]} samples; "
+                                 f"use the cursors of one checkpoint")
+            [(self.taken, self.row)] = positions
             mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
             for lane, counts in zip(self.lanes, self.counts):
                 counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
         for part in self.samples.datasets:
             part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
-            if self.lanes:  # before the first step: no other rank waits with a timeout yet
+            if self.lanes:  # shuffle now: later, other ranks would wait with a timeout
                 _ = part.shuffle_index
 
     def next_rows(self, num_rows: int) -> list[Row]:
-        """The next `num_rows` rows of each lane, lane after lane; none after the run's last sample."""
+        """The next `num_rows` rows of each lane, lane after lane; [] after the run's last sample."""
         step = num_rows * self.config.V
         if self.taken + step > self.config.num_samples:
             return []
-        wanted = [self.taken + lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
-        places = [self.samples.locate(number) for number in wanted]
+        # lane l has rows l * num_rows .. (l + 1) * num_rows - 1 of the step
+        numbers = [self.taken + lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
+        places = [self.samples.locate(number) for number in numbers]
 
-        def read(as_path: tuple[int, int]) -> tuple[np.ndarray, ...]:
-            return self.samples.datasets[as_path[0]].row(as_path[1])
+        def read(place: tuple[int, int]) -> tuple[np.ndarray, ...]:
+            return self.samples.datasets[place[0]].row(place[1])
 
         rows: list[Row] = []
-        samples = each(read, places, at_once=64) if self.far else map(read, places)
-        for number, (bucket, _), (ids, live, _) in zip(wanted, places, samples):
+        samples = each(read, places, at_once=64) if self.remote else map(read, places)
+        for number, (bucket, _), (ids, live, _) in zip(numbers, places, samples):
             lane, j = divmod(number - self.taken, num_rows)
             rows.append(SampleRow(lane, self.row + j, self.buckets[bucket], ids, None if live.all() else live,
                                   [], number, self.eod))
@@ -385,24 +383,23 @@ class SampleStream:
         return rows
 
     def dry_bucket(self, lane: int) -> None:
-        """As of `Stream`: no bucket is dry, the run has read all its samples."""
+        """See `Stream.dry_bucket`: None, because a stream ends when the run has read all its samples."""
 
     def close(self) -> None:
-        """Nothing to stop: it has no threads."""
+        """Does nothing: there are no threads."""
 
     # ---- state
 
     def state(self) -> list[LaneState]:
-        """As of `AnyStream`."""
+        """See `AnyStream.state`."""
         return [LaneState(lane, self.row, frozenset(), SampleCounts(self.taken, counts))
                 for lane, counts in zip(self.lanes, self.counts.tolist())]
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
-        """As of `AnyStream`."""
+        """See `AnyStream.cursors`."""
         state, T = self.state() if state is None else state, self.config.T
         taken = self.samples.counts(state[0].feeds.taken)
-        epochs = [n * T // part.num_tokens_per_epoch
-                  for n, part in zip(taken, self.samples.datasets)]
+        epochs = [n * T // part.num_tokens_per_epoch for n, part in zip(taken, self.samples.datasets)]
         return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
                  "dropped": [], "samples": at.feeds.taken,
                  "buckets": {bucket: account(n, epoch, T)
@@ -410,25 +407,25 @@ class SampleStream:
                 for at in state]
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
-        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, its ids start .. stop - 1
-        of `of` ids. Ids are counted as they are stored, with an EOD at the end."""
+        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, which are its ids start ..
+        stop - 1 of `of` ids. Ids are counted as they are stored, with an EOD at the end."""
         number, sample = self.samples.locate(row.sample)
-        part, at, found = self.samples.datasets[number], 0, []
+        part, at, documents = self.samples.datasets[number], 0, []
         edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
         file = self.sources[row.bucket].manifest["files"][0]["name"]
         for sequence, offset, length in part.pieces(sample):
             document = int(np.searchsorted(edges, sequence, side="right")) - 1
             first, end = edges[document:document + 2].tolist()
             start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
-            found.append({"at": at, "tokens": length, "file": file, "document": document,
-                          "start": start, "stop": start + length,
-                          "of": int(lengths[first:end].sum(dtype=np.int64))})
+            documents.append({"at": at, "tokens": length, "file": file, "document": document,
+                              "start": start, "stop": start + length,
+                              "of": int(lengths[first:end].sum(dtype=np.int64))})
             at += length
-        return found
+        return documents
 
     def samples_with(self, bucket: str, document: int) -> list[SamplePiece]:
-        """The pieces of a document in all samples of the run, by epoch and then in order: `describe` the other way
-        round. Ids are counted as there."""
+        """The pieces of a document in all samples of the run, by epoch and then in order: the inverse of `describe`,
+        with the same count of ids."""
         number = self.buckets.index(bucket)
         part, run_samples = self.samples.datasets[number], np.arange(self.config.num_samples)
         own_samples = run_samples
@@ -437,25 +434,24 @@ class SampleStream:
             own_samples = self.samples.dataset_sample_index[run_samples]
         first, end = part.dataset.document_indices[document:document + 2].tolist()
         lengths = np.asarray(part.dataset.sequence_lengths[first:end], np.int64)
-        # where the document's sequences stand in the stream, and the stretches of it that hold each
         sequences, begins = part.document_index, part.sample_index
-        places = np.flatnonzero((sequences >= first) & (sequences < end))
-        low = np.maximum(np.searchsorted(begins[:, 0], places) - 1, 0)
-        counts = np.minimum(np.searchsorted(begins[:, 0], places, side="right"), len(part)) - low
-        at = np.repeat(np.arange(len(places)), counts)
-        stretch = np.repeat(low + counts - np.cumsum(counts), counts) + np.arange(len(at))
-        here = sequences[places[at]] - first
-        extra = int(part.config.add_extra_token_to_sequence)
-        start = np.where(begins[stretch, 0] == places[at], begins[stretch, 1], 0)
-        stop = np.where(begins[stretch + 1, 0] == places[at], begins[stretch + 1, 1] + extra, lengths[here])
-        epoch = np.array([np.count_nonzero(sequences[places[:i]] == sequences[place])
-                          for i, place in enumerate(places)], np.int64)[at]
-        # which sample of the run a stretch is
+        begin_places, extra = np.ascontiguousarray(begins[:, 0]), int(part.config.add_extra_token_to_sequence)
+        pieces, epochs = [], Counter[int]()
+        for place in np.flatnonzero((sequences >= first) & (sequences < end)).tolist():
+            # samples low .. high - 1 of the stream hold ids of the sequence at this place
+            sequence = int(sequences[place]) - first
+            before, length = int(lengths[:sequence].sum()), int(lengths[sequence])
+            low = max(int(np.searchsorted(begin_places, place)) - 1, 0)
+            high = min(int(np.searchsorted(begin_places, place, side="right")), len(part))
+            for k, (begin, after) in enumerate(pairwise(begins[low:high + 1].tolist()), low):
+                start = begin[1] if begin[0] == place else 0
+                stop = after[1] + extra if after[0] == place else length
+                pieces.append((epochs[sequence], k, before + start, before + stop))
+            epochs[sequence] += 1
+        # the run takes some of the stream's samples, in another order
         shuffled = part.shuffle_index[own_samples]
-        taken = np.flatnonzero(np.isin(shuffled, stretch))
+        taken = np.flatnonzero(np.isin(shuffled, [k for _, k, _, _ in pieces]))
         sample_of = dict(zip(shuffled[taken].tolist(), run_samples[taken].tolist()))
-        before = np.cumsum(lengths)[here] - lengths[here]
-        pieces = zip(epoch.tolist(), stretch.tolist(), (before + start).tolist(), (before + stop).tolist())
         return sorted(SamplePiece(e, sample_of[k], a, b) for e, k, a, b in pieces if k in sample_of and a < b)
 
     def document_length(self, bucket: str, document: int) -> int:

@@ -3,23 +3,23 @@ The tables of Megatron's order, pure functions of integers, weights and lengths;
 `nanochat/integrations/megatron.py` and `megatron_order.py` use them.
 
     document_index, shuffle_index             two shuffles of a range                 `Shuffles.tables`
-    sample_index                              where in the documents samples begin    `find_samples`
-    dataset_index, dataset_sample_index       which source gives a sample             `blend_sources`
+    sample_index                              where samples begin in the documents    `find_samples`
+    dataset_index, dataset_sample_index       the source of each sample               `blend_sources`
 
-A **blend** is a recurrence. Before each sample every source has a deficit: its weight times i, minus the number of
-samples that it has given. The source with the greatest deficit gives sample i (the first of equals, in float64; i = 0
+A **blend** is a recurrence. Before sample i, every source has a deficit: its weight times i, minus the number of
+samples taken from it. Sample i comes from the source with the greatest deficit (the first of equals, in float64; i = 0
 counts as 1):
 
     i                      0     1     2     3     4     5       weights 0.5, 0.3, 0.2
     deficits             0.5  -0.5     0   0.5     0   0.5
                          0.3   0.3  -0.4  -0.1   0.2  -0.5
                          0.2   0.2   0.4  -0.4  -0.2     0
-    dataset_index          0     1     2     0     1     0       which source gives sample i
-    dataset_sample_index   0     0     0     1     1     2       and which of its samples that is
+    dataset_index          0     1     2     0     1     0       the source of sample i
+    dataset_sample_index   0     0     0     1     1     2       and its sample there
 
-Without weights the lengths are the weights, and a source that has given all its samples leaves the blend.
+Without weights the lengths are the weights, and a source leaves the blend after its last sample.
 
-The rules (how many epochs, when the last one is shuffled apart, how a partial sample is counted) are those of
+The rules (how many epochs, when the last one is shuffled separately, how a partial sample is counted) are those of
 megatron-core 0.16.1, and so is every element and type.
 """
 
@@ -35,8 +35,8 @@ from nanochat.common import atomic_open, hash_file, read_json, write_json
 
 log = logging.getLogger(__name__)
 
-APART = 0.80  # the last epoch is shuffled apart when less than this share of it is needed
-WORTH_STORING = 1 << 19  # entries of tables; fewer are computed as quickly as files are opened
+APART = 0.80  # the last epoch is shuffled separately if less than this share of it is needed
+WORTH_STORING = 1 << 19  # entries of tables; computing fewer takes no longer than opening files
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,14 +45,14 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Shuffles:
-    """Everything that the two shuffles of a data set depend on."""
+    """The numbers that decide the two shuffles of a data set."""
 
     seed: int
     first: int  # sequences first .. last - 1
     last: int
     num_epochs: int
-    apart: bool  # whether the last epoch is shuffled apart
-    samples_before: int  # samples that end before the last epoch; then they are shuffled apart too
+    apart: bool  # whether the last epoch is shuffled separately
+    samples_before: int  # samples that end before the last epoch; with `apart` they are shuffled separately, too
     num_samples: int
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
@@ -70,16 +70,16 @@ class Shuffles:
 
 def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int,
                extra: bool, drop_last: bool) -> Shuffles:
-    """How many epochs of `tokens` tokens `num_samples` samples take (None: one epoch), and whether the last one is
-    shuffled apart. ValueError if there are no tokens."""
-    wanted, epochs = num_samples or 0, 1
-    if wanted:
+    """The shuffles for `num_samples` samples of sequences with `tokens` tokens per epoch, over as many epochs as they
+    need (None: one epoch). ValueError if there are no tokens."""
+    epochs = 1
+    if num_samples:
         if not tokens:
-            raise ValueError(f"{wanted:,} samples of {len(documents):,} sequences without a token; "
-                             f"give this split more of the data, or ask for no samples")
-        epochs = -(-(wanted * T + extra) // tokens)
+            raise ValueError(f"{num_samples:,} samples of {len(documents):,} sequences without a token; give this "
+                             f"split a larger share, or set its number of samples to 0")
+        epochs = -(-(num_samples * T + extra) // tokens)
     before = max(0, (epochs - 1) * tokens - extra) // T
-    apart = epochs > 1 and wanted - before < int(APART * ((tokens - extra) // T))
+    apart = epochs > 1 and (num_samples or 0) - before < int(APART * ((tokens - extra) // T))
     targets = epochs * tokens - extra
     total = max(0, targets // T)
     if not drop_last:  # megatron-core counts a last partial sample in float32
@@ -92,8 +92,8 @@ def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int
     """sample_index, (samples + 1, 2): where each sample of the stream begins, (place in `documents`, offset).
 
     `lengths` are those of all sequences, `tokens` is the number of tokens in the stream. Sample k begins at token kT.
-    Without the extra token it begins behind token kT - 1, which may be the end of a document. A sample that would begin
-    behind the last token, as after a partial sample, begins there.
+    Without the extra token it begins after token kT - 1, which may be the end of a document. The place after a partial
+    last sample is the end of the stream.
     """
     wide = len(documents) > np.iinfo(np.int32).max
     index = np.zeros((num_samples + 1, 2), np.int64 if wide else np.int32)
@@ -108,17 +108,16 @@ def find_samples(lengths: np.ndarray, documents: np.ndarray, *, num_samples: int
     return index
 
 
-def blend_sources(weights: Sequence[float], size: int,
-                  limits: Sequence[int] | None = None) -> Arrays:
-    """Which source gives each of `size` samples, dataset_index (size,) int16, and which of its own samples that is,
+def blend_sources(weights: Sequence[float], size: int, limits: Sequence[int] | None = None) -> Arrays:
+    """The source of each of `size` samples, dataset_index (size,) int16, and the number of the sample in that source,
     dataset_sample_index (size,) int64. ValueError for more than 32,767 sources.
 
-    `weights` (k,) add up to 1. `limits` (k,): samples after which a source leaves the blend; None: it never does. A
-    sample takes about a microsecond for any k.
+    `weights` (k,) add up to 1. `limits` (k,): the number of samples after which a source leaves the blend; None: none
+    leaves. A sample takes about a microsecond for any k.
     """
     if len(weights) > np.iinfo(np.int16).max:  # dataset_index is int16, in megatron-core's files too
-        raise ValueError(f"blend: got {len(weights):,} sources, expected at most {np.iinfo(np.int16).max:,}; put "
-                         f"several into one file")
+        raise ValueError(f"blend: got {len(weights):,} sources, expected at most {np.iinfo(np.int16).max:,}; "
+                         f"merge some files")
     shares, counts, chosen = np.array(weights, np.float64), np.zeros(len(weights)), growing("h")
     for first in range(0, size, 256):
         i = np.arange(first, min(first + 256, size), dtype=np.float64)
@@ -130,22 +129,22 @@ def blend_sources(weights: Sequence[float], size: int,
                 counts[source] = np.inf
     sources, samples = np.array(chosen, np.int16), np.empty(size, np.int64)
     for source in range(len(weights)):
-        given = np.flatnonzero(sources == source)
-        samples[given] = np.arange(len(given))
+        of_source = np.flatnonzero(sources == source)
+        samples[of_source] = np.arange(len(of_source))
     return {"dataset_index": sources, "dataset_sample_index": samples}
 
 
 # ---- the cache ----------------------------------------------------------------------------------
 
 def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays:
-    """The arrays that `build` makes: mapped from FOLDER/<name>-<array>.npy, or built, and stored there if they have
-    enough entries.
+    """The arrays that `build` returns, memory-mapped from FOLDER/<name>-<array>.npy. If these files do not exist, the
+    arrays are built, and stored if they have enough entries.
 
-    `name` holds a hash of everything that the arrays are computed from, so every process writes the same bytes. That
-    makes many processes on many nodes safe without a lock: each builds the arrays that are missing and renames its own
-    copy into place. <name>.json is written last and has the files' checksums, which every opening compares; damaged
-    arrays are built again, with a warning. Rejected: rank 0 builds and the others wait at a barrier, as in
-    megatron-core. That ends in a time-out if rank 0 takes long, or if the file system is slow to show the file.
+    `name` contains a hash of everything that the arrays depend on, so every process writes the same bytes. That makes
+    many processes on many nodes safe without a lock: each builds missing arrays and renames its own copy into place.
+    <name>.json is written last and has the files' checksums, which are verified at every opening; corrupt arrays are
+    built again, with a warning. Rejected: rank 0 builds and the others wait at a barrier, as in megatron-core. That
+    ends in a timeout if rank 0 takes long, or if the file system is slow to show the file.
     """
     if folder is None:
         return build()
@@ -174,12 +173,12 @@ def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays
 
 
 def _open_sealed(seal: Path) -> Arrays:
-    """The arrays beside <name>.json, mapped. ValueError, OSError if they are not what it says."""
+    """The arrays beside <name>.json, memory-mapped. ValueError or OSError if one is missing or corrupt."""
     arrays = {}
     for which, checksum in read_json(seal, dict).items():
         path = seal.with_name(f"{seal.stem}-{which}.npy")
         if hash_file(path) != checksum:
-            raise ValueError(f"{path.name} is not what its checksum says")
+            raise ValueError(f"{path.name}: wrong checksum")
         arrays[which] = np.load(path, mmap_mode="r", allow_pickle=False)
     if not arrays:
         raise ValueError("it names no array")

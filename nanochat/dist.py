@@ -255,8 +255,9 @@ def gather_results(function: Callable[[], T]) -> list[T]:
     asked to stop, otherwise an error with the rank and the reason."""
     if get_dist_info()[3] == 1:
         return [function()]
+    value: Any = None
     error: Exception | None = None
-    value, failure = None, None  # or (the exception to raise, the reason)
+    failure: tuple[type[Exception], str] | None = None  # the exception to raise, and the reason
     try:
         value = function()
     except Exception as e:

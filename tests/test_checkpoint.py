@@ -2,7 +2,6 @@
 
 tests/test_state_machine.py checks saves under kills, power cuts, full disks and damage."""
 
-import contextlib
 import errno
 import gzip
 import json
@@ -84,7 +83,7 @@ def flip(path):
     path.write_bytes(data)
 
 
-# ---- writing and reading --------------------------------------------------------------------------------------------
+# ---- writing and reading ---------------------------------------------------------------------------------------------
 
 def test_a_saved_checkpoint_is_read_back_bit_for_bit(tmp_path):
     path = save(tmp_path, 7)
@@ -125,7 +124,7 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
         rd.delete_checkpoint(tmp_path / "checkpoints" / "mine")
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -233,7 +232,7 @@ def test_a_file_that_the_seal_does_not_list_is_not_read(whole, tmp_path):
         ckpt.load_checkpoint(path).load("rng/rank_2.pkl")
 
 
-# ---- removed folders --------------------------------------------------------------------------------------------------
+# ---- removed folders -------------------------------------------------------------------------------------------------
 
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     """Removed folders of a run are created again with a warning, but the run directory itself is not."""
@@ -252,7 +251,7 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     assert not run.exists()
 
 
-# ---- from a name to a checkpoint ------------------------------------------------------------------------------------
+# ---- from a name to a checkpoint -------------------------------------------------------------------------------------
 
 @pytest.fixture
 def two_runs(tmp_path, monkeypatch):
@@ -300,7 +299,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_d
             ckpt.find_checkpoint(damaged)
 
 
-# ---- saving while training continues -----------------------------------------------------------------------------------
+# ---- saving while training continues ---------------------------------------------------------------------------------
 
 def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path):
     def write():
@@ -352,7 +351,7 @@ def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(tmp_path, known
     saver.close()
 
 
-# ---- retention --------------------------------------------------------------------------------------------------------
+# ---- retention -------------------------------------------------------------------------------------------------------
 
 def small(run, step, name=None, *, data=b"weights"):
     """The smallest possible checkpoint."""

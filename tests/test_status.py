@@ -110,7 +110,7 @@ def made_up(base, name, status, **fields):
     return path
 
 
-# ---- status ---------------------------------------------------------------------------------------------------------
+# ---- status ----------------------------------------------------------------------------------------------------------
 
 def test_one_run_at_a_glance(base, capsys):
     ranks = [{**identify(), "host": "node1"}] + [{**identify(), "host": "node2"}] * 2
@@ -216,7 +216,7 @@ def test_watching_ends_with_the_run(base, capsys, monkeypatch):
     assert re.findall("(?m)^state +(.*)$", told) == ["running"] * 3 + ["completed"]
 
 
-# ---- stop -----------------------------------------------------------------------------------------------------------
+# ---- stop ------------------------------------------------------------------------------------------------------------
 
 def test_a_run_that_is_asked_saves_and_ends_as_stopped(base, capsys):
     process = trainer(base, STEP_S=0.2)
@@ -324,7 +324,7 @@ def test_force_says_which_process_is_still_there_and_believes_no_forged_record(b
     assert len(sent) == 2
 
 
-# ---- the loop -------------------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------------------
 
 def loop(base, **more):
     command = ["bash", ROOT / "dev/run_until_done.sh", "d1", sys.executable, base / "trainer.py", "d1"]
@@ -387,7 +387,7 @@ def test_the_loop_ends_when_somebody_asks(base):
     assert exit_code(run_dir(base), state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
 
 
-# ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------
+# ---- SLURM and Kubernetes --------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def cluster(base):

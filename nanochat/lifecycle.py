@@ -2,7 +2,7 @@
 Why a run stops, which launch owns it, and where it stands.
 
     signal: the handler records it ----------.
-    flag file: rank 0's heartbeat checks it -+--> stop.wanted(): '' or the reason --> in the step's sum --> all stop
+    flag file: rank 0's heartbeat checks it -+--> stop.check(): '' or the reason --> in the step's sum --> all stop
     walltime: every rank --------------------'
 
     RUN/.shutdown_requested    written by scripts.stop; ignored if it is older than this launch
@@ -160,7 +160,7 @@ class StopWatch:
             for number in SIGNALS:
                 self._previous[number] = signal.signal(number, self._on_signal)
                 signal.siginterrupt(number, number == signal.SIGINT)  # only SIGINT interrupts a system call
-        LAUNCH.stop = self.asked
+        LAUNCH.stop = self.requested
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -208,22 +208,21 @@ class StopWatch:
         """Record how long a save took: from now on 1.5 times as much is reserved for the last one."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
-    def asked(self) -> str:
-        """The signal or flag file that asked this process to stop, '' if there was none. Safe to call at any time."""
+    def requested(self) -> str:
+        """The reason to stop that is already known, such as a signal or the flag file, or ''. Safe to call at any time."""
         if not self._reason and self._signals:
             self._reason = signal.Signals(self._signals[0]).name
         if not self._reason and self._flagged:
             self._reason = "asked by scripts.stop"
         return self._reason
 
-    def wanted(self, now: float | None = None) -> str:
-        """The reason to stop, '' if there is none; the first one stays. Called once a step. `now`: monotonic
-        seconds."""
+    def check(self, now: float | None = None) -> str:
+        """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic seconds."""
         now = time.monotonic() if now is None else now
         if self._last_check is not None:
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
-        if not self.asked() and self._deadline is not None:
+        if not self.requested() and self._deadline is not None:
             left_s = self._deadline - now
             if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
                 self._reason = f"walltime: {left_s:,.0f} s left"

@@ -14,7 +14,7 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
     rank 1  count 36  step 18 (reduction)     others wait for it. A rank that publishes nothing any more is
     rank 3  count 35  step 18                 stopped, or its machine is dead.
 
-- The stated time: the limit, then up to 30 s in which rank 0 listens, then up to 30 s to agree and leave. The limit
+- The stated time: the limit, up to 30 s while rank 0 listens, and up to 30 s to agree and leave. The limit
   is `timeout_s`; `first_timeout_s` until the second step (compilation); or the patience of the last beat.
 - All ranks make the same beats in the same order. Ranks are compared by counts, never by the clocks of two machines.
   A rank that works alone for a long time calls `beat()` without a step, which is not counted.
@@ -179,7 +179,7 @@ class Watchdog:
         return left and (self.rank > 0 or not num_present)
 
     def _judge(self) -> str:
-        """On rank 0, once its main thread has been over its limit for `silence_s`, in which it listened to the others:
+        """On rank 0, once its main thread has been over its limit for `silence_s`, while it listened to the others:
         which rank is to blame? '' if it waits for ranks that work."""
         now, idle, world_size = self._clock, self._idle(), len(self.ranks)
         if self.rank > 0 or idle <= self._limit() + self.silence_s or (self._store is None and world_size > 1):

@@ -9,9 +9,9 @@ Planned faults: stop or fail at the n-th change that some code makes to the disk
     start(hook=partial(copying_at, n, 1, ...))          # a job keeps copies of what a power cut would have left
 
 A change is a call that creates, writes, syncs, renames or removes something below a folder. Changes of all threads are
-counted in the order in which they come. A killed process gets SIGKILL: no `finally`, no flushed buffers. A `with`
-block replaces functions of `os` and `open`, so the code under test is unchanged. Files that C++ opens are not seen;
-the code under test gives Python files to torch.save.
+counted in their order. A killed process gets SIGKILL: no `finally`, no flushed buffers. A `with` block replaces `open`
+and functions of `os`, so the code under test is unchanged. Files that C++ opens do not count; the code under test gives
+Python files to torch.save.
 """
 
 import builtins

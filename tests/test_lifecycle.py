@@ -1,5 +1,5 @@
-"""Stopping, the run's state, and its owner: a run stops at the next check, its state can be read, dead runs are told
-from living ones, and at most one launch owns a run."""
+"""Stopping, the run's state, and its owner: a run stops at the next check, its state can be read, dead runs are
+recognized, and at most one launch owns a run."""
 
 import errno
 import fcntl
@@ -57,10 +57,10 @@ def python(code, *arguments, before=()):
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd):
     with StopWatch() as stop:
-        assert stop.wanted() == stop.asked() == ""
+        assert stop.check() == stop.requested() == ""
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert [stop.asked(), stop.wanted(), stop.wanted()] == [number.name] * 3
+        assert [stop.requested(), stop.check(), stop.check()] == [number.name] * 3
     err = capfd.readouterr().err
     assert err.startswith(f"\n{number.name}: finishing the step, then saving") and err.count("finishing") == 1
 
@@ -73,7 +73,7 @@ def test_previous_handlers_return_even_after_an_error():
             with StopWatch() as stop:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 raise RuntimeError
-        assert stop.wanted() == "SIGUSR1" and received == []
+        assert stop.check() == "SIGUSR1" and received == []
         for number in SIGNALS:
             os.kill(os.getpid(), number)
         assert sorted(received) == sorted(SIGNALS)
@@ -121,8 +121,8 @@ def test_the_first_limit_that_is_set_counts_and_a_jump_of_the_wall_clock_moves_n
     assert "GPT_SIMPLE_MAX_RUNTIME is ignored; set NANOCHAT_MAX_RUNTIME" in caplog.text
     stop = StopWatch(deadline(-1, env, 100.0), reserve_s=10)
     monkeypatch.setattr(lifecycle.time, "time", lambda: 1e12)
-    assert stop.wanted(131.0) == ""
-    assert stop.wanted(1125.0).startswith("walltime")
+    assert stop.check(131.0) == ""
+    assert stop.check(1125.0).startswith("walltime")
 
 
 @pytest.mark.parametrize("answer, env, end, message", [
@@ -170,11 +170,11 @@ def test_a_run_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_work_of_
     for seconds in (1, save_s, 2):
         stop.note_save(seconds)
     for now in checks:
-        assert stop.wanted(now) == ""
+        assert stop.check(now) == ""
         if now in work:
             stop.note(f"work {work[now]}", work[now])
             stop.note(f"work {work[now]}", 1)
-    assert stop.wanted(stops_at) == stop.wanted(stops_at) == f"walltime: {left} s left"
+    assert stop.check(stops_at) == stop.check(stops_at) == f"walltime: {left} s left"
 
 
 @settings(deadline=None)
@@ -184,11 +184,11 @@ def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, rese
     stop = StopWatch(500.0, reserve_s=reserve_s)
     stop.note_save(save_s)
     now, checks = 0.0, 0
-    stop.wanted(now)
-    while not stop.wanted(now) and now < 1000:
+    stop.check(now)
+    while not stop.check(now) and now < 1000:
         now += steps[min(checks, len(steps) - 1)]
         checks += 1
-    assert stop.wanted().startswith("walltime")
+    assert stop.check().startswith("walltime")
     if checks > 1:  # the first step is longer than anything before it
         assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
 
@@ -209,20 +209,20 @@ def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
     for age_s, reason in ((10, ""), (-1e6, "asked by scripts.stop")):
         request_stop(tmp_path)  # before the launch has claimed the run
         os.utime(flag, (stop._since - age_s, stop._since - age_s))
-        assert stop.asked() == ""
+        assert stop.requested() == ""
         stop.check_flag(tmp_path)
-        assert stop.wanted() == stop.asked() == reason and flag.exists() == bool(reason)
+        assert stop.check() == stop.requested() == reason and flag.exists() == bool(reason)
     with StopWatch():
         pass
     late = StopWatch()
     late.check_flag(tmp_path)
-    assert late.asked() == "" and not flag.exists(), "a later launch in the same process"
+    assert late.requested() == "" and not flag.exists(), "a later launch in the same process"
     flag.touch()
     # the kernel dates a new file a few milliseconds back
     os.utime(flag, (time.time(), time.time()))
-    assert late.asked() == ""
+    assert late.requested() == ""
     late.check_flag(tmp_path)
-    assert late.asked() == "asked by scripts.stop"
+    assert late.requested() == "asked by scripts.stop"
 
 
 def test_reasons_of_all_ranks_become_one_text():

@@ -62,7 +62,7 @@ def other(workplace):
 
 
 def paths(workplace):
-    """Flags with which both machines read the same files."""
+    """Flags that make both machines read the same files."""
     return {"data_path": workplace / "data", "tokenizer": workplace / "tokenizer"}
 
 

@@ -52,9 +52,9 @@ def make_pairs(base):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, running_store):
+def prepared(tmp_path_factory, running_store):
     """A folder, a store with the same files, {kind: digests of a run from the files}, {key: (ETag, bytes)}."""
-    folder, store = tmp_path_factory.mktemp("made"), running_store
+    folder, store = tmp_path_factory.mktemp("prepared"), running_store
     with training.workplace(folder):
         make_pairs(folder)
         for name in ("pairs", "shards", "data"):
@@ -68,9 +68,9 @@ def made(tmp_path_factory, running_store):
 
 
 @pytest.fixture
-def bucket(made, calm_store, tmp_path):
+def bucket(prepared, calm_store, tmp_path):
     """The bucket with its data, and a workplace without any files of them."""
-    store, whole = calm_store, made[3]
+    store, whole = calm_store, prepared[3]
     with training.workplace(tmp_path):
         shutil.rmtree(tmp_path / "data")
         shutil.rmtree(tmp_path / "tokenizer")
@@ -89,12 +89,12 @@ def command(kind, base, **changed):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_stream_is_the_same_from_a_bucket_with_faults(made, bucket, kind, capsys):
+def test_the_stream_is_the_same_from_a_bucket_with_faults(prepared, bucket, kind, capsys):
     ending = "parquet" if kind == "text" else "bin"
     bucket.proxy.faults += [Fault(status=503, code="SlowDown", times=3), Fault(name=ending, cut=1000, times=1),
                             Fault(name=ending, cut=0, stall=kind == "text")]
     outcome = succeed(**command(kind, "s3://bucket"))
-    assert training.digests() == made[2][kind]
+    assert training.digests() == prepared[2][kind]
     assert not any(fault.times for fault in bucket.proxy.faults), "a fault that no request met"
     samples = 4 * 8 * 2  # each row in at most two requests; lanes read parts of a file, which are here the whole file
     assert len([s for s in bucket.proxy.gets(".bin") if s.fault is None]) <= (samples if kind == "samples" else 10)
@@ -112,7 +112,7 @@ def test_the_stream_is_the_same_from_a_bucket_with_faults(made, bucket, kind, ca
 
     capsys.readouterr()
     assert inspect_data.main(["digest", "run", "--steps=2:4"]) == 0
-    assert all(digest in capsys.readouterr().out for digest in made[2][kind][3:])
+    assert all(digest in capsys.readouterr().out for digest in prepared[2][kind][3:])
 
 
 def test_other_kinds_of_text_in_a_bucket_give_the_digests_of_a_folder(bucket, tmp_path):
@@ -125,22 +125,22 @@ def test_other_kinds_of_text_in_a_bucket_give_the_digests_of_a_folder(bucket, tm
         bucket.put(f"mixed/{name}", data)
     tokenizer = tmp_path / "own"
     RustBPETokenizer.train_from_iterator(texts, 300).save(tokenizer)
-    for tag, where in (("here", folder), ("there", "s3://bucket/mixed")):
+    for tag, where in (("local", folder), ("remote", "s3://bucket/mixed")):
         succeed(**{**SMALL, "data_path": where, "val_path": f"{where}/a.jsonl.zst", "tokenizer": tokenizer,
                    "model_tag": tag})
-    assert training.digests("here") == training.digests("there")
+    assert training.digests("local") == training.digests("remote")
 
 
-def test_a_run_moves_into_the_bucket_and_back(made, bucket):
-    for steps, base in ((2, made[0]), (3, "s3://bucket"), (4, made[0])):
+def test_a_run_moves_into_the_bucket_and_back(prepared, bucket):
+    for steps, base in ((2, prepared[0]), (3, "s3://bucket"), (4, prepared[0])):
         succeed(**command("shards", base, num_iterations=steps))
         entry = read_json(run_dir() / "data_manifest.json")["train"]["data"]["files"][0]
         assert ("etag" in entry) == (base == "s3://bucket")
-    assert training.digests() == made[2]["shards"]
+    assert training.digests() == prepared[2]["shards"]
 
 
 @pytest.mark.parametrize("kind, key", [("samples", "pairs/b.bin"), ("text", "data/shard_1.parquet")])
-def test_an_object_swapped_between_launches_is_named(made, bucket, kind, key):
+def test_an_object_swapped_between_launches_is_named(prepared, bucket, kind, key):
     succeed(**command(kind, "s3://bucket"))
     shutil.rmtree(run_dir() / "checkpoints" / "final")
     before, data = checkpoints(), bucket.get(key)
@@ -151,7 +151,7 @@ def test_an_object_swapped_between_launches_is_named(made, bucket, kind, key):
     assert checkpoints() == before
     bucket.put(key, data)
     succeed(**command(kind, "s3://bucket"))
-    assert training.digests()[-2:] == made[2][kind][-2:]
+    assert training.digests()[-2:] == prepared[2][kind][-2:]
 
 
 @pytest.mark.parametrize("kind, name, before", [("samples", "pairs/b.bin", 2), ("text", "data/shard_1.parquet", 1)])
@@ -191,11 +191,11 @@ def test_refused_and_corrupt_parquet_have_different_errors(bucket, monkeypatch):
     assert re.match(f"s3://bucket/{name}: row group . cannot be read",
                     refuse(**command("text", "s3://bucket", model_tag="broken")))
     bucket.put(name, data[:-4] + b"XXXX")
-    assert f"s3://bucket/{name}: not a whole parquet file" in refuse(**command("text", "s3://bucket", model_tag="torn"))
+    assert f"s3://bucket/{name}: not a whole parquet file" in refuse(**command("text", "s3://bucket", model_tag="cut"))
 
 
-def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, made):
-    folder, store, digests, _ = made
+def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, prepared):
+    folder, store, digests, _ = prepared
     store.make_bucket("other")
     for name in ("b.bin", "b.idx"):
         store.put(f"moved/{name}", (folder / "pairs" / name).read_bytes(), bucket="other")
@@ -206,7 +206,7 @@ def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, made):
         assert "several kinds of stores" in error and not run_dir("mixed").exists()
 
 
-def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, made, tmp_path, capfd):
+def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, prepared, tmp_path, capfd):
     web = tmp_path / "raw" / "web"
     web.mkdir(parents=True)
     for i, ending in enumerate(("jsonl", "jsonl.gz")):
@@ -218,7 +218,7 @@ def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, made, tmp_path, c
     def tokenize(text, name):
         out = tmp_path / name
         assert tok_shards.main([f"--input-dir={text}", f"--output-dir={out}", "--num-workers=1",
-                                f"--tokenizer={made[0] / 'tokenizer'}", "--max-length=0"]) == 0
+                                f"--tokenizer={prepared[0] / 'tokenizer'}", "--max-length=0"]) == 0
         return {f.relative_to(out).as_posix(): f.read_bytes() for f in out.rglob("*")
                 if f.is_file() and f.parent.name != ".records"}
 
@@ -233,26 +233,26 @@ def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, made, tmp_path, c
     assert tokenize("s3://bucket/raw", "of bucket") != shards, "another object of the same size"
 
 
-def test_only_push_shards_writes_into_object_storage(bucket, made, tmp_path, monkeypatch):
+def test_only_push_shards_writes_into_object_storage(bucket, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
-    for main, argv in ((tok_shards.main, [f"--input-dir={made[0] / 'data'}", "--output-dir=s3://bucket/out",
-                                          f"--tokenizer={made[0] / 'tokenizer'}"]),
-                       (tok_train.main, [f"--data-path={made[0] / 'data'}", "--output-dir=s3://bucket/out"]),
+    for main, argv in ((tok_shards.main, [f"--input-dir={prepared[0] / 'data'}", "--output-dir=s3://bucket/out",
+                                          f"--tokenizer={prepared[0] / 'tokenizer'}"]),
+                       (tok_train.main, [f"--data-path={prepared[0] / 'data'}", "--output-dir=s3://bucket/out"]),
                        (convert_shards.main, ["s3://bucket/shards", "out", "--to=megatron"]),
-                       (convert_shards.main, [str(made[0] / "shards"), "s3://bucket/out", "--to=megatron"])):
+                       (convert_shards.main, [str(prepared[0] / "shards"), "s3://bucket/out", "--to=megatron"])):
         with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a folder of this machine"):
             main(argv)
     assert set(tmp_path.iterdir()) == before
 
 
-def test_the_command_that_push_shards_prints_works(made, bucket, capsys):
-    assert push_shards.main([str(made[0] / "shards"), bucket.path("again")]) == 0
+def test_the_command_that_push_shards_prints_works(prepared, bucket, capsys):
+    assert push_shards.main([str(prepared[0] / "shards"), bucket.path("copy")]) == 0
     words = shlex.split(capsys.readouterr().out.split("train from it: ")[1])
     assert words[:3] == ["python", "-m", "scripts.base_train"]
     small = training.flags(**{**SMALL, "data_path": None, "model_tag": "run"})
     assert base_train.main([*small, *words[3:]]) == 0
-    assert training.digests() == made[2]["shards"]
+    assert training.digests() == prepared[2]["shards"]
 
 
 def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
@@ -269,7 +269,7 @@ def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
 # ---- a service that stalls -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("world_size, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_run_whose_service_stalls_stops_on_a_signal_and_is_saved_at_its_last_step(made, bucket, world_size, number):
+def test_a_run_whose_service_stalls_stops_on_a_signal_and_is_saved_at_its_last_step(prepared, bucket, world_size, number):
     bucket.proxy.faults += [Fault(name=".bin", times=60, shift=0), Fault(name=".bin", stall=True, times=-1)]
     long = command("samples", "s3://bucket", num_iterations=12)
     group = training.start(world_size, **long)
@@ -283,7 +283,7 @@ def test_a_run_whose_service_stalls_stops_on_a_signal_and_is_saved_at_its_last_s
     assert 0 < done < 12 and f"checkpoint-{done}-shutdown" in checkpoints()
     bucket.calm()
     succeed(**long)
-    succeed(**command("samples", made[0], num_iterations=12, save_every=-1, model_tag="straight"))
+    succeed(**command("samples", prepared[0], num_iterations=12, save_every=-1, model_tag="straight"))
     assert training.digests() == training.digests("straight")
 
 

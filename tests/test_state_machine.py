@@ -77,7 +77,7 @@ def undisturbed():
 
 
 def validated(progress, vals):
-    """Whether a checkpoint records the validations up to its step. A repeated step may already know the validation that
+    """Whether a checkpoint records the validations up to its step. A repeated step may already have the validation that
     first came right after the save."""
     step = progress["step"]
     before = [[bpb for at, bpb in vals.items() if at <= last] for last in (step - 1, step)]
@@ -110,8 +110,8 @@ def inspect(run, damaged):
         good[name] = step
     for step, path in run_dir.cursor_files(run).items():
         assert hash_bytes(path.read_bytes()) == saved[step][checkpoint.CURSORS_NAME]
-    found = checkpoint.first_good(checkpoint.list_checkpoints(run))
-    assert (found.step if found else 0) == max(good.values(), default=0) <= len(steps)
+    newest = checkpoint.first_good(checkpoint.list_checkpoints(run))
+    assert (newest.step if newest else 0) == max(good.values(), default=0) <= len(steps)
     return good
 
 
@@ -212,7 +212,7 @@ class Life(RuleBasedStateMachine):
         return code, output
 
     def update(self, how=None, *, completed=False):
-        """Check the run directory after a launch, and update what is known of it."""
+        """Check the run directory after a launch, and update `good` and `damaged`."""
         good = inspect(self.run, self.damaged)
         check_kept(self.good, good, how or {})
         self.good = good

@@ -53,7 +53,7 @@ with StopWatch() as stop:
             time.sleep(float(env.get("STEP_S", 0.01)))
             step += 1
             state.update(step=step, loss=4.0 - 0.1 * step, tokens=step * 1000, tokens_per_s=1e5, eta_s=20.0 - step)
-            if why := stop.wanted() or "walltime" * (step % int(env.get("STEPS", 1000)) == 0):
+            if why := stop.check() or "walltime" * (step % int(env.get("STEPS", 1000)) == 0):
                 save("stopped", why)
                 sys.exit(0)
             if step % int(env.get("SAVE_EVERY", 1000)) == 0:
@@ -135,7 +135,7 @@ def test_the_table_of_all_runs_marks_dead_ones(base, capsys):
     fake_run(base, "alive", "running", step=3, num_iterations=10)
     fake_run(base, "gone", "running", ranks=[{**identify(), "start": "1"}])
     fake_run(base, "done", "failed", step=10, num_iterations=10, reason="the disk is full")
-    (fake_run(base, "torn", "running") / ".run_state.json").write_text("{")
+    (fake_run(base, "zero", "running") / ".run_state.json").write_text("{")
     (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     (run_dir(base, "no-run")).mkdir(parents=True)
     assert status.main([]) == 0
@@ -143,7 +143,7 @@ def test_the_table_of_all_runs_marks_dead_ones(base, capsys):
     assert lines[0].split() == ["run", "state", "step", "loss", "bits", "per", "byte", "tok/s", "eta", "last",
                                 "checkpoint", "age", "reason"]
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["older", "unknown"], ["torn", "unreadable"]]
+        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["older", "unknown"], ["zero", "unreadable"]]
     assert lines[2].endswith("the disk is full")
 
 
@@ -225,8 +225,8 @@ def test_a_run_saves_and_stops_on_request(base, capsys):
     assert (state["status"], state["reason"]) == ("stopped", "asked by scripts.stop")
     assert state["checkpoint"] == f"checkpoint-{state['step']}"
     assert "asked d1 to stop" in capsys.readouterr().out
-    again = trainer(base)
-    assert again.wait(PATIENCE_S) == 0
+    second = trainer(base)
+    assert second.wait(PATIENCE_S) == 0
     assert read_state(run_dir(base))["status"] == "completed", "the old flag stopped the next launch"
 
 

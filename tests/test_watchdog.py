@@ -43,7 +43,7 @@ def misbehave(how, dog, state):
     elif how == "stop":
         time.sleep(4 * dog.interval_s)  # until this step is published
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "work":  # for longer than the limit and the time in which rank 0 listens
+    elif how == "work":  # longer than the limit and the time that rank 0 listens
         for _ in range(30):
             time.sleep(PATIENCE_S / 25)
             dog.beat()
@@ -203,7 +203,7 @@ def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatc
 
 
 def leave_with(error, rank, verdict=""):
-    """The exception with which a watchdog leaves when its main thread fails, perhaps after a verdict; the verdict."""
+    """The exception and the verdict of a watchdog whose main thread fails, perhaps after another rank's verdict."""
     store, verdicts = FakeStore(), []
     with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=verdicts.append):
         if verdict:

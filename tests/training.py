@@ -313,13 +313,13 @@ def finish(world_size: int = 1, **changed: Any) -> str:
 
 def a_step_is_a_second(total_s: float) -> None:
     """Of a walltime of `total_s` seconds, one second passes each time the run checks it, however long steps take."""
-    wanted = StopWatch.wanted
+    check = StopWatch.check
 
     def watched(self: Any, now: float | None = None) -> str:
         self.checks = getattr(self, "checks", 0) + 1
-        return wanted(self, (self._deadline or 0.0) - total_s + self.checks)
+        return check(self, (self._deadline or 0.0) - total_s + self.checks)
 
-    StopWatch.wanted = watched  # type: ignore[method-assign]
+    StopWatch.check = watched  # type: ignore[method-assign]
 
 
 def after_step(step: int, act: Callable[[], None]) -> None:
@@ -417,7 +417,7 @@ def read_rows(tag: str, step: int) -> list[dict[str, Any]]:
 
 
 def digests(tag: str = "run") -> list[str]:
-    """The batch digests of all steps, none of which may be missing."""
+    """The batch digests of all steps; no step may be missing."""
     lines = steps(tag)
     assert sorted(lines) == list(range(len(lines)))
     return [lines[step]["digest"] for step in sorted(lines)]

@@ -209,7 +209,7 @@ class StopWatch:
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
     def requested(self) -> str:
-        """The reason to stop that is already known, such as a signal or the flag file, or ''. Safe to call at any time."""
+        """The reason to stop that is already known, such as a signal or the flag, or ''. Safe to call at any time."""
         if not self._reason and self._signals:
             self._reason = signal.Signals(self._signals[0]).name
         if not self._reason and self._flagged:

@@ -269,7 +269,7 @@ def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
 # ---- a service that stalls -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("world_size, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_run_whose_service_stalls_stops_on_a_signal_and_is_saved_at_its_last_step(prepared, bucket, world_size, number):
+def test_a_run_whose_service_stalls_stops_on_a_signal_and_saves_its_last_step(prepared, bucket, world_size, number):
     bucket.proxy.faults += [Fault(name=".bin", times=60, shift=0), Fault(name=".bin", stall=True, times=-1)]
     long = command("samples", "s3://bucket", num_iterations=12)
     group = training.start(world_size, **long)

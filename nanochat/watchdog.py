@@ -78,7 +78,7 @@ class Watchdog:
         self._clock = 0.0  # seconds in which this process was not stopped, counted by the timer
         self._active = self._watched = 0.0  # the clock at the last beat of the main thread, and of rank 0's heartbeat
         self._last_round = time.monotonic()  # when the heartbeat last completed a round
-        self._local = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]
+        self._local = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]  # visible here
         self._published: dict[int, tuple[dict[str, Any], float]] = {}  # record, and its clock
         self._ours, self._verdict = "", ""  # this rank's proposal, and the verdict that counts
         self._left, self._over, self._wake = False, threading.Event(), threading.Event()
@@ -217,7 +217,7 @@ class Watchdog:
         before = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()
-            self._clock += min(now - before, self.interval_s + PAUSED_S)  # after more, this process was stopped
+            self._clock += min(now - before, self.interval_s + PAUSED_S)  # after a longer gap, this process was stopped
             before, verdict = now, self._verdict
             if not verdict and self._idle() > self._limit() and self._clock - self._watched > self.silence_s:
                 verdict = (f"{self._name(self.rank)} has waited at {self._at} for {self._idle():,.0f} s, and the "

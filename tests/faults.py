@@ -158,7 +158,7 @@ def watching(below: Path, **options: Any) -> Iterator[Changes]:
         yield changes
 
 
-def _die() -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -167,7 +167,7 @@ def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
     in the action is an AssertionError here."""
     if (pid := os.fork()) == 0:
         try:
-            with watching(below, at=at, act=_die):
+            with watching(below, at=at, act=die):
                 action()
             os._exit(0)
         finally:
@@ -196,10 +196,10 @@ def full_disk(match: str, *, below: Path) -> contextlib.AbstractContextManager[C
 def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES) -> Iterator[Changes]:
     """Inside the block, every change from `at` on raises `Crash`, which ends the block silently. The disk then looks as
     after a kill, without the cost of a process. None: no crash."""
-    def die() -> None:
+    def crash() -> None:
         raise Crash
 
-    with contextlib.suppress(Crash), watching(below, at=at, act=die, kinds=kinds, onwards=True) as changes:
+    with contextlib.suppress(Crash), watching(below, at=at, act=crash, kinds=kinds, onwards=True) as changes:
         yield changes
 
 
@@ -212,7 +212,7 @@ STEADY = r"^(?!.*run_state)"  # changes in the same order in each run, so not th
 def dying_at(at: int, *, below: Path) -> None:
     """This process dies before change `at` if it is rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        _FOREVER.enter_context(watching(below, at=at, act=_die, match=STEADY, repeats=False))
+        _FOREVER.enter_context(watching(below, at=at, act=die, match=STEADY, repeats=False))
 
 
 def filling_at(at: int, number: int, *, below: Path) -> None:

@@ -40,6 +40,7 @@ from nanochat.lifecycle import StopWatch, read_state
 from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data, tok_shards
+from tests.faults import die
 
 VOCAB_SIZE = 320
 PATIENCE_S = 600  # a child that takes longer hangs, even on a machine that is ten times slower than an idle one
@@ -332,10 +333,6 @@ def after_step(step: int, act: Callable[[], None]) -> None:
             act()
 
     TrainLog.write = watched  # type: ignore[method-assign]
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before(function: str, call: int, act: Callable[[], None] = die) -> None:

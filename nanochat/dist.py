@@ -82,8 +82,8 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
     if on_cuda and not available["cuda"] and (unseen := unseen_gpus()):
         raise ValueError(f"--device-type cuda: {unseen}; or use --device-type cpu")
     if not available.get(device_type):
-        raise ValueError(f"--device-type: got {device_type!r}, but this PyTorch offers only "
-                         f"{' and '.join(name for name in available if available[name])}; name one of these")
+        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu; this PyTorch offers "
+                         f"{' and '.join(name for name in available if available[name])}")
     distributed, rank, local_rank, world_size = get_dist_info()
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
     if on_cuda:

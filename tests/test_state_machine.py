@@ -135,7 +135,7 @@ def on_rank(rank, hook):
         hook()
 
 
-def ask(what):
+def request_stop(what):
     """Ask the run to stop, and write down how many steps it had done when it noticed."""
     run = training.run_dir()
     if what == "flag":
@@ -144,7 +144,7 @@ def ask(what):
         training.wait_for(lambda: os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns != before)  # the heartbeat saw it
     else:
         training.send(signal.Signals[what])
-    (run.parent / "asked").write_text(str(len(training.steps())))
+    (run.parent / "steps_at_request").write_text(str(len(training.steps())))
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
@@ -267,18 +267,18 @@ class Life(RuleBasedStateMachine):
           what=st.sampled_from([*(number.name for number in lifecycle.SIGNALS), "flag"]))
     def is_asked_to_stop(self, world_size, how, moment, rank, what):
         self.make_unfinished()
-        asked, rank = self.run.parent / "asked", rank % world_size
-        asked.unlink(missing_ok=True)
+        steps_at_request, rank = self.run.parent / "steps_at_request", rank % world_size
+        steps_at_request.unlink(missing_ok=True)
         began = max(self.good.values(), default=0)
-        hook = partial(on_rank, 0 if what == "flag" else rank, partial(training.before, *moment, partial(ask, what)))
+        hook = partial(on_rank, 0 if what == "flag" else rank, partial(training.before, *moment, partial(request_stop, what)))
         if what == "flag" and moment[0].endswith("init_weights"):
             return  # the heartbeat has not begun
         _, output = self.launch(world_size, {**how, "sample_every": 3}, hook)
         reason = "asked by scripts.stop" if what == "flag" else what
-        if asked.exists() and not self.over:
+        if steps_at_request.exists() and not self.over:
             state = training.state()
             assert state["status"] == "stopped" and state["reason"].startswith(reason), output
-            assert state["step"] <= max(began, int(asked.read_text())) + 2, "it did not stop soon"
+            assert state["step"] <= max(began, int(steps_at_request.read_text())) + 2, "it stopped late"
             assert self.good[state["checkpoint"]] == state["step"] == max(self.good.values())
         else:
             assert self.over, output

@@ -270,7 +270,8 @@ class Life(RuleBasedStateMachine):
         steps_at_request, rank = self.run.parent / "steps_at_request", rank % world_size
         steps_at_request.unlink(missing_ok=True)
         began = max(self.good.values(), default=0)
-        hook = partial(on_rank, 0 if what == "flag" else rank, partial(training.before, *moment, partial(request_stop, what)))
+        hook = partial(training.before, *moment, partial(request_stop, what))
+        hook = partial(on_rank, 0 if what == "flag" else rank, hook)
         if what == "flag" and moment[0].endswith("init_weights"):
             return  # the heartbeat has not begun
         _, output = self.launch(world_size, {**how, "sample_every": 3}, hook)

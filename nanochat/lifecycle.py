@@ -266,8 +266,8 @@ def identify() -> dict[str, Any]:
 
 
 def is_alive_here(process: Mapping[str, Any]) -> bool:
-    """Whether a process that `identify` described is visible and alive here. False on another host or in another
-    process namespace, and for a record that may be forged: a pid that is not positive, a missing or wrong start."""
+    """Whether a process that `identify` described is visible and alive here. False on another host, in another process
+    namespace, and for a record that may be forged: a pid that is not positive, a missing or wrong start."""
     alive_since = process_start(process["pid"]) if process["pid"] > 0 else None
     return process["host"] == socket.gethostname() and alive_since is not None and alive_since == process["start"]
 
@@ -314,8 +314,7 @@ def _lock(file: BinaryIO, kind: int) -> bool | None:
 
 
 def _last_owner(run_dir: Path) -> tuple[bytes, bool]:
-    """The record of a run's last owner, empty if there is none, and whether it still owns the run. ValueError if the
-    file is not a regular one."""
+    """The record of a run's last owner, empty if there was none, and whether it still owns the run."""
     try:
         with open_regular(run_dir / OWNER_NAME, os.O_RDONLY) as file:
             free, record = _lock(file, fcntl.LOCK_SH), file.read()
@@ -328,8 +327,8 @@ def _last_owner(run_dir: Path) -> tuple[bytes, bool]:
 
 
 def check_free(run_dir: Path) -> bytes:
-    """Check that no launch owns the run, without changing anything. Returns the last owner's record, which `claim`
-    needs. ValueError names the process that owns the run."""
+    """Check that no launch owns the run, without changing anything. Returns the last owner's record for `claim`.
+    ValueError names the process that owns the run, or an owner's file that is not a regular one."""
     record, alive = _last_owner(run_dir)
     if not alive:
         return record
@@ -436,8 +435,7 @@ def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
 
 
 def _replace(path: Path, value: Any) -> None:
-    """Replace a small JSON file without an fsync, from one thread at a time. A leftover or a link under the temporary
-    name is deleted, never written to."""
+    """Replace a small JSON file without an fsync. A leftover or a link under the temporary name is deleted."""
     temporary = path.with_name(f"{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)

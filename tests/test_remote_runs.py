@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +54,7 @@ def make_pairs(base):
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, running_store):
-    """A folder, a store with the same files, {kind: digests of a run from the files}, {key: (ETag, bytes)}."""
+    """`folder`; `objects`: {key: (ETag, bytes)} of the same files in the store; `digests`: {kind: those of a run}."""
     folder, store = tmp_path_factory.mktemp("prepared"), running_store
     with training.workplace(folder):
         make_pairs(folder)
@@ -64,21 +65,22 @@ def prepared(tmp_path_factory, running_store):
             succeed(**command(kind, folder), model_tag=kind)
             digests[kind] = training.digests(kind)
             assert len(set(digests[kind])) == 4
-        yield folder, store, digests, {key: (etag, store.get(key)) for key, etag in store.etags().items()}
+        objects = {key: (etag, store.get(key)) for key, etag in store.etags().items()}
+        yield SimpleNamespace(folder=folder, objects=objects, digests=digests)
 
 
 @pytest.fixture
 def bucket(prepared, calm_store, tmp_path):
     """The bucket with its data, and a workplace without any files of them."""
-    store, whole = calm_store, prepared[3]
+    store, objects = calm_store, prepared.objects
     with training.workplace(tmp_path):
         shutil.rmtree(tmp_path / "data")
         shutil.rmtree(tmp_path / "tokenizer")
         yield store
     etags = store.etags()
-    for key in etags.keys() - whole.keys():
+    for key in etags.keys() - objects.keys():
         store.delete(key)
-    for key, (etag, data) in whole.items():
+    for key, (etag, data) in objects.items():
         if etags.get(key) != etag:
             store.put(key, data)
 
@@ -94,7 +96,7 @@ def test_the_stream_is_the_same_from_a_bucket_with_faults(prepared, bucket, kind
     bucket.proxy.faults += [Fault(status=503, code="SlowDown", times=3), Fault(name=ending, cut=1000, times=1),
                             Fault(name=ending, cut=0, stall=kind == "text")]
     outcome = succeed(**command(kind, "s3://bucket"))
-    assert training.digests() == prepared[2][kind]
+    assert training.digests() == prepared.digests[kind]
     assert not any(fault.times for fault in bucket.proxy.faults), "a fault that no request met"
     samples = 4 * 8 * 2  # each row in at most two requests; lanes read parts of a file, which are here the whole file
     assert len([s for s in bucket.proxy.gets(".bin") if s.fault is None]) <= (samples if kind == "samples" else 10)
@@ -112,7 +114,7 @@ def test_the_stream_is_the_same_from_a_bucket_with_faults(prepared, bucket, kind
 
     capsys.readouterr()
     assert inspect_data.main(["digest", "run", "--steps=2:4"]) == 0
-    assert all(digest in capsys.readouterr().out for digest in prepared[2][kind][3:])
+    assert all(digest in capsys.readouterr().out for digest in prepared.digests[kind][3:])
 
 
 def test_other_kinds_of_text_in_a_bucket_give_the_digests_of_a_folder(bucket, tmp_path):
@@ -132,11 +134,11 @@ def test_other_kinds_of_text_in_a_bucket_give_the_digests_of_a_folder(bucket, tm
 
 
 def test_a_run_moves_into_the_bucket_and_back(prepared, bucket):
-    for steps, base in ((2, prepared[0]), (3, "s3://bucket"), (4, prepared[0])):
+    for steps, base in ((2, prepared.folder), (3, "s3://bucket"), (4, prepared.folder)):
         succeed(**command("shards", base, num_iterations=steps))
         entry = read_json(run_dir() / "data_manifest.json")["train"]["data"]["files"][0]
         assert ("etag" in entry) == (base == "s3://bucket")
-    assert training.digests() == prepared[2]["shards"]
+    assert training.digests() == prepared.digests["shards"]
 
 
 @pytest.mark.parametrize("kind, key", [("samples", "pairs/b.bin"), ("text", "data/shard_1.parquet")])
@@ -151,7 +153,7 @@ def test_an_object_swapped_between_launches_is_named(prepared, bucket, kind, key
     assert checkpoints() == before
     bucket.put(key, data)
     succeed(**command(kind, "s3://bucket"))
-    assert training.digests()[-2:] == prepared[2][kind][-2:]
+    assert training.digests()[-2:] == prepared.digests[kind][-2:]
 
 
 @pytest.mark.parametrize("kind, name, before", [("samples", "pairs/b.bin", 2), ("text", "data/shard_1.parquet", 1)])
@@ -195,13 +197,12 @@ def test_refused_and_corrupt_parquet_have_different_errors(bucket, monkeypatch):
 
 
 def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, prepared):
-    folder, store, digests, _ = prepared
-    store.make_bucket("other")
+    bucket.make_bucket("other")
     for name in ("b.bin", "b.idx"):
-        store.put(f"moved/{name}", (folder / "pairs" / name).read_bytes(), bucket="other")
+        bucket.put(f"moved/{name}", (prepared.folder / "pairs" / name).read_bytes(), bucket="other")
     succeed(**command("samples", "", data_path="s3://bucket/pairs/a,s3://other/moved/b"))
-    assert training.digests() == digests["samples"]
-    for other in ("gs://other/b", f"{folder}/pairs/b"):
+    assert training.digests() == prepared.digests["samples"]
+    for other in ("gs://other/b", f"{prepared.folder}/pairs/b"):
         error = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
         assert "several kinds of stores" in error and not run_dir("mixed").exists()
 
@@ -218,7 +219,7 @@ def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, prepared, tmp_pat
     def tokenize(text, name):
         out = tmp_path / name
         assert tok_shards.main([f"--input-dir={text}", f"--output-dir={out}", "--num-workers=1",
-                                f"--tokenizer={prepared[0] / 'tokenizer'}", "--max-length=0"]) == 0
+                                f"--tokenizer={prepared.folder / 'tokenizer'}", "--max-length=0"]) == 0
         return {f.relative_to(out).as_posix(): f.read_bytes() for f in out.rglob("*")
                 if f.is_file() and f.parent.name != ".records"}
 
@@ -236,23 +237,23 @@ def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, prepared, tmp_pat
 def test_only_push_shards_writes_into_object_storage(bucket, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
-    for main, argv in ((tok_shards.main, [f"--input-dir={prepared[0] / 'data'}", "--output-dir=s3://bucket/out",
-                                          f"--tokenizer={prepared[0] / 'tokenizer'}"]),
-                       (tok_train.main, [f"--data-path={prepared[0] / 'data'}", "--output-dir=s3://bucket/out"]),
+    for main, argv in ((tok_shards.main, [f"--input-dir={prepared.folder / 'data'}", "--output-dir=s3://bucket/out",
+                                          f"--tokenizer={prepared.folder / 'tokenizer'}"]),
+                       (tok_train.main, [f"--data-path={prepared.folder / 'data'}", "--output-dir=s3://bucket/out"]),
                        (convert_shards.main, ["s3://bucket/shards", "out", "--to=megatron"]),
-                       (convert_shards.main, [str(prepared[0] / "shards"), "s3://bucket/out", "--to=megatron"])):
+                       (convert_shards.main, [str(prepared.folder / "shards"), "s3://bucket/out", "--to=megatron"])):
         with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a folder of this machine"):
             main(argv)
     assert set(tmp_path.iterdir()) == before
 
 
 def test_the_command_that_push_shards_prints_works(prepared, bucket, capsys):
-    assert push_shards.main([str(prepared[0] / "shards"), bucket.path("copy")]) == 0
+    assert push_shards.main([str(prepared.folder / "shards"), bucket.path("copy")]) == 0
     words = shlex.split(capsys.readouterr().out.split("train from it: ")[1])
     assert words[:3] == ["python", "-m", "scripts.base_train"]
     small = training.flags(**{**SMALL, "data_path": None, "model_tag": "run"})
     assert base_train.main([*small, *words[3:]]) == 0
-    assert training.digests() == prepared[2]["shards"]
+    assert training.digests() == prepared.digests["shards"]
 
 
 def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
@@ -283,7 +284,7 @@ def test_a_run_whose_service_stalls_stops_on_a_signal_and_saves_its_last_step(pr
     assert 0 < done < 12 and f"checkpoint-{done}-shutdown" in checkpoints()
     bucket.calm()
     succeed(**long)
-    succeed(**command("samples", prepared[0], num_iterations=12, save_every=-1, model_tag="straight"))
+    succeed(**command("samples", prepared.folder, num_iterations=12, save_every=-1, model_tag="straight"))
     assert training.digests() == training.digests("straight")
 
 

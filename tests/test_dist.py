@@ -108,26 +108,20 @@ def raise_it(error):
     raise error
 
 
-def fail_on(bad, own, rank):
+def fail_on(bad, own, how, rank):
     text = f"x.bin of {rank}: missing" if own else "x.bin: missing"
-    return agree(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
+    return how(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
 
 
-@pytest.mark.parametrize(("bad", "own", "message"), [
-    ((0, 1, 2, 3), True, "x.bin of 0: missing"),
-    ((3,), True, "rank 3 on host {host}: x.bin of 3: missing"),
-    ((1, 3), False, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
+@pytest.mark.parametrize(("bad", "own", "how", "message"), [
+    ((0, 1, 2, 3), True, agree, "x.bin of 0: missing"),
+    ((3,), True, agree, "rank 3 on host {host}: x.bin of 3: missing"),
+    ((1, 3), False, agree, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
+    ((0,), False, on_rank0, "x.bin: missing"),
 ])
-def test_an_error_names_rank_and_host_unless_all_ranks_failed(tmp_path, bad, own, message):
-    assert error(tmp_path, 4, partial(fail_on, bad, own)) == message.format(host=socket.gethostname())
-
-
-def of_rank0(rank):
-    on_rank0(lambda: raise_it(FileNotFoundError("x.bin: missing")))
-
-
-def test_an_error_of_rank_0_is_printed_once_and_all_ranks_exit(tmp_path):
-    assert error(tmp_path, 2, of_rank0) == "x.bin: missing"
+def test_an_error_is_printed_once_with_rank_and_host_unless_rank_0_or_all_ranks_failed(
+        tmp_path, bad, own, how, message):
+    assert error(tmp_path, 4, partial(fail_on, bad, own, how)) == message.format(host=socket.gethostname())
 
 
 def bug_on(bad, how, rank):

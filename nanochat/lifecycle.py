@@ -219,11 +219,11 @@ class StopWatch:
     def check(self, now: float | None = None) -> str:
         """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic seconds."""
         now = time.monotonic() if now is None else now
-        if self._last_check is not None:
+        if self._last_check is not None:  # the time of the step, without the work that `note` recorded
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
         if not self.requested() and self._deadline is not None:
-            left_s = self._deadline - now
+            left_s = self._deadline - now  # is it enough for another step, one work of each kind, and the last save?
             if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
                 self._reason = f"walltime: {left_s:,.0f} s left"
         return self._reason

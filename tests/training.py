@@ -130,6 +130,7 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
         os.environ.clear()
         os.environ.update(kept)
         torch.set_num_threads(threads)
+        SETTINGS.clear()  # settings that were added, too
         SETTINGS.update(settings)
 
 

@@ -1,43 +1,41 @@
-"""Checkpoints: written so that a crash at any instant leaves a good one, read so that a bad one
-is never believed.
+"""
+Checkpoints: written so that a crash at any instant leaves a good one, read so that a corrupt one is never used.
 
     RUN/checkpoints/checkpoint-1000/
-      trainer_state.json              the seal: step, progress, size and sum of every file; last
-      dataloader_state/lanes.json.gz  the V cursors; the same bytes stay for ever in RUN/logs/cursors/
+      trainer_state.json              the seal: step, progress, size and checksum of every file; written last
+      dataloader_state/lanes.json.gz  the V cursors; RUN/logs/cursors/ keeps the same bytes forever
       model/pytorch_model.bin         the bare module's state_dict
-      model/config.json               what builds the module
+      model/config.json               builds the module
       optimizer.bin  scheduler.bin  rng/rank_0.pkl
 
-**The seal.** A checkpoint counts when its seal is whole. The seal holds a BLAKE2b sum of each
-file, and one of its own bytes, taken with zeros in its place:
+**The seal.** A checkpoint counts when its seal is valid. The seal holds a BLAKE2b checksum of each file, and one of
+its own bytes, computed with zeros in its place:
 
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
-**Writing.** Everything goes into a folder with a hidden name, fsynced, the seal last; one rename
-gives the checkpoint its name. A step that has a good checkpoint keeps it, for by the law of the
-stream it is the same; a bad one is replaced. A `final` of an earlier end, where the run was made
-longer, becomes the checkpoint of its step. So no instant is without the newest good one.
+**Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one rename gives the
+checkpoint its name. A good checkpoint of the same step is kept, because the law of the stream makes both equal; a
+corrupt one is replaced. If a run is extended, the `final` of its earlier end becomes the checkpoint of its step. So
+the newest good checkpoint exists at every instant.
 
-**Reading.** `first_good` goes from the newest checkpoint to the oldest and takes the first in
-which every byte has its sum; it is not checked again. States hold tensors and plain values only,
-and are loaded with `weights_only=True`: nothing is executed.
+**Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose every byte matches
+its checksum. States hold only tensors and plain values, and are loaded with `weights_only=True`: nothing is executed.
 
-**While training goes on.** The loop is held for a copy of the state; one thread does the rest. The
-next save waits for the one before, so that a slow disk holds up training and does not fill memory.
+**While training continues.** The loop waits only for a copy of the state; one thread does the rest. The next save
+waits for the one before it, so a slow disk slows training down instead of filling memory.
 
     step 100 | copy |  step 101  |  step 102  |  step 103  | ...      the loop; all collectives
                     | write, fsync, rename, prune |                   rank 0's thread: files only
-                                                  ^ the next step's reduction tells how it went
+                                                  ^ the next step's reduction carries the outcome
 
-**Retention.** Once a checkpoint is written, older ones may go: those that are neither among the
-last `keep_last_k` nor at a step that `keep_milestone_every` divides. Without `keep_last_k`, all stay
-but those that were saved because time had passed: of these the newest two stay. With 2 and 400, and 700 just
-written:
+**Retention.** A save may delete older checkpoints: those that are neither among the last `keep_last_k` nor at a step
+that `keep_milestone_every` divides. Without `keep_last_k`, it deletes only checkpoints that were saved because time
+had passed, except the newest two. With 2 and 400, and 700 just written:
 
-    checkpoint-  100   200   300   400   500   600   700   800(rotten)   final
+    checkpoint-  100   200   300   400   500   600   700   800(corrupt)   final
                   x     x     x     M     x     L     L     ?              F
 
-What this program did not write is never touched, nor is what is newer than the good one."""
+Files of other programs, and checkpoints newer than the good one, are never touched."""
 
 import contextlib
 import errno
@@ -77,18 +75,18 @@ CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
 RNG_NAME = "rng/rank_{}.pkl"
-TIMED_KEPT = 2  # checkpoints that were saved because time had passed
-MAX_ERRORS = 3  # saves that fail one after another before the run gives up
+TIMED_KEPT = 2  # checkpoints saved because time had passed
+MAX_ERRORS = 3  # failed saves in a row that end the run
 
 
-# ---- plain states -------------------------------------------------------------------------------
+# ---- plain states ----------------------------------------------------------------------------------------------------
 
 def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy of tensors in host memory, contiguous, so that later steps do not change it."""
+    """A contiguous copy of tensors in host memory, which later steps do not change."""
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         # from a GPU into pinned memory, which takes the full speed of the bus
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return there.copy_(tensor.detach(), non_blocking=True)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return host.copy_(tensor.detach(), non_blocking=True)
 
     copied = {name: copy(tensor) for name, tensor in state.items()}
     if torch.cuda.is_initialized():
@@ -97,11 +95,11 @@ def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def save_plain(state: Any, name: str) -> bytes:
-    """A plain state as the bytes of a file. What is not plain could not be read back, so it is a
-    TypeError, which begins with `name` and says what kind it is.
+    """A plain state as the bytes of a file. TypeError, which begins with `name` and lists the types, for a state that
+    `load_plain` would refuse.
 
-    They are made in memory because torch.save's C++ writer must not be left by the exception of a
-    full disk halfway; so a save holds its largest file once more while that is written."""
+    The bytes are built in memory, because the exception of a full disk must not interrupt torch.save's C++ writer; so
+    a save holds a second copy of its largest file while it writes that."""
     data = io.BytesIO()
     torch.save(state, data)
     data.seek(0)
@@ -111,29 +109,28 @@ def save_plain(state: Any, name: str) -> bytes:
 
 
 def load_plain(file: Path) -> Any:
-    """What `save_plain` wrote, executing nothing. Tensors are views of the file, on the CPU, and
-    are read when they are looked at. ValueError for anything but tensors and plain values."""
+    """Load a file of `save_plain` without executing anything. Tensors are views of the file on the CPU, read on first
+    use. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise
     except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, ...
-        raise ValueError(f"{file}: refused, it holds something other than tensors and plain values, or is "
-                         f"broken; use another checkpoint ({type(e).__name__})") from e
+        raise ValueError(f"{file}: refused, because it is corrupt or holds something other than tensors and plain "
+                         f"values; use another checkpoint ({type(e).__name__})") from e
 
 
-# ---- writing ------------------------------------------------------------------------------------
+# ---- writing ---------------------------------------------------------------------------------------------------------
 
 def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str, Any],
                     model_config: dict[str, Any], cursors: list[dict[str, Any]],
                     trainer_state: dict[str, Any]) -> Path:
-    """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
-    checkpoint's path. A good checkpoint of that name and step is kept as it is.
+    """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the checkpoint's path. A good
+    checkpoint of that name and step is kept as it is.
 
-    `states`: {file name: tensors and plain values} (see `to_host`); `cursors`: the JSON states of
-    all lanes in order; `trainer_state`: JSON. One process calls this. Raises OSError with the
-    reason if it cannot be written: older checkpoints are then as they were and nothing
-    half-written stays."""
+    `states`: {file name: tensors and plain values} (see `to_host`); `cursors`: the JSON states of all lanes in order;
+    `trainer_state`: JSON. One process calls this. OSError with the reason if writing fails: older checkpoints stay
+    unchanged, and no partial checkpoint is left behind."""
     assert name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown", "final"), name
     head = {"format_version": FORMAT_VERSION, "step": step, "architecture_hash": hash_json(model_config),
             **trainer_state}
@@ -150,15 +147,14 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str,
 
 
 def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
-    """Write and seal a checkpoint, unless it is a good one of head["step"] already. `head`: the
-    fields of the seal beside its sums. `contents`: bytes or a plain state for each relative name.
-    Nothing half-written stays where it cannot be done."""
+    """Write and seal a checkpoint, unless a good one of head["step"] exists. `head`: the fields of the seal other
+    than its checksums. `contents`: bytes or a plain state for each relative name. An error leaves no partial file."""
     try:
-        there = verify_checkpoint(target)["step"]
+        existing_step = verify_checkpoint(target)["step"]
     except (OSError, ValueError):
-        there = None
-    if there == head["step"]:
-        log.info("%s is there already and good; it is kept", target)
+        existing_step = None
+    if existing_step == head["step"]:
+        log.info("%s already exists and is good; it is kept", target)
         return
     temporary = target.with_name(f".tmp-{target.name}-{os.getpid()}")
     try:
@@ -168,8 +164,8 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         write_file(temporary, STATE_NAME, json_bytes({**seal, "checksum": hash_bytes(json_bytes(seal))}))
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
-        if there is not None:  # a good `final` of an earlier end
-            numbered = target.with_name(f"checkpoint-{there}")
+        if existing_step is not None:  # a good `final` of an earlier end
+            numbered = target.with_name(f"checkpoint-{existing_step}")
             if os.path.lexists(numbered):
                 delete_checkpoint(numbered)
             os.rename(target, numbered)
@@ -184,8 +180,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
 
 
 def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
-    """Write bytes or a plain state to a new file of a checkpoint, on disk when this returns;
-    its record for the seal."""
+    """Write bytes or a plain state to a new file of a checkpoint, with an fsync. Returns its record for the seal."""
     data = content if isinstance(content, bytes) else save_plain(content, name)
     (folder / name).parent.mkdir(exist_ok=True)
     with open(folder / name, "xb") as file:
@@ -199,58 +194,55 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-# ---- verifying ----------------------------------------------------------------------------------
+# ---- verifying -------------------------------------------------------------------------------------------------------
 
 def read_seal(path: Path) -> dict[str, Any]:
-    """The seal of the checkpoint `path`, its own sum verified and its list of files well formed.
-    FileNotFoundError if there is none, ValueError if it is torn, rotten or of something else; both
-    name the file."""
+    """The seal of the checkpoint `path`, with a verified checksum and a well-formed list of files. FileNotFoundError
+    if it is missing, ValueError if it is corrupt or of another format; both name the file."""
     file = path / STATE_NAME
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing, so this checkpoint was never finished")
     raw = file.read_bytes()
-    seal = parse_json(raw, f"{file}: torn or rotten", {"checksum": str, "step": int, "files": dict})
+    seal = parse_json(raw, f"{file}: corrupt", {"checksum": str, "step": int, "files": dict})
     if hash_bytes(raw.replace(seal["checksum"].encode(), NO_CHECKSUM.encode())) != seal["checksum"]:
-        raise ValueError(f"{file}: rotten (its bytes do not have the checksum it states)")
+        raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in it)")
     if seal.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this version reads "
-                         f"{FORMAT_VERSION}")
+        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this version reads {FORMAT_VERSION}")
     for name, record in seal["files"].items():
-        check_shape(record, {"bytes": int, "blake2b": str}, f"{file}: the sum of {name!r}")
+        check_shape(record, {"bytes": int, "blake2b": str}, f"{file}: the checksum of {name!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{file}: not a seal of this program ({name!r} lies outside of it)")
+            raise ValueError(f"{file}: not a seal of this program ({name!r} is outside the checkpoint)")
     return seal
 
 
 def check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Compare one file of a checkpoint with its record in the seal. FileNotFoundError for a
-    missing file, ValueError for a torn or rotten one; the message begins with the file's path."""
+    """Compare one file of a checkpoint with its record in the seal. FileNotFoundError for a missing file, ValueError
+    for a truncated or corrupt one; the message begins with the file's path."""
     file = path / name
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing")
-    size = file.stat().st_size
-    if size != record["bytes"]:
-        raise ValueError(f"{file}: torn ({size:,} bytes on disk, {record['bytes']:,} were written)")
+    if (size := file.stat().st_size) != record["bytes"]:
+        raise ValueError(f"{file}: corrupt ({size:,} bytes on disk, the seal says {record['bytes']:,})")
     if hash_file(file) != record["blake2b"]:
-        raise ValueError(f"{file}: rotten (its bytes do not have the checksum in {STATE_NAME})")
+        raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in {STATE_NAME})")
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a whole checkpoint and return its seal. Errors of `read_seal` and `check_file`."""
+    """Read a whole checkpoint and return its seal. Raises the errors of `read_seal` and `check_file`."""
     seal = read_seal(path)
     for name, record in seal["files"].items():
         check_file(path, name, record)
     return seal
 
 
-# ---- opening ------------------------------------------------------------------------------------
+# ---- opening ---------------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint. The small parts are read, the states are read when asked for."""
+    """A verified checkpoint: its small files in memory, its states on disk until they are loaded."""
 
     path: Path
-    trainer_state: dict[str, Any]  # all that the seal holds
+    trainer_state: dict[str, Any]  # the whole seal
     model_config: dict[str, Any]
     cursors: list[dict[str, Any]]  # of all V lanes, in order
 
@@ -259,8 +251,8 @@ class Checkpoint:
         return self.trainer_state["step"]
 
     def load(self, name: str) -> Any:
-        """The state in one of its files. ValueError if that is not part of the checkpoint, or
-        holds anything but tensors and plain values."""
+        """The state in one of its files. ValueError if the seal does not list the file, or if it holds anything but
+        tensors and plain values."""
         if name not in self.trainer_state["files"]:
             raise ValueError(f"{self.path / STATE_NAME}: does not list {name}; use another checkpoint")
         return load_plain(self.path / name)
@@ -272,11 +264,10 @@ class Checkpoint:
         return self.load(OPTIMIZER_NAME)
 
     def check_architecture(self, model_config: dict[str, Any]) -> None:
-        """ValueError with a diff if `model_config` is not what was saved. To be called before
-        weights are loaded."""
+        """ValueError with a diff if `model_config` differs from the saved one. Called before weights are loaded."""
         if hash_json(model_config) != self.trainer_state["architecture_hash"]:
             saved = self.model_config
-            lines = [f"{name}: the checkpoint has {saved.get(name)!r}, the model says {model_config.get(name)!r}"
+            lines = [f"{name}: the checkpoint has {saved.get(name)!r}, the model has {model_config.get(name)!r}"
                      for name in {**saved, **model_config} if saved.get(name) != model_config.get(name)]
             raise ValueError(f"{self.path}: another architecture; no weight was loaded. Use the same settings, "
                              "or --model-tag NAME for a new run.\n  " + "\n  ".join(lines))
@@ -290,21 +281,21 @@ class Checkpoint:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Verify and open the checkpoint at `path`. Errors of `verify_checkpoint`."""
+    """Verify and open the checkpoint at `path`. Raises the errors of `verify_checkpoint`."""
     return open_verified(path, verify_checkpoint(path))
 
 
 def open_verified(path: Path, seal: dict[str, Any]) -> Checkpoint:
-    """Read the small parts of a checkpoint whose files were verified. ValueError where they do not
-    fit each other."""
+    """Read the small files of a verified checkpoint. ValueError if they contradict each other."""
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != seal["step"]:
-        raise ValueError(f"{path / CURSORS_NAME}: of step {step}, {STATE_NAME} is of step {seal['step']}")
+        raise ValueError(f"{path / CURSORS_NAME}: holds cursors of step {step}, but {STATE_NAME} is of step "
+                         f"{seal['step']}")
     return Checkpoint(path, seal, read_json(path / MODEL_CONFIG_NAME, dict), cursors)
 
 
 def step_of(path: Path) -> float:
-    """The step in a checkpoint's seal, or in its name where the seal cannot be read; else infinity."""
+    """The step in a checkpoint's seal, or in its name if the seal cannot be read, otherwise infinity."""
     try:
         return read_seal(path)["step"]
     except (OSError, ValueError):
@@ -313,53 +304,51 @@ def step_of(path: Path) -> float:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run, good or not, newest step first; of one step `final` comes first."""
+    """All checkpoints of a run, good or corrupt, newest step first; `final` comes first among those of one step."""
     return sorted(checkpoint_folders(run_dir).values(), reverse=True,
                   key=lambda path: (step_of(path), path.name == "final", path.name))
 
 
 def first_good(paths: Iterable[Path]) -> Checkpoint | None:
-    """The first checkpoint that verifies, or None. Each bad one met on the way is named in a
-    warning that says why."""
+    """The first checkpoint that verifies, or None. Each one before it is named in a warning with the reason."""
     for path in paths:
         try:
             return load_checkpoint(path)
         except (OSError, ValueError) as e:
-            log.warning("checkpoint %s is passed over: %s", path.name, e)
+            log.warning("checkpoint %s is skipped: %s", path.name, e)
     return None
 
 
 def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
-    """The checkpoint that is meant by its path, by a run's tag or directory (the newest good one),
-    or by either of these with @STEP or @NAME; None means the only run there is. FileNotFoundError
-    if there is none, which says what there is; ValueError if it is damaged, and of the newest if
-    all are."""
+    """The checkpoint with this path, or the newest good one of the run with this tag or directory; @STEP or @NAME
+    after a run selects one. None stands for the only run. FileNotFoundError, which lists what exists, if nothing
+    matches; ValueError if every match is corrupt, with the reason for the newest."""
     text = os.fspath(find_run(None) if tag_or_path is None else tag_or_path)
     path = Path(text).expanduser()
     if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
         return load_checkpoint(path)
-    run, at, wanted = text.rpartition("@")
+    run, at, selector = text.rpartition("@")
     whole = not at or path.exists() or text in list_runs()  # an @ may be part of a name
     run_dir = find_run(text if whole else run)
-    there = list_checkpoints(run_dir)
-    meant = [path for path in there if whole or wanted in (path.name, f"{step_of(path):.0f}")]
-    if not meant:
-        which = "" if whole else f" {wanted!r}, expected a step, final, or nothing for the newest"
+    checkpoints = list_checkpoints(run_dir)
+    matches = [path for path in checkpoints if whole or selector in (path.name, f"{step_of(path):.0f}")]
+    if not matches:
+        which = "" if whole else f" {selector!r}, expected a step, final, or nothing for the newest"
         raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; there are: "
-                                f"{', '.join(path.name for path in there) or 'none yet; train it first'}")
-    return first_good(meant) or load_checkpoint(meant[0])  # which says what is wrong with it
+                                f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}")
+    return first_good(matches) or load_checkpoint(matches[0])  # raises the reason for the newest
 
 
-# ---- retention ----------------------------------------------------------------------------------
+# ---- retention -------------------------------------------------------------------------------------------------------
 
 def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
           keep_milestone_every: int | None = None) -> list[str]:
-    """Delete the numbered checkpoints of a run that need not be kept, the oldest first; returns
-    their names. `good_step`: of a checkpoint that this process has just written. `keep_last_k` None
-    keeps all but those saved by time, of which it keeps the newest TIMED_KEPT.
+    """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns their names.
+    `good_step`: the step of a checkpoint that this process has just written. `keep_last_k` None keeps all but those
+    saved by time, and the newest TIMED_KEPT of these.
 
-    Only folders go whose seal is whole and of the step that the name says: a copy, a link or what
-    another program wrote stays. What cannot be deleted stays with a warning."""
+    Deletes only folders with a valid seal of the step in their name: a copy, a link or a file of another program
+    stays. A checkpoint that cannot be deleted stays, with a warning."""
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):
@@ -376,16 +365,16 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
             delete_checkpoint(path)
             deleted.append(name)
         except OSError as e:
-            log.warning("checkpoint %s could not be deleted and stays: %s", name, e)
+            log.warning("checkpoint %s could not be deleted: %s", name, e)
     return deleted
 
 
-# ---- saving while training goes on --------------------------------------------------------------
+# ---- saving while training continues ---------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a save, in words for people; what was written and how long that took; or the
-    error with which the run must end."""
+    """The outcome of a save: a message; the checkpoint and the duration if it was written; or the error that must end
+    the run."""
 
     message: str
     path: Path | None = None
@@ -394,58 +383,54 @@ class Outcome:
 
 
 class Saver:
-    """Writes checkpoints, one at a time, in a thread, and judges whether a run goes on
-    where one could not be written. For rank 0.
+    """Writes checkpoints on rank 0, one at a time, in a thread, and decides whether the run continues after an error.
 
-    A full disk is no reason to lose a week, as long as an older good checkpoint is there. So an
-    OSError lets the run go on, but for the third in a row, one where nothing good exists, and one
-    of the save that was to be the last. Any other error is a bug, and ends the run at once.
-
-    good: a checkpoint of the run known to be good, if there is one."""
+    A full disk is no reason to lose a week while an older good checkpoint exists. So the run survives an OSError,
+    except the third in a row, one without a good checkpoint, and one of the run's last save. Any other error is a
+    bug, and ends the run at once. `good`: a checkpoint of the run that is known to be good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
-        self._good, self._errors = good, 0  # in a row
+        self._good, self._errors = good, 0  # errors in a row
         self._pool = ThreadPoolExecutor(1, "saver")
-        self._flying: Future[Outcome] | None = None
+        self._pending: Future[Outcome] | None = None
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
-        """Let `write` save a checkpoint in the thread; it must use nothing that later steps change.
-        What came of the save before must have been taken. `last`: the run ends after it, so that
-        an error cannot be made good by a later save."""
-        assert self._flying is None, "one save at a time"
-        self._flying = self._pool.submit(self._save, write, last)
+        """Let `write` save a checkpoint in the thread; later steps must not change what it uses. `take` must have
+        returned the outcome of the save before. `last`: the run ends after it, so no later save can repair an
+        error."""
+        assert self._pending is None, "one save at a time"
+        self._pending = self._pool.submit(self._save, write, last)
 
     def take(self, *, wait: bool = False) -> Outcome | None:
-        """What came of the save that was started, once. None where there is none; and, unless it
-        is to `wait`, where it has not ended."""
-        flying = self._flying
-        if flying is None or not (wait or flying.done()):
+        """The outcome of the save that was started, once. None if there is no such save, or if it has not finished
+        and `wait` is off."""
+        pending = self._pending
+        if pending is None or not (wait or pending.done()):
             return None
-        self._flying = None
-        return flying.result()
+        self._pending = None
+        return pending.result()
 
     def close(self) -> None:
-        """Wait for the save in flight, and end the thread."""
+        """Wait for the pending save, and end the thread."""
         self._pool.shutdown()
 
     def _save(self, write: Callable[[], Path], last: bool) -> Outcome:
+        """Write one checkpoint. Every error becomes an outcome, so that the loop sees it."""
         began = time.perf_counter()
         try:
             path = write()
-        except Exception as e:  # whatever it is, the loop must hear of it
-            return self._judge(e, last) if isinstance(e, OSError) else Outcome(str(e), fatal=e)
+        except OSError as e:
+            self._errors += 1
+            reason = e.strerror or str(e)
+            kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
+            if kept and self._errors < MAX_ERRORS and not last:
+                return Outcome(f"{reason}; training continues, {kept} is kept (error {self._errors} of {MAX_ERRORS} "
+                               f"in a row)")
+            reason = (f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
+                      f"permissions, then start the same command again")
+            return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
+        except Exception as e:
+            return Outcome(str(e), fatal=e)
         self._good, self._errors = path, 0
         seconds = time.perf_counter() - began
         return Outcome(f"saved {path} in {duration(seconds)}", path, seconds)
-
-    def _judge(self, error: OSError, last: bool) -> Outcome:
-        """Whether the run goes on though a checkpoint could not be written."""
-        self._errors += 1
-        told = error.strerror or str(error)
-        kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
-        if kept and self._errors < MAX_ERRORS and not last:
-            return Outcome(f"{told}; the run goes on, {kept} is kept (error {self._errors} of "
-                           f"{MAX_ERRORS} in a row)")
-        why = f"{kept} is kept" if kept else "no good checkpoint is left"
-        told = f"{told}; {why}. Make room or mend the rights, then start the same command again"
-        return Outcome(told, fatal=OSError(error.errno or errno.EIO, told))

@@ -1,24 +1,22 @@
 """
-The processes of one launch: how they find device and group, and what they tell each other besides
-gradients.
+The processes of one launch: their device and group, and how they exchange values and errors.
 
-    on_rank0(f)     rank 0: f() --value or error--> all        reading and writing the run directory
-    agree(f)        all: f() --who failed?--> all              what may fail on some machines or on all of them
-    same(d)         all: d == rank 0's d?                      what all must have been started with
-    gather_all(x)   all: x --list--> all
-    gather_results(f)  all: f() --list, or the first error--> all   what may fail on a rank without ending the run
-    share(t)        rank 0: a tensor --> all                   what only rank 0's machine can read
+    on_rank0(f)        rank 0: f() --value or error--> all         reads and writes the run directory
+    agree(f)           all: f() --who failed?--> all               for work that may fail on any rank
+    same(d)            all: d == rank 0's d?                       for settings that all ranks must share
+    gather_all(x)      all: x --list--> all
+    gather_results(f)  all: f() --list, or the first error--> all  for work that may fail without ending the run
+    share(t)           rank 0: a tensor --> all                    for tensors that only rank 0 can read
 
-Every error reaches all ranks, so that no rank waits for one that has given up. One of them says
-what it was: rank 0, where people look, and it names rank and host where the trouble is not
-everyone's:
+Every error reaches all ranks, so that no rank waits for one that has given up. One rank prints it: rank 0, whose
+output users read, and it names rank and host unless all ranks failed:
 
-    rank 0   a file is there         "rank 1 on host b: x.bin: no such file"      exit 1
-    rank 1   the file is missing     nothing                                      exit 1
+    rank 0   the file exists         "rank 1 on host b: x.bin: no such file"      exit 1
+    rank 1   the file is missing     prints nothing                               exit 1
 
-An exception that is no bad input is a bug: the first rank that has it raises it, with its
-traceback. All of these are collective, and plain calls in a single process. Errors of one rank
-between collectives are the watchdog's.
+Any exception other than ValueError and OSError is a bug: the first rank that has it raises it, with its traceback.
+All of these functions are collective, and plain calls in a single process. The watchdog handles errors of one rank
+between collectives.
 """
 
 import contextlib
@@ -43,11 +41,11 @@ T = TypeVar("T")
 RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
-# ---- device and group ----------------------------------------------------------------------------
+# ---- device and group ------------------------------------------------------------------------------------------------
 
 def autodetect_device_type() -> str:
-    """'cuda' where there is one, else 'mps', else 'cpu'. ValueError where the machine has GPUs that
-    PyTorch does not see: a run that was meant for them would take weeks."""
+    """'cuda' if it is available, else 'mps', else 'cpu'. ValueError if the machine has GPUs that PyTorch does not see:
+    a run that was meant for them would take weeks."""
     if torch.cuda.is_available():
         return "cuda"
     if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and (unseen := unseen_gpus()):
@@ -56,40 +54,37 @@ def autodetect_device_type() -> str:
 
 
 def unseen_gpus() -> str:
-    """A sentence about the GPUs that nvidia-smi lists; for one who found none with PyTorch. Empty
-    where it lists none."""
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if nvidia-smi lists none."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return ""
     if not listed[0]:
         return ""
     name, _, driver = listed[0].partition(", ")
-    return (f"nvidia-smi lists {len([*filter(None, listed)])} GPU(s), the first {name} with driver {driver}, and "
-            f"this PyTorch sees none: {torch.__version__}, built for CUDA {torch.version.cuda or 'no version of it'}; "
-            f"install a build that goes with the driver")
+    build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+    return (f"nvidia-smi lists {len([*filter(None, listed)])} GPU(s), the first {name} with driver {driver}, but this "
+            f"PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver")
 
 
 def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: float = 1800.0
                  ) -> tuple[bool, int, int, int, torch.device]:
-    """Join the process group when torchrun started us (NCCL on CUDA, gloo elsewhere) and pick the
-    device.
+    """Join the process group if torchrun started us (NCCL on CUDA, gloo elsewhere), and select the device.
 
-    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others
-    in a collective. Returns (is distributed, rank, local rank, world size, device). Raises
-    ValueError where the device is absent.
+    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others in a collective.
+    Returns (is distributed, rank, local rank, world size, device). ValueError if the device is not available.
     """
-    if device_type == "cuda":
-        prepare_cuda(deterministic)
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if device_type == "cuda" and not there["cuda"] and (why := unseen_gpus()):
-        raise ValueError(f"--device-type cuda: {why}; or use --device-type cpu")
-    if not there.get(device_type):
-        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu, of which this PyTorch has "
-                         f"{' and '.join(name for name in there if there[name])}")
-    distributed, rank, local_rank, world_size = get_dist_info()
     on_cuda = device_type == "cuda"
+    if on_cuda:
+        prepare_cuda(deterministic)
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if on_cuda and not available["cuda"] and (unseen := unseen_gpus()):
+        raise ValueError(f"--device-type cuda: {unseen}; or use --device-type cpu")
+    if not available.get(device_type):
+        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu; this PyTorch offers "
+                         f"{' and '.join(name for name in available if available[name])}")
+    distributed, rank, local_rank, world_size = get_dist_info()
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
     if on_cuda:
         torch.cuda.set_device(device)
@@ -101,26 +96,25 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
 
 
 def prepare_cuda(deterministic: bool) -> None:
-    """Say what CUDA and the compiler read when they start: memory comes in segments that grow, so
-    that less of it is lost between tensors; and, where asked for, whatever runs twice gives the
-    same bits. For that cuBLAS keeps to one workspace, backward passes add in a fixed order, and
-    Inductor chooses no kernel by timing it."""
+    """Set what CUDA and the compiler read when they start. Memory comes in segments that grow, which wastes less of it
+    between tensors. If `deterministic`, repeated work gives the same bits: cuBLAS uses one workspace, backward passes
+    add in a fixed order, and Inductor chooses no kernel by timing it."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-        # Inductor decides by a benchmark whether to pad matrices, and its deterministic mode forbids
-        # benchmarks: a dimension that is not a multiple of 8 would end the first compilation.
+        # Inductor decides by a benchmark whether to pad matrices, and its deterministic mode forbids benchmarks: a
+        # dimension that is not a multiple of 8 would end the first compilation.
         os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
         torch.use_deterministic_algorithms(True)
-        # else every new tensor is filled, before we fill it ourselves
+        # otherwise PyTorch fills every new tensor before we do
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """What the bits of a step depend on besides code, data and settings; plain values, None off CUDA
-    for all but PyTorch."""
+    """The versions that the bits of a step depend on besides code, data and settings. Plain values; None off CUDA,
+    except for PyTorch."""
     known: dict[str, Any] = {"torch": str(torch.__version__)}
     names = ("gpu", "cuda", "cudnn", "nccl", "driver", "attention")
     if device.type != "cuda":
@@ -136,28 +130,27 @@ def versions(device: torch.device) -> dict[str, Any]:
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list it."""
     try:
-        found = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
+        version = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
     except OSError:
         return None
-    return found[0] if found else None
+    return version and version[0]
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes that tensors took at most so far, on a GPU."""
+    """Peak memory of tensors so far, in bytes; None off CUDA."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
 def compute_cleanup() -> None:
-    """Leave the process group, if any; not where an error is on its way, for leaving NCCL's may wait
-    for a rank that will never come. The end of the process does it too."""
+    """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's group could then
+    wait for a rank that never comes. The end of the process leaves it, too."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 
 def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """The type activations and embeddings have: 'auto' is bfloat16 on GPUs that have it (compute
-    capability 8.0 and up), float32 elsewhere. `name` is a --dtype flag: auto, bfloat16 or
-    float32."""
+    """The dtype of activations and embeddings. `name` is a --dtype flag: bfloat16, float32, or auto, which is bfloat16
+    on GPUs that support it (compute capability 8.0 and up) and float32 elsewhere."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -167,15 +160,14 @@ def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """What sums over many values are kept in: float64, float32 on MPS, which has nothing wider."""
+    """The dtype for sums over many values: float64, or float32 on MPS, which has nothing wider."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-# FLOP/s in bfloat16 without sparsity, as the vendors' data sheets give them (a figure "with
-# sparsity" is halved). Which chips are listed follows nanochat (github.com/karpathy/nanochat,
-# nanochat/common.py). The first name that is part of the device's own name counts, so special
-# models stand before their family. An H800 has the tensor cores of an H100: only its links and its
-# float64 are slower.
+# FLOP/s in bfloat16 without sparsity, from the vendors' data sheets (figures "with sparsity" are halved). The list of
+# chips follows nanochat (github.com/karpathy/nanochat, nanochat/common.py). The first name that is part of the
+# device's own name counts, so special models come before their family. An H800 has the tensor cores of an H100: only
+# its links and its float64 are slower.
 PEAK_FLOPS = (
     ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),
     ("h200 nvl", 836e12), ("h200", 989e12),
@@ -188,16 +180,15 @@ PEAK_FLOPS = (
 
 
 def get_peak_flops(device_name: str) -> float:
-    """Peak dense bf16 FLOP/s of a GPU by its name; infinity where unknown, so that MFU reads 0
-    instead of wrong."""
+    """Peak dense bf16 FLOP/s of a GPU by its name; infinity if unknown, so that MFU shows 0 and not a wrong number."""
     return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 
 
-# ---- what ranks tell each other ------------------------------------------------------------------
+# ---- values and errors of all ranks ----------------------------------------------------------------------------------
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Collective. `function()` runs on rank 0 alone; all ranks get its value. Where it raises,
-    rank 0 raises that and the others leave with exit code 1 and no noise."""
+    """Collective. Call `function()` on rank 0 alone, and return its value on all ranks. If it raises, rank 0 raises
+    its error, and the others exit with code 1 and no output."""
     _, rank, _, world_size = get_dist_info()
     box: list[Any] = [agree(function if rank == 0 else lambda: None)]
     if world_size > 1:
@@ -206,10 +197,10 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Collective. `function()` on every rank, for what may fail on any of them, such as a bad flag
-    or a missing file. Where it raises, all leave: rank 0 with its own error, if it is everyone's or
-    its own alone, or with a ValueError that names rank and host; the others with exit code 1. What
-    is neither ValueError nor OSError is raised by the first rank that has it."""
+    """Collective. Call `function()` on every rank, where it may fail on any of them, such as for a bad flag or a
+    missing file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks failed or it alone,
+    otherwise a ValueError that names rank and host; the others exit with code 1. The first rank with an error other
+    than ValueError and OSError raises that one instead."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -218,8 +209,9 @@ def agree(function: Callable[[], T]) -> T:
         value = function()
     except Exception as e:
         error = e
-    told = None if error is None else (not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
-    failed = {r: t for r, t in enumerate(gather_all(told)) if t is not None}
+    report = None if error is None else (
+        not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
+    failed = {r: report for r, report in enumerate(gather_all(report)) if report is not None}
     if not failed:
         return value
     speaker = next((r for r, (is_bug, _, _) in failed.items() if is_bug), 0)
@@ -233,8 +225,8 @@ def agree(function: Callable[[], T]) -> T:
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. Leaves as `agree` does unless all ranks have the same settings: plain values by
-    the names their flags have."""
+    """Collective. Exit as `agree` does unless all ranks have the same settings. Plain values by the names of their
+    flags."""
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
@@ -258,51 +250,53 @@ def gather_all(value: T) -> list[T]:
 
 
 def gather_results(function: Callable[[], T]) -> list[T]:
-    """Collective. Call a function that has no collectives of its own on every rank; returns all ranks'
-    values in rank order. If it raises on any rank, it raises on all of them, so no rank waits for one
-    that failed: StopAsked if a rank was asked to stop, else an error that names the rank and the reason."""
+    """Collective. Call a function without collectives on every rank; returns all ranks' values in rank order. If it
+    raises on any rank, it raises on all of them, so that no rank waits for one that failed: StopAsked if a rank was
+    asked to stop, otherwise an error with the rank and the reason."""
     if get_dist_info()[3] == 1:
         return [function()]
-    outcome: tuple[Any, ...]
+    value: Any = None
     error: Exception | None = None
+    failure: tuple[type[Exception], str] | None = None  # the exception to raise, and the reason
     try:
-        outcome = "done", function()
-    except StopAsked as e:
-        outcome, error = ("asked to stop", str(e)), e
+        value = function()
     except Exception as e:
-        kind = "bad input" if isinstance(e, (ValueError, OSError)) else "failed"
-        outcome, error = (kind, f"{type(e).__name__}: {e}"), e
-    outcomes = gather_all(outcome)
-    for kind, raised in (("asked to stop", StopAsked), ("failed", RuntimeError), ("bad input", ValueError)):
-        for rank, (of_rank, reason) in enumerate(outcomes):
-            if of_rank == kind:
-                raise raised(f"rank {rank}: {reason}") from error
-    return [value for _, value in outcomes]  # type: ignore[misc]
+        error = e
+        if isinstance(e, StopAsked):
+            failure = StopAsked, str(e)
+        else:
+            failure = ValueError if isinstance(e, (ValueError, OSError)) else RuntimeError, f"{type(e).__name__}: {e}"
+    outcomes: list[Any] = gather_all((value, failure))
+    for kind in (StopAsked, RuntimeError, ValueError):
+        for rank, (_, failure) in enumerate(outcomes):
+            if failure and failure[0] is kind:
+                raise kind(f"rank {rank}: {failure[1]}") from error
+    return [value for value, _ in outcomes]
 
 
 def share(tensor: torch.Tensor) -> None:
-    """Collective. Put rank 0's values into a contiguous tensor that all ranks have, alike but for
-    its values, on the device of the process group."""
+    """Collective. Copy rank 0's values into the same contiguous tensor of all ranks. It has equal shape and dtype
+    everywhere, and is on the device of the process group."""
     if dist.is_initialized() and tensor.numel():
         # bytes: backends do not know every dtype
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
 
 
-# ---- what each rank's GPU is doing: where to look for a slow rank, a hang, or memory -----------------------------
+# ---- what each rank's GPU is doing: to find a slow rank, a hang, or what takes memory --------------------------------
 
 def log_ranks(run: Any, began: float) -> None:
-    """Collective, before the ranks wait for each other: log how long each took for its own rows of a step that began
-    at a time.perf_counter, and the clock and power of its GPU."""
+    """Collective, called before the ranks wait for each other. Log how long each rank took for its own rows of the
+    step that began at `began` (time.perf_counter), and the clock and power of its GPU."""
     device, state = run.loader.device, dict[str, float]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        with contextlib.suppress(Exception):  # nvidia-ml-py is missing, or the driver does not say
+        with contextlib.suppress(Exception):  # no nvidia-ml-py, or an older driver
             state = {"clock_mhz": torch.cuda.clock_rate(device), "power_w": torch.cuda.power_draw(device) / 1000}
     run.journal.event("ranks", ranks=gather_all({"own_s": time.perf_counter() - began, **state}))
 
 
 def write_memory(run_dir: Path, rank: int) -> str:
-    """Write what is allocated on this GPU; returns the end of a sentence, empty if it cannot be written."""
+    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence about it."""
     path = run_dir / f"memory-rank{rank}.pickle"
     try:
         torch.cuda.memory._dump_snapshot(str(path))
@@ -313,7 +307,7 @@ def write_memory(run_dir: Path, rank: int) -> str:
 
 def write_collectives(run_dir: Path, rank: int) -> None:
     """Write NCCL's flight recorder, if this launch has one."""
-    with contextlib.suppress(Exception):  # the process is about to end, with its own sentence
+    with contextlib.suppress(Exception):  # it must not hide why the run ends
         if dist.get_backend() == "nccl":
             backend: Any = torch._C._distributed_c10d
             (run_dir / f"nccl-rank{rank}.pickle").write_bytes(backend._dump_nccl_trace())

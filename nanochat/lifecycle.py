@@ -1,43 +1,40 @@
 """
 Why a run stops, which launch owns it, and where it stands.
 
-    signal: its handler notes it -----------.
-    flag file: rank 0's heartbeat looks ----+--> stop.wanted(): '' or the reason --> in the step's sum --> all stop
-    walltime: every rank -------------------'
+    signal: the handler records it ----------.
+    flag file: rank 0's heartbeat checks it -+--> stop.check(): '' or the reason --> in the step's sum --> all stop
+    walltime: every rank --------------------'
 
-    RUN/.shutdown_requested    written by scripts.stop; counts unless it is older than this launch
+    RUN/.shutdown_requested    written by scripts.stop; ignored if it is older than this launch
     RUN/.owner.json            names the launch that owns the run, which holds a lock on this file
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0
 
-**Stopping.** Each process has one `StopWatch`, entered before anything slow. A signal never
-interrupts, because a handler that raises would leave a collective unfinished on one rank: it is
-noted. The reason to stop is added to a sum that all ranks compute anyway, so one rank's signal stops
-all of them after the same step (for torchrun see docs/clusters.md). A run stops for its walltime
-when the next look would come too late to save:
+**Stopping.** Each process enters one `StopWatch` before anything slow. A signal never interrupts, because a handler
+that raises would leave a collective unfinished on one rank: the handler only records the signal. The reason to stop
+is part of a sum that all ranks compute anyway, so one rank's signal stops all of them after the same step (for
+torchrun see docs/clusters.md). A run stops for its walltime when the next check would come too late to save:
 
-    started                                      look        next look      deadline
-    |---------------------------------------------|--step, looks--|--reserve--|
+    started                                     check       next check     deadline
+    |---------------------------------------------|--step, work--|--reserve--|
 
-It allows for a step as slow as the slowest recent one, and for each kind of work between steps (an
-evaluation, samples, the copy for a save) as slow as it ever was in this launch.
+It allows for a step as slow as the slowest recent one, and for each kind of work between steps (an evaluation,
+samples, the copy for a save) as slow as the slowest of this launch.
 
-**One owner.** Two launches that write the same run would mix two histories. So a launch takes the
-operating system's lock (flock) on the owner's file, and writes its record there. The lock ends with
-the process; a stopped process keeps it. The record proves that the run is the one that was inspected:
+**One owner.** Two launches that write the same run would mix two histories. So a launch takes the operating system's
+lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a stopped process keeps
+it. The record proves that the run is the one that the launch inspected:
 
     A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
-    B  inspects: record X, no lock ........ cannot lock: refused, and record A says who owns the run
+    B  inspects: record X, no lock ........ cannot lock: refused, and record A names the owner
     C  inspects: record X, no lock .............. (A ends) ........ locks, finds A instead of X: refused
 
-The file is never deleted here, because another process may be about to lock it. When a person
-deletes or replaces it, or the whole run directory, the owner ends at its next look: within seconds,
-and before it writes another line or checkpoint. Where a file system has no locks, the process (on
-the same host) or the age of its heartbeat decides. Where locks do not reach other hosts, a launch
-there takes the run over, and the first owner finds the new record and ends.
+This module never deletes the file, because another process may be about to lock it. If a user deletes or replaces it
+or the whole run directory, the owner exits at its next check: within seconds, and before it writes another line or
+checkpoint. On a file system without locks, the process (on the same host) or the age of its heartbeat decides. If
+locks do not reach another host, a launch there takes the run over; the first owner finds the new record and exits.
 
-**Status.** starting -> running -> stopping -> one of stopped, halted, completed, failed; dead if it
-says that it is active but nothing holds its lock. The state is not forced to disk, which may take as
-long as a step, and an error in writing it never stops training."""
+**Status.** starting -> running -> stopping -> stopped, halted, completed or failed; an active state without a lock is
+dead. The state is written without an fsync, which may take as long as a step, and an error never stops training."""
 
 import contextlib
 import fcntl
@@ -53,7 +50,6 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, BinaryIO
 
 from nanochat.common import LAUNCH, StopAsked, duration, parse_json
@@ -67,27 +63,26 @@ STATE_NAME = ".run_state.json"
 OWNER_NAME = ".owner.json"
 FORMAT_VERSION = 1
 ACTIVE = ("starting", "running", "stopping")
-EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # of runs that have ended
+EXIT_CODES = {"completed": 0, "stopped": 10, "halted": 3, "failed": 1}  # by final status
 EXIT_ALIVE = 20
 
 SLURM_END, MAX_RUNTIME = "SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME"  # environment variables
 SQUEUE_S = 10.0  # how long SLURM's controller may take to answer
-SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this are one
-RECENT_LOOKS = 16
-SAVE_MARGIN = 1.5  # of the slowest save so far
+SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this count as one
+RECENT_STEPS = 16
+SAVE_MARGIN = 1.5  # times the slowest save so far
 HEARTBEAT_S = 10.0
-HEARTBEAT_LIMIT_S = 60.0  # an older one counts as dead where the lock cannot tell
-CLOSE_S = 5.0  # how long the last state may take to be written
+HEARTBEAT_LIMIT_S = 60.0  # without locks, an older heartbeat counts as dead
+CLOSE_S = 5.0  # how long writing the last state may take
 LOCK_TRIES, LOCK_TRY_S = 10, 0.1  # an inspection holds a shared lock for a moment
 
 
-# ---- when to stop -------------------------------------------------------------------------------
+# ---- when to stop ----------------------------------------------------------------------------------------------------
 
 def slurm_end(env: Mapping[str, str]) -> str:
-    """When this process's SLURM job ends, as unix seconds in text; empty outside of a job and when
-    the end is unknown. SLURM_JOB_END_TIME, where SLURM sets it (22.05 does not), otherwise the
-    answer of squeue: rank 0 alone asks, because a controller should not hear from every rank at
-    once, and a stop of one rank stops all."""
+    """When this process's SLURM job ends, as unix seconds in text; empty outside a job and when the end is unknown.
+    SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Rank 0 alone asks, to spare the
+    controller; its stop stops all ranks."""
     end = env.get(SLURM_END, "")
     if end or not env.get("SLURM_JOB_ID") or env.get("RANK", "0") != "0":
         return end
@@ -97,16 +92,16 @@ def slurm_end(env: Mapping[str, str]) -> str:
                                 timeout=SQUEUE_S, check=True).stdout.strip()
         return str(int(answer))  # 'N/A' and 'NONE' are jobs without an end
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        log.warning("walltime: %s is not set, and squeue did not tell when job %s ends (%s)", SLURM_END,
+        log.warning("walltime: %s is not set, and squeue did not report when job %s ends (%s)", SLURM_END,
                     env["SLURM_JOB_ID"], e)
         return ""
 
 
 def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> float | None:
-    """When this process must have ended, in seconds of the monotonic clock, as is `started`. None
-    without a walltime. The first that is set counts, and is logged: `max_runtime_seconds` (-1: not
-    set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for
-    anything that is not such a number, and for an end that has passed."""
+    """When this process must have ended, in seconds of the monotonic clock (like `started`); None without a walltime.
+    The first limit that is set counts, and is logged: `max_runtime_seconds` (-1: not set), the end of the SLURM job
+    (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for a limit that is not a positive, finite number of
+    seconds, and for an end that has passed."""
     if max_runtime_seconds != -1:
         name, text = "--max-runtime-seconds", str(max_runtime_seconds)
     elif text := slurm_end(env):
@@ -115,25 +110,24 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
         name = MAX_RUNTIME
     else:
         if "GPT_SIMPLE_MAX_RUNTIME" in env:
-            log.warning("GPT_SIMPLE_MAX_RUNTIME is set and not used; set %s", MAX_RUNTIME)
+            log.warning("GPT_SIMPLE_MAX_RUNTIME is ignored; set %s", MAX_RUNTIME)
         return None
-    passed_s, began, expected = 0.0, started, "a positive number of seconds"
-    if name == SLURM_END:  # a time of the wall clock; the others count from the start
-        passed_s, began = time.time(), time.monotonic()
-        expected = "the unix time at which this job ends (unset it where it is left over from another)"
+    is_unix_time = name == SLURM_END  # the other limits count from the start
     try:
-        left_s = float(text) - passed_s
+        left_s = float(text) - (time.time() if is_unix_time else 0.0)
     except ValueError:
         left_s = 0.0
     if not 0 < left_s < float("inf"):
-        raise ValueError(f"{name}: got {text!r}, expected {expected}")
-    log.info("walltime: %s left (%s)", duration(began + left_s - time.monotonic()), name)
-    return began + left_s
+        raise ValueError(f"{name}: got {text!r}, expected " + (
+            "the unix time at which this job ends (unset it if another job left it)" if is_unix_time else
+            "a positive number of seconds"))
+    end = left_s + (time.monotonic() if is_unix_time else started)
+    log.info("walltime: %s left (%s)", duration(end - time.monotonic()), name)
+    return end
 
 
 def launch_began() -> float:
-    """When this process, or the torchrun that started it, began, unix seconds; now, where the
-    system does not tell."""
+    """When this process, or the torchrun that started it, began, in unix seconds; now, if the system does not say."""
     ticks = process_start(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
     if ticks is None:
         return time.time()
@@ -142,9 +136,9 @@ def launch_began() -> float:
 
 
 class StopWatch:
-    """Collects the reasons for this process to stop. Inside the context signals are noted, and a
-    wait for object storage ends when one arrives; after it the previous handlers are back. Entered
-    in a thread other than the main one, it leaves signals alone (Python's rule)."""
+    """Collects the reasons for this process to stop. Inside the context, signals are recorded, and a signal ends a
+    wait for object storage; on exit the previous handlers return. In a thread other than the main one it leaves
+    signals alone (Python's rule)."""
 
     ended = 0.0  # when this process left its last StopWatch, unix seconds
 
@@ -155,112 +149,109 @@ class StopWatch:
         self._previous: dict[int, Any] = {}
         self._since = max(launch_began(), StopWatch.ended)  # an older flag is a leftover
         self._flagged = False
-        self._last_look: float | None = None
-        self._steps: deque[float] = deque(maxlen=RECENT_LOOKS)
-        self._noted_s = 0.0  # of what was noted since the last look
+        self._last_check: float | None = None
+        self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._between_s = 0.0  # work between steps since the last check
         self._slowest: dict[str, float] = {}
         self._reason = ""
 
     def __enter__(self) -> "StopWatch":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                self._previous[number] = signal.signal(number, self._note_signal)
-                signal.siginterrupt(number, number == signal.SIGINT)  # a library's system call is not cut short
-        LAUNCH.stop = self.asked
+                self._previous[number] = signal.signal(number, self._on_signal)
+                signal.siginterrupt(number, number == signal.SIGINT)  # only SIGINT interrupts a system call
+        LAUNCH.stop = self.requested
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         LAUNCH.stop = lambda: False
         StopWatch.ended = time.time()
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
-    def _note_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         """The handler: no locks, no buffered output, no exception."""
         if not self._signals and os.environ.get("RANK", "0") == "0":  # one rank reports it
-            again = "; Ctrl-C again after a second: ends at once, unsaved" * (number == signal.SIGINT)
-            os.write(2, f"\n{signal.Signals(number).name}: finishing the step, then saving{again}\n".encode())
+            hint = "; press Ctrl-C again after a second to exit at once without saving" * (number == signal.SIGINT)
+            os.write(2, f"\n{signal.Signals(number).name}: finishing the step, then saving{hint}\n".encode())
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._first_int is not None and now - self._first_int >= SAME_CTRL_C_S:
-                os.write(2, b"second SIGINT: ended at once, nothing saved\n")
+                os.write(2, b"second SIGINT: exiting at once without saving\n")
                 os._exit(130)
             self._first_int = self._first_int or now
         self._signals.append(number)
 
     def ignore_stores(self) -> None:
-        """The run is over: no wait for object storage lasts from now on."""
+        """The run is over: from now on every wait for object storage ends at once."""
         LAUNCH.stop = lambda: True
 
     def check_flag(self, run_dir: Path) -> None:
-        """Look for the flag file, and delete one that an earlier launch left. For the heartbeat of
-        the run's owner, so that a step never waits for a disk."""
+        """Check for the flag file, and delete one that an earlier launch left. The owner's heartbeat calls this, so
+        that no step waits for a disk."""
         flag, now = run_dir / FLAG_NAME, time.time()
         with contextlib.suppress(OSError):
             if not self._flagged and os.lstat(flag).st_mtime >= self._since:
                 self._flagged = True
-                os.utime(flag, (now, now), follow_symlinks=False)  # a date in the future would stop later launches, too
+                os.utime(flag, (now, now), follow_symlinks=False)  # a future date would also stop later launches
             elif not self._flagged:
                 os.unlink(flag)
 
     def note(self, what: str, seconds: float) -> None:
-        """Work other than a step took so many seconds since the last look. They do not count as
-        part of the step, and from now on that much time is kept free before the next look."""
-        self._noted_s += seconds
+        """Record how long some work between steps took. It is not counted as part of the step, and from now on each
+        check allows for that much time."""
+        self._between_s += seconds
         self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
 
     def note_save(self, seconds: float) -> None:
-        """A save took so many seconds: from now on half as much again is reserved for the last one."""
+        """Record how long a save took: from now on 1.5 times as much is reserved for the last one."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
-    def asked(self) -> str:
-        """'' or who asked this process to stop: a signal or the flag file. May be called at any
-        time, wherever the process waits."""
+    def requested(self) -> str:
+        """The reason to stop that is already known, such as a signal or the flag, or ''. Safe to call at any time."""
         if not self._reason and self._signals:
             self._reason = signal.Signals(self._signals[0]).name
         if not self._reason and self._flagged:
             self._reason = "asked by scripts.stop"
         return self._reason
 
-    def wanted(self, now: float | None = None) -> str:
-        """'' or the reason to stop; the first one stays. Called once a step. `now`: monotonic
-        seconds."""
+    def check(self, now: float | None = None) -> str:
+        """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic seconds."""
         now = time.monotonic() if now is None else now
-        if self._last_look is not None:
-            self._steps.append(now - self._last_look - self._noted_s)
-        self._last_look, self._noted_s = now, 0.0
-        if not self.asked() and self._deadline is not None:
-            left_s = self._deadline - now
+        if self._last_check is not None:  # the time of the step, without the work that `note` recorded
+            self._steps.append(now - self._last_check - self._between_s)
+        self._last_check, self._between_s = now, 0.0
+        if not self.requested() and self._deadline is not None:
+            left_s = self._deadline - now  # is it enough for another step, one work of each kind, and the last save?
             if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
                 self._reason = f"walltime: {left_s:,.0f} s left"
         return self._reason
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """All ranks' reasons to stop (rank order, '' for none) as one, the first: 'walltime: ..',
-    'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""
+    """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..', 'SIGUSR1', or
+    'SIGTERM (rank 1)' if not all ranks got a signal."""
     rank, first = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
     return f"{first} (rank {rank})" if first.startswith("SIG") and not all(reasons) else first
 
 
 def request_stop(run_dir: Path) -> None:
-    """Ask a run to stop, whether a launch owns it already or is about to. ValueError if the flag
-    is not a regular file."""
+    """Ask a run to stop, whether a launch owns it already or is about to. ValueError if the flag is not a regular
+    file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
-        os.utime(file.fileno(), (time.time(),) * 2)  # not by the clock of a file server
+        os.utime(file.fileno(), (time.time(),) * 2)  # our clock, not a file server's
 
 
-# ---- processes ----------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
-PROCESS = {"host": str, "pid": int, "start": str | None}  # what `identify` gives
+PROCESS = {"host": str, "pid": int, "start": str | None}  # the shape of `identify`
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine started, in clock ticks since the boot; None if there is none
-    (or only its zombie is left), and where the system does not tell."""
+    """When a process of this machine started, in clock ticks since the boot; None if it does not exist (or only its
+    zombie does), and on a system without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -270,51 +261,49 @@ def process_start(pid: int) -> str | None:
 
 
 def identify() -> dict[str, Any]:
-    """This process, so that others can tell whether it lives: host, pid, start. Plain values."""
+    """This process's host, pid and start, from which `is_alive_here` recognizes it. Plain values."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())}
 
 
 def is_alive_here(process: Mapping[str, Any]) -> bool:
-    """Whether a process that `identify` described is visible and alive here. Not so for one on
-    another host or in another process namespace, and for a record that may be forged: a pid that is
-    not positive, a start that is missing or not that of the process."""
+    """Whether a process that `identify` described is visible and alive here. False on another host, in another process
+    namespace, and for a record that may be forged: a pid that is not positive, a missing or wrong start."""
     alive_since = process_start(process["pid"]) if process["pid"] > 0 else None
     return process["host"] == socket.gethostname() and alive_since is not None and alive_since == process["start"]
 
 
-# ---- who owns a run -----------------------------------------------------------------------------
+# ---- who owns a run --------------------------------------------------------------------------------------------------
 
 OWNER = {"launch": str, "since": str, **PROCESS}
 
 
 class Owner:
-    """The right of one launch to write into a run directory: as long as the owner's file there is
-    the one that it has open and locked, with its record in it."""
+    """The right of one launch to write into a run directory. It lasts while the owner's file there is the one that
+    this launch has open and locked, with its record in it."""
 
     def __init__(self, run_dir: Path, file: BinaryIO, record: bytes) -> None:
         self.run_dir, self._file, self._record = run_dir, file, record
 
     def lost(self) -> str:
-        """'' as long as this launch owns the run, otherwise a sentence that says so."""
-        try:  # by opening the file: network file systems check their caches then
-            with open_regular(self.run_dir / OWNER_NAME, os.O_RDONLY) as now:
-                if os.path.sameopenfile(now.fileno(), self._file.fileno()) and now.read() == self._record:
+        """'' while this launch owns the run, otherwise the error to exit with."""
+        try:  # by opening the file, which makes network file systems check their caches
+            with open_regular(self.run_dir / OWNER_NAME, os.O_RDONLY) as current:
+                if os.path.sameopenfile(current.fileno(), self._file.fileno()) and current.read() == self._record:
                     return ""
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # no such file, or something else in its place
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # the file is missing or was replaced
             pass
-        except OSError:  # unknown; the next look may tell
+        except OSError:  # unknown; the next check may find out
             return ""
-        return (f"{self.run_dir}: this launch no longer owns the run: its files were removed, or another launch took "
-                f"it over; it ends at once")
+        return (f"{self.run_dir}: this launch no longer owns the run, because its files were removed or another launch "
+                f"took it over; exiting at once")
 
     def release(self) -> None:
-        """Give up the run: another launch may claim it from now on."""
+        """Give up the run: from now on another launch may claim it."""
         self._file.close()
 
 
 def _lock(file: BinaryIO, kind: int) -> bool | None:
-    """Take a lock unless another process has it: whether it was taken, None where the file system
-    has no locks."""
+    """Lock a file without waiting: True, False if another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -325,8 +314,7 @@ def _lock(file: BinaryIO, kind: int) -> bool | None:
 
 
 def _last_owner(run_dir: Path) -> tuple[bytes, bool]:
-    """The record of a run's last owner, empty if there is none, and whether it still owns the run.
-    ValueError if the file is not a regular one."""
+    """The record of a run's last owner, empty if there was none, and whether it still owns the run."""
     try:
         with open_regular(run_dir / OWNER_NAME, os.O_RDONLY) as file:
             free, record = _lock(file, fcntl.LOCK_SH), file.read()
@@ -334,13 +322,13 @@ def _last_owner(run_dir: Path) -> tuple[bytes, bool]:
         return b"", False
     if free is None:
         state = read_state(run_dir)
-        return record, state is not None and state["status"] in ACTIVE and _beats(state)
+        return record, state is not None and state["status"] in ACTIVE and _seems_alive(state)
     return record, not free
 
 
 def check_free(run_dir: Path) -> bytes:
-    """Check that no launch owns the run, changing nothing. Returns the last owner's record, which
-    `claim` needs. ValueError names the process that owns the run."""
+    """Check that no launch owns the run, without changing anything. Returns the last owner's record for `claim`.
+    ValueError names the process that owns the run, or an owner's file that is not a regular one."""
     record, alive = _last_owner(run_dir)
     if not alive:
         return record
@@ -354,8 +342,8 @@ def check_free(run_dir: Path) -> bytes:
 
 
 def claim(run_dir: Path, before: bytes) -> Owner:
-    """Become the owner of a run whose last owner left the record `before` (see `check_free`).
-    ValueError if another launch owns the run, or has owned it since."""
+    """Become the owner of a run whose last owner left the record `before` (see `check_free`). ValueError if another
+    launch owns the run, or has owned it since."""
     outdated = ValueError(f"{run_dir}: another launch owned this run a moment ago; start the command again")
     if not before:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -368,18 +356,18 @@ def claim(run_dir: Path, before: bytes) -> Owner:
                 time.sleep(LOCK_TRY_S)
             if not locked:
                 check_free(run_dir)  # raises the error that names the owner
-            # the file that was opened may have been replaced before it was locked
+            # another process may have replaced the file between our open and our lock
             same = os.path.samestat(os.fstat(file.fileno()), os.lstat(run_dir / OWNER_NAME))
         except FileNotFoundError:
             raise outdated from None
         if locked is False or not same or file.read() != before:
             raise outdated
-        who = {"launch": uuid.uuid4().hex, "since": time.strftime("%Y-%m-%d %H:%M:%S"), **identify()}
-        record = json.dumps(who).encode()
+        record = json.dumps({"launch": uuid.uuid4().hex, "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+                             **identify()}).encode()
         file.seek(0)
         file.write(record)
         file.truncate(len(record))
-        os.register_at_fork(after_in_child=file.close)  # it would keep the lock; executed programs do not inherit it
+        os.register_at_fork(after_in_child=file.close)  # a forked child would keep the lock; executed programs do not
         stack.pop_all()
     return Owner(run_dir, file, record)
 
@@ -389,23 +377,23 @@ def acquire(run_dir: Path) -> Owner:
     return claim(run_dir, check_free(run_dir))
 
 
-# ---- where a run stands -------------------------------------------------------------------------
+# ---- where a run stands ----------------------------------------------------------------------------------------------
 
 NUMBER = int | float | None
-NEWS = {  # what a run reports while it trains, and the shape of each value
+NEWS = {  # the values that a training run reports, and their shapes
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
     "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None,
-    "skipped": int | None | object}  # object: older programs did not report it
+    "skipped": int | None | object}  # object: older versions did not report it
 STATE = {**NEWS, "format_version": int, "world_size": int, "ranks": [PROCESS],
          "started": float, "heartbeat": float}
-LARGEST, LATEST = 1e18, 1e11  # of a number, and of a time in unix seconds (the year 5138)
+LARGEST, LATEST = 1e18, 1e11  # limits of a number, and of a time in unix seconds (the year 5138)
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """The state of a run, None if it has none. ValueError, which names file and field, if it is
-    corrupt or not a regular file."""
+    """The state of a run, None if it has none. ValueError, which names file and field, if it is corrupt or not a
+    regular file."""
     path = run_dir / STATE_NAME
-    remedy = "delete it: the next launch of the run writes a new one"
+    remedy = "delete it; the next launch of the run writes a new one"
     try:
         with open_regular(path, os.O_RDONLY) as f:
             state = parse_json(f.read(), path, STATE, way_out=remedy)
@@ -413,42 +401,41 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
         return None
     for name, value in state.items():
         limit = LATEST if name in ("started", "heartbeat") else LARGEST
-        if isinstance(value, (int, float)) and not abs(value) < limit:  # true of NaN, too
+        if isinstance(value, (int, float)) and not abs(value) < limit:  # also NaN
             raise ValueError(f"{path}: {name}: got {str(value)[:30]}, expected a number below {limit:.0e}; {remedy}")
     known = state["format_version"] == FORMAT_VERSION and state["status"] in (*ACTIVE, *EXIT_CODES)
     if not (known and state["ranks"]):
-        raise ValueError(f"{path}: this version of the program does not write such a state; {remedy}")
+        raise ValueError(f"{path}: not a state that this version of the program writes; {remedy}")
     return state
 
 
 def heartbeat_age_s(state: Mapping[str, Any]) -> float:
-    """How old the heartbeat is by our clock, seconds; negative if it is from the future."""
+    """How old the heartbeat is by our clock, in seconds; negative if it is from the future."""
     return time.time() - state["heartbeat"]
 
 
-def _beats(state: Mapping[str, Any]) -> bool:
-    """Whether rank 0 is visible here, or its heartbeat is young: for where locks cannot tell."""
+def _seems_alive(state: Mapping[str, Any]) -> bool:
+    """Without a lock: whether rank 0 is visible here, or its heartbeat is young."""
     return is_alive_here(state["ranks"][0]) or abs(heartbeat_age_s(state)) <= HEARTBEAT_LIMIT_S
 
 
 def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
-    """ended (its state says so), alive, or dead (its state says that it is active, but nothing holds
-    the run's lock, nor does it beat on another host, which locks may not reach)."""
+    """ended (it has a final status), alive, or dead: its status is active, but no process holds the run's lock, and
+    its heartbeat on another host, which locks may not reach, is not young."""
     if state["status"] in EXIT_CODES:
         return "ended"
     elsewhere = state["ranks"][0]["host"] != socket.gethostname()
-    return "alive" if _last_owner(run_dir)[1] or (elsewhere and _beats(state)) else "dead"
+    return "alive" if _last_owner(run_dir)[1] or (elsewhere and _seems_alive(state)) else "dead"
 
 
 def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
-    """What scripts.status --exit-code answers: 0 completed, 10 stopped (the same command resumes
-    it), 3 halted (a person must decide), 1 failed or dead, 20 alive."""
+    """The exit code of scripts.status --exit-code: 0 completed, 10 stopped (the same command resumes it), 3 halted
+    (the user must decide), 1 failed or dead, 20 alive."""
     return {"ended": EXIT_CODES.get(state["status"], 1), "alive": EXIT_ALIVE, "dead": 1}[liveness(run_dir, state)]
 
 
 def _replace(path: Path, value: Any) -> None:
-    """Rewrite a small JSON file by a rename, without forcing it to disk. Only one thread at a time
-    does so. A leftover or a link under the temporary name is deleted, never written to."""
+    """Replace a small JSON file without an fsync. A leftover or a link under the temporary name is deleted."""
     temporary = path.with_name(f"{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
@@ -458,10 +445,9 @@ def _replace(path: Path, value: Any) -> None:
 
 
 class RunState:
-    """Rank 0's writer of the state. A context: leaving it without a final status makes the status
-    failed, with the exception as reason. `ranks`: the values of `identify` on each rank, in rank
-    order. `stop`: learns of the flag file. Only `refresh` uses the disk, and no step waits for it:
-    the heartbeat calls it (nanochat/watchdog.py)."""
+    """Rank 0's writer of the state. Leaving the context without a final status sets failed, with the exception as
+    the reason. `ranks`: the values of `identify` on each rank, in rank order. `stop`: its flag is checked here. Only
+    `refresh` uses the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that no step waits."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], stop: StopWatch | None = None,
                  **news: Any) -> None:
@@ -478,16 +464,14 @@ class RunState:
         self.refresh()
 
     def update(self, **news: Any) -> None:
-        """Take in news (the names in NEWS); the next `refresh` writes it. After a final status
-        nothing changes any more."""
+        """Change values (the names in NEWS); the next `refresh` writes them. A final status freezes the state."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (*ACTIVE, *EXIT_CODES)
         if self._state["status"] not in EXIT_CODES:
             self._state.update(news)
 
     def refresh(self) -> str:
-        """Look for the flag file, write the state if there is news or a heartbeat is due, and give
-        up the run after a final one. '' or why this launch must end: the run is lost, and nothing
-        is written."""
+        """Check the flag file, write the state if it changed or a heartbeat is due, and give up the run after a final
+        status. '' or, if the run is lost, the error to exit with; then nothing is written."""
         with self._one_writer:
             if self._closed:
                 return ""
@@ -508,8 +492,8 @@ class RunState:
             return lost
 
     def close(self, status: str, reason: str = "") -> None:
-        """Write how the run ended, and give it up. The first final status stays. A disk that does
-        not answer delays this by a few seconds."""
+        """Write how the run ended, and give it up. The first final status stays. A disk that does not answer delays
+        this by at most CLOSE_S."""
         self.update(status=status, reason=reason)
         writer = threading.Thread(target=self.refresh, name="last-state", daemon=True)
         writer.start()
@@ -518,16 +502,15 @@ class RunState:
     def __enter__(self) -> "RunState":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, StopAsked):
             self.close("stopped", str(error))
+        reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
         self.close("failed", "ended without a status" if error is None else reason)
 
 
 def write_completed(run_dir: Path, step: int, reason: str) -> None:
-    """Write the state of a run that no launch here trained to `step`: `reason` says where its
-    checkpoint `final` comes from."""
+    """Write a completed state for a checkpoint `final` at `step` that no launch here trained; `reason` names its
+    origin."""
     state = RunState(acquire(run_dir), [identify()], num_iterations=step, step=step, checkpoint="final")
     state.close("completed", reason)

@@ -118,7 +118,7 @@ def log_validation(run: Any) -> None:
     try:
         value, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
     except StopAsked:
-        raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
+        raise Stop(join_reasons(gather_all(run.stop.requested()))) from None
     unit, record = "bits per byte", {"bpb": value}
     if run.data.tokenizer.knows_bytes:
         progress.note_val(value)

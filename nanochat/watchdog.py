@@ -1,8 +1,8 @@
 """
-A rank that hangs or dies takes the others down within a stated time, with a sentence that names it.
+A rank that hangs or dies takes the others down within a stated time, with an error that names it.
 
-Without this, the others wait in a collective: forever, or until the library gives up with words
-that name no rank. Here each rank's main thread reports where it is, and two threads do the rest:
+Without this, the others wait in a collective: forever, or until the library gives up with an error that names no
+rank. Here each rank's main thread reports where it is, and two threads do the rest:
 
     main thread    beat(17) .. beat(17, "reduction") .. beat(18) ................  hangs
     heartbeat      each second: publishes {count, at, late} in the launch's store and reads the verdict;
@@ -10,21 +10,20 @@ that name no rank. Here each rank's main thread reports where it is, and two thr
     timer          ends the process on a verdict, or if the main thread and rank 0's heartbeat both hang.
                    It uses neither disk nor store, so nothing stops it
 
-    rank 0  count 36  step 18 (reduction)     the least count is behind: rank 3. It is late, so it
-    rank 1  count 36  step 18 (reduction)     hangs, and the others wait for it. A rank that publishes
-    rank 3  count 35  step 18                 nothing any more is stopped, or its machine is dead.
+    rank 0  count 36  step 18 (reduction)     rank 3 has the smallest count and is late, so it hangs, and the
+    rank 1  count 36  step 18 (reduction)     others wait for it. A rank that publishes nothing any more is
+    rank 3  count 35  step 18                 stopped, or its machine is dead.
 
-- The stated time: the limit, then up to 30 s in which rank 0 listens, then up to 30 s to agree and
-  leave. The limit is `timeout_s`; `first_timeout_s` until the second step (compilation); or what a
-  beat says until the next one.
-- All ranks make the same beats in the same order. Counts are compared, never the clocks of two
-  machines. A rank that works alone for long calls `beat()` without a step, which is not counted.
-- The first verdict in the store counts, and all ranks leave with it: by os._exit(1) where the main
-  thread may be anywhere. Rank 0 prints and records it (rank 1 prints it if it blames rank 0); a rank
-  that hangs prints its stacks. A rank that fails with an exception leaves its sentence as verdict.
+- The stated time: the limit, up to 30 s while rank 0 listens, and up to 30 s to agree and leave. The limit
+  is `timeout_s`; `first_timeout_s` until the second step (compilation); or the patience of the last beat.
+- All ranks make the same beats in the same order. Ranks are compared by counts, never by the clocks of two machines.
+  A rank that works alone for a long time calls `beat()` without a step, which is not counted.
+- The first verdict in the store counts, and all ranks leave with it: by os._exit(1) if the main thread may be
+  anywhere. Rank 0 prints and records it (rank 1 prints it if it blames rank 0); a rank that hangs prints its stacks.
+  A rank that fails with an exception leaves its error as the verdict.
 
-Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was
-stopped, so `fg` after Ctrl-Z and a long lunch would end a healthy run."""
+Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was stopped, so `fg`
+after Ctrl-Z and a long lunch would end a healthy run."""
 
 import faulthandler
 import json
@@ -34,7 +33,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from nanochat.lifecycle import is_alive_here
@@ -43,14 +41,14 @@ log = logging.getLogger(__name__)
 
 VERDICT = "verdict"
 ANSWER_S = 10.0  # how long the store may take to answer
-LATE_S = 30.0  # how much later than rank 0 another rank may come to the end of a run
-PAUSED_S = 10.0  # how much too late the timer may be on a busy machine
-UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # of a rank that never published anything
+LATE_S = 30.0  # how much later than rank 0 another rank may reach the end of a run
+PAUSED_S = 10.0  # how late the timer may wake up on a busy machine
+UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # stands for a rank that never published
 
 
 def open_store(world_size: int) -> Any:
-    """A client of the store of this launch (MASTER_ADDR, MASTER_PORT), or None for a single
-    process. Called once the process group exists, whose own client the main thread may lock."""
+    """A client of this launch's store (MASTER_ADDR, MASTER_PORT), or None for a single process. Called after the
+    process group exists; its own client will not do, because the main thread may lock it."""
     if world_size == 1:
         return None
     import torch.distributed as dist
@@ -61,10 +59,10 @@ def open_store(world_size: int) -> Any:
 
 
 class Watchdog:
-    """One for each rank; a context around all of training.
+    """One per rank; a context around all of training.
 
-    store: of `open_store`. ranks: the values of `lifecycle.identify` on each rank, in rank order.
-    refresh: called by the heartbeat about once a second, may use the disk: '' or why the launch must end.
+    store: from `open_store`. ranks: the values of `lifecycle.identify` on each rank, in rank order.
+    refresh: the heartbeat calls it about once a second; it may use the disk. '' or why the launch must end.
     on_failure: called with the verdict on each rank, from any thread, before the process ends.
     """
 
@@ -78,20 +76,20 @@ class Watchdog:
         self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
         self._count, self._first_step, self._at, self._patience_s = 0, -1, "set-up", first_timeout_s
         self._clock = 0.0  # seconds in which this process was not stopped, counted by the timer
-        self._active = self._watched = 0.0  # the clock at the last sign of the main thread, and of rank 0's heartbeat
-        self._answered = time.monotonic()  # when the heartbeat last completed a round
-        self._here = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]
-        self._heard: dict[int, tuple[dict[str, Any], float]] = {}  # what others published, and when that was new
-        self._ours, self._verdict = "", ""  # what this rank would say, and what counts
-        self._left, self._over, self._news = False, threading.Event(), threading.Event()
+        self._active = self._watched = 0.0  # the clock at the last beat of the main thread, and of rank 0's heartbeat
+        self._last_round = time.monotonic()  # when the heartbeat last completed a round
+        self._local = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]  # visible here
+        self._published: dict[int, tuple[dict[str, Any], float]] = {}  # record, and its clock
+        self._ours, self._verdict = "", ""  # this rank's proposal, and the verdict that counts
+        self._left, self._over, self._wake = False, threading.Event(), threading.Event()
         self._heart = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
         self._timer = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     # ---- the main thread
 
     def beat(self, step: int | None = None, where: str = "", patience_s: float = 0.0) -> None:
-        """The main thread is alive and, with a step, has come to a new point that all ranks come
-        to. From there to the next one may take `patience_s`, or the limit if that is more."""
+        """The main thread is alive and, with a step, has reached a new point that all ranks reach. The way to the next
+        point may take `patience_s`, or the limit if that is more."""
         if step is not None:
             self._first_step = step if self._count == 0 else self._first_step
             self._count += 1
@@ -105,15 +103,14 @@ class Watchdog:
         self._timer.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        """The end of training, good or bad. The error of one rank of several becomes a verdict,
-        which is printed once; only a bug keeps its traceback."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """The end of training, good or bad. An error of one rank of several becomes a verdict, which is printed once;
+        only a bug keeps its traceback."""
         self._over.set()
-        self._timer.join()  # which ends the process if it has come to a verdict
+        self._timer.join()  # ends the process if it has reached a verdict
         if not isinstance(error, Exception) or len(self.ranks) == 1:
             return self._leave(LATE_S)
-        if isinstance(error, RuntimeError):  # a collective broke: the rank to blame may still say so
+        if isinstance(error, RuntimeError):  # a collective broke: the rank to blame may still leave its verdict
             self._wait(3 * self.interval_s + 1, lambda: self._verdict)
         expected = isinstance(error, (ValueError, OSError))
         reason = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -130,26 +127,26 @@ class Watchdog:
     # ---- the heartbeat
 
     def _heartbeat(self) -> None:
-        """Rounds, until this rank has left; rank 0, whose process may host the store, stays until
-        the others have left or are gone."""
-        while not self._talk():
+        """Rounds, until this rank has left. Rank 0, whose process may host the store, stays until the others have left
+        or are gone."""
+        while not self._round():
             self._ours = self._ours or self._refresh() or self._judge()
-            self._answered = time.monotonic()
-            self._news.wait(min(0.05, self.interval_s) if self._left or self._ours else self.interval_s)
-            self._news.clear()
+            self._last_round = time.monotonic()
+            self._wake.wait(min(0.05, self.interval_s) if self._left or self._ours else self.interval_s)
+            self._wake.clear()
 
-    def _talk(self) -> bool:
-        """Publish, hear, and settle what counts. Whether that was the last time."""
-        self._heard[self.rank] = {"count": self._count, "at": self._at, "late": self._idle() > self._limit(),
-                                  "left": self._left}, self._clock
+    def _round(self) -> bool:
+        """Publish this rank's record, read the others', and settle the verdict. Whether this was the last round."""
+        self._published[self.rank] = {"count": self._count, "at": self._at, "late": self._idle() > self._limit(),
+                                      "left": self._left}, self._clock
         if self._store is not None:
             try:
                 return self._exchange(self._store)
-            except Exception as e:  # torch raises several kinds; the store's host is gone
+            except Exception as e:  # torch raises several types; the store's host is gone
                 log.debug("the store of the launch: %s", e)
                 self._store = None
-                time.sleep(self.interval_s)  # a process that dies closes its connections first
-                gone = [rank for rank in self._here if not is_alive_here(self.ranks[rank])]
+                time.sleep(self.interval_s)  # a dying process closes its connections before it disappears
+                gone = [rank for rank in self._local if not is_alive_here(self.ranks[rank])]
                 self._ours = self._ours or (self._died(gone[0]) if gone else "")
         elif len(self.ranks) == 1:
             self._watched = self._clock
@@ -157,69 +154,71 @@ class Watchdog:
         return self._left
 
     def _exchange(self, store: Any) -> bool:
-        """`_talk` with a store."""
-        ours, here = self._heard[self.rank][0], 0
+        """`_round` with a store. A rank reads another's record only if that process is gone, if rank 0 waits for it to
+        leave, or, where one of the two is rank 0, if this rank is late itself."""
+        ours, num_present = self._published[self.rank][0], 0
         left, late = ours["left"], ours["late"]
         store.set(f"rank/{self.rank}", json.dumps({**ours, "clock": time.monotonic()}))
         for rank, process in enumerate(self.ranks):
-            gone = rank in self._here and not is_alive_here(process)  # asked first: it may leave in between
+            gone = rank in self._local and not is_alive_here(process)  # asked before the store: it may leave in between
             listens = gone or (self.rank == 0 and left) or (late and 0 in (rank, self.rank))
             if rank == self.rank or not listens:
                 continue
             key = f"rank/{rank}"
-            seen = json.loads(store.get(key)) if store.check([key]) else UNHEARD
-            if seen != self._heard.get(rank, (None,))[0]:
-                self._heard[rank] = seen, self._clock
-            if gone and not seen["left"]:
+            record = json.loads(store.get(key)) if store.check([key]) else UNHEARD
+            if record != self._published.get(rank, (None,))[0]:
+                self._published[rank] = record, self._clock
+            if gone and not record["left"]:
                 self._ours = self._ours or self._died(rank)
-            here += not (gone or seen["left"])
+            num_present += not (gone or record["left"])
         if self._ours:
             self._verdict = store.compare_set(VERDICT, "", self._ours).decode()
         elif store.check([VERDICT]):
             self._verdict = store.get(VERDICT).decode()
-        self._watched = self._heard[0][1] if late and self.rank > 0 else self._clock
-        return left and (self.rank > 0 or not here)
+        self._watched = self._published[0][1] if late and self.rank > 0 else self._clock
+        return left and (self.rank > 0 or not num_present)
 
     def _judge(self) -> str:
-        """For rank 0, whose main thread has been beyond its limit for a while, in which the others
-        were listened to: who is to blame? '' if it waits for ranks that work."""
-        now, idle, everyone = self._clock, self._idle(), range(len(self.ranks))
-        if self.rank > 0 or idle <= self._limit() + self.silence_s or (self._store is None and len(everyone) > 1):
+        """On rank 0, once its main thread has been over its limit for `silence_s`, while it listened to the others:
+        which rank is to blame? '' if it waits for ranks that work."""
+        now, idle, world_size = self._clock, self._idle(), len(self.ranks)
+        if self.rank > 0 or idle <= self._limit() + self.silence_s or (self._store is None and world_size > 1):
             return ""
-        heard = {rank: self._heard.get(rank, (UNHEARD, 0.0)) for rank in everyone}
-        silent = [r for r, (seen, new_at) in heard.items() if now - new_at > self.silence_s and not seen["left"]]
-        least = min(seen["count"] for seen, _ in heard.values())
-        stuck = silent or [r for r, (seen, _) in heard.items()
-                           if seen["count"] == least and (seen["left"] or seen["late"])]
+        published = [self._published.get(rank, (UNHEARD, 0.0)) for rank in range(world_size)]
+        silent = [rank for rank, (record, new_at) in enumerate(published)
+                  if now - new_at > self.silence_s and not record["left"]]
+        smallest = min(record["count"] for record, _ in published)
+        stuck = silent or [rank for rank, (record, _) in enumerate(published)
+                           if record["count"] == smallest and (record["left"] or record["late"])]
         if not stuck:
             return ""
-        if len(stuck) == len(everyone) > 1:
-            return (f"all {len(stuck)} ranks have been at {self._at} for {idle:,.0f} s: the network between them, or "
+        if len(stuck) == world_size > 1:
+            return (f"all {world_size} ranks have been at {self._at} for {idle:,.0f} s: the network between them, or "
                     f"a file system they share, has stopped")
-        waiting = [rank for rank in everyone if rank not in stuck]
         parts = []
         for rank in stuck:
-            seen = heard[rank][0]
-            more = ", and its process does not answer" if silent else ", and has left" if seen["left"] else ""
-            parts.append(f"{self._name(rank)} was last seen at {seen['at']}{more}")
-        if waiting:
-            parts.append(f"the other {len(waiting)} wait at {heard[waiting[0]][0]['at']}")
+            record = published[rank][0]
+            more = ", and its process does not answer" if silent else ", and has left" if record["left"] else ""
+            parts.append(f"{self._name(rank)} was last seen at {record['at']}{more}")
+        if waiting := [record["at"] for rank, (record, _) in enumerate(published) if rank not in stuck]:
+            parts.append(f"the other {len(waiting)} wait at {waiting[0]}")
         return f"{'; '.join(parts)}, for {idle:,.0f} s now"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on host {self.ranks[rank]['host']} (pid {self.ranks[rank]['pid']})"
 
     def _died(self, rank: int) -> str:
-        return f"{self._name(rank)} has died; it was last seen at {self._heard.get(rank, (UNHEARD,))[0]['at']}"
+        return f"{self._name(rank)} has died; it was last seen at {self._published.get(rank, (UNHEARD,))[0]['at']}"
 
     # ---- the timer
 
     def _watch(self) -> None:
-        looked = time.monotonic()
+        """Count the seconds in which this process ran, and end it if it must end."""
+        before = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()
-            self._clock += min(now - looked, self.interval_s + PAUSED_S)  # if it is more, this process was stopped
-            looked, verdict = now, self._verdict
+            self._clock += min(now - before, self.interval_s + PAUSED_S)  # after a longer gap, this process was stopped
+            before, verdict = now, self._verdict
             if not verdict and self._idle() > self._limit() and self._clock - self._watched > self.silence_s:
                 verdict = (f"{self._name(self.rank)} has waited at {self._at} for {self._idle():,.0f} s, and the "
                            f"heartbeat of {self._name(0)} has stopped: that process, its disk or its network hangs")
@@ -230,10 +229,9 @@ class Watchdog:
     # ---- the end
 
     def _end(self, ours: str) -> str:
-        """End the launch with the verdict that counts, the first: print it, and give the others
-        time to hear it. Returns it."""
+        """End the launch with the first verdict: print it, and give the others time to read it. Returns it."""
         self._ours = self._ours or ours
-        self._news.set()
+        self._wake.set()
         self._wait(ANSWER_S, lambda: self._verdict or not self._heart.is_alive())
         verdict = self._verdict or ours
         speaks = self.rank == (1 if verdict.startswith(self._name(0)) else 0) or not self._verdict
@@ -248,10 +246,10 @@ class Watchdog:
         return verdict
 
     def _leave(self, within_s: float) -> None:
-        """Tell the others, and go when the heartbeat has done so, or hangs."""
+        """Wait until the heartbeat has published that this rank leaves, or hangs."""
         self._left, end = True, time.monotonic() + within_s
-        self._news.set()
-        while self._heart.is_alive() and time.monotonic() < min(end, self._answered + ANSWER_S):
+        self._wake.set()
+        while self._heart.is_alive() and time.monotonic() < min(end, self._last_round + ANSWER_S):
             self._heart.join(0.05)
 
     def _wait(self, within_s: float, condition: Callable[[], Any]) -> None:

@@ -166,7 +166,7 @@ def one_step(run: Trainer) -> None:
         log_ranks(run, began)
 
     # what all ranks must agree on, in one small reduction, and the update
-    reason = run.stop.wanted()
+    reason = run.stop.check()
     unsaved = run.report_save()
     totals, grad_norm = take_step(run, rows, dry=not whole, stop=bool(reason), unsaved=unsaved is not None,
                                   save=run.time_to_save())

@@ -1,9 +1,8 @@
-"""What all tests have in common: how many examples laws get, and that hypothesis does not mind how long one takes, on a
-machine that may be busy.
+"""Settings and fixtures of all tests. Laws have no deadline per example, because the machine may be busy.
 
-    pytest --hypothesis-profile=thorough     # many more: after a change to what a law is about
+    pytest --hypothesis-profile=thorough     # many more examples: after a change to code that a law checks
 
-Laws whose examples are dear take a share of the profile's number, `tests.toy.examples(0.4)`."""
+Laws with expensive examples take a share of the profile's number, `tests.toy.examples(0.4)`."""
 
 import getpass
 import os
@@ -19,22 +18,22 @@ slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=20, **slow)
 settings.register_profile("thorough", max_examples=500, **slow)
 settings.load_profile("quick")
-# Hypothesis draws numbers that occur in the code of loaded modules. Which modules a process has loaded depends on which
-# test files it ran before, and so on timing: laws of the same seed would get other examples on a busy machine.
+# Hypothesis draws numbers that occur in the code of loaded modules, which depend on the test files that the process ran
+# before. So on a busy machine, laws of the same seed would get other examples.
 providers.is_local_module_file = lambda path: False
-# Inductor believes what the processor says of itself, and compiles no program to try each of its vector instructions.
+# Inductor trusts the processor's list of vector instructions, and compiles no program to try each one.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Inductor's cache on disk is not keyed by ATEN_CPU_CAPABILITY: code that it generated for AVX2 is compiled again for
-# AVX-512, whose vectors are twice as wide, and overwrites memory. So each capability has a cache of its own.
+# Inductor's disk cache ignores ATEN_CPU_CAPABILITY: it would compile code generated for AVX2 for AVX-512, whose vectors
+# are twice as wide, and overwrite memory. So each capability has its own cache.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(
     tempfile.gettempdir(), f"nanochat_tests_{getpass.getuser()}", os.environ.get("ATEN_CPU_CAPABILITY", "native")))
-# What a shell starts in the background ignores SIGINT, and so would every process that the tests start.
+# A process that a shell starts in the background ignores SIGINT, and so would all of its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waits_for_the_disk():
-    """What tests write need not survive a power cut, and laws write hundreds of files: `os.fsync` returns at once."""
+    """`os.fsync` returns at once: files of tests need not survive a power cut, and laws write hundreds."""
     with mock.patch("os.fsync", lambda fd: None):
         yield
 
@@ -48,7 +47,7 @@ def base_dir(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """The base directory of a finished run: read it, do not change it."""
+    """The base directory of a finished run, for reading only."""
     from tests import finished
 
     path = tmp_path_factory.mktemp("finished").resolve()
@@ -58,7 +57,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def copied(finished, tmp_path):
-    """A base directory with a copy of that run, in which this test runs."""
+    """A base directory with a copy of that run, for this test."""
     from tests import finished as module
     from tests import training
 
@@ -78,7 +77,7 @@ def running_store():
 
 @pytest.fixture
 def calm_store(running_store, monkeypatch):
-    """That store without faults, before a client of little patience that has seen nothing of it yet."""
+    """That store without faults, and a client with short timeouts that knows none of its objects."""
     from nanochat import common
     from nanochat.integrations import object_storage as store
     from tests.object_store import QUICK

@@ -1,17 +1,17 @@
 """
-Faults on purpose: stop, or fail, at the n-th change that some code makes to the disk.
+Planned faults: stop or fail at the n-th change that some code makes to the disk.
 
-    with watching(run) as changes: save()               # changes.made: what was done, len() of it how often
+    with watching(run) as changes: save()               # changes.made: the list of changes
     kill_at(n, save, below=run)                         # a forked child runs `save` and dies before change n
-    with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead, here
-    with crashing_at(n, below=run): save()              # as if killed, here: no change from n on is made
-    start(hook=partial(dying_at, n, below=run))         # a job of its own dies before change n (tests/training.py)
+    with failing_at(n, ENOSPC, below=run): save()       # change n raises OSError instead
+    with crashing_at(n, below=run): save()              # as if killed: no change from n on is made
+    start(hook=partial(dying_at, n, below=run))         # a job in its own process dies before change n
     start(hook=partial(copying_at, n, 1, ...))          # a job keeps copies of what a power cut would have left
 
-A change is a call that creates, fills, syncs, renames or removes something below a folder. Changes are counted in all
-threads, in the order in which they come. The killed process gets SIGKILL: no `finally`, no buffer flushed. The
-functions of `os` and `open` are replaced while a `with` block lasts, so neither the code under test nor its environment
-knows of this. Whatever opens files in C++ is not seen: the code under test hands Python files to torch.save.
+A change is a call that creates, writes, syncs, renames or removes something below a folder. Changes of all threads are
+counted in their order. A killed process gets SIGKILL: no `finally`, no flushed buffers. A `with` block replaces `open`
+and functions of `os`, so the code under test is unchanged. Files that C++ opens do not count; the code under test gives
+Python files to torch.save.
 """
 
 import builtins
@@ -29,18 +29,18 @@ from typing import Any
 from unittest import mock
 
 KINDS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-NO_WRITES = tuple(kind for kind in KINDS if kind != "write")  # torch.save writes dozens of times a file
+NO_WRITES = tuple(kind for kind in KINDS if kind != "write")  # torch.save writes dozens of times per file
 ALTERING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 class Crash(BaseException):
-    """The process would be dead by now."""
+    """Stands for a kill."""
 
 
 class Changes:
-    """Counts the changes below a folder; calls `act` before the one numbered `at` (from 0), or never for None; with
-    `onwards` before all that follow, too. A change reads "kind path/below/the/folder". `match`: a pattern of those
-    that count; `repeats` False: of several writes to a file in a row the first."""
+    """Counts the changes below a folder, and calls `act` before number `at` (from 0; None: never), with `onwards` also
+    before all later ones. A change is a text "kind path/below/the/folder". `match`: a pattern of the changes that
+    count; `repeats` False: consecutive writes to one file count once."""
 
     def __init__(self, below: Path, at: int | None = None, act: Callable[[], Any] = lambda: None,
                  kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "",
@@ -48,11 +48,11 @@ class Changes:
         self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
         self.onwards, self.match, self.repeats = onwards, match, repeats
         self.made: list[str] = []
-        self.unsynced: set[str] = set()  # files whose content a power cut would take
-        self.one_at_a_time = threading.RLock()  # held from a change's note until it is made: `act` sees no other's half
+        self.unsynced: set[str] = set()  # files that a power cut would empty
+        self.one_at_a_time = threading.RLock()  # held until a change is made, so `act` never sees half of one
 
     def note(self, kind: str, where: str | None, to: str | None = None) -> None:
-        """A change of some kind is about to be made at a path, which it may rename."""
+        """Count a change of the path `where`, perhaps a rename to `to`, before it is made."""
         if where is None or not (where + os.sep).startswith(self.below + os.sep):
             return
         try:
@@ -81,7 +81,7 @@ class Changes:
 
 
 def _path(what: Any, dir_fd: int | None = None) -> str | None:
-    """Where a path, or the file of a descriptor, is; None for what is no file."""
+    """The real path of a path or a file descriptor; None if it is not a file."""
     with contextlib.suppress(OSError, TypeError):
         if isinstance(what, int):
             return os.readlink(f"/proc/self/fd/{what}")
@@ -92,7 +92,7 @@ def _path(what: Any, dir_fd: int | None = None) -> str | None:
 
 
 class _Counted:
-    """A file open for writing whose writes are noted."""
+    """A file open for writing whose writes are counted."""
 
     def __init__(self, file: Any, changes: Changes, where: str) -> None:
         self._file, self._changes, self._where = file, changes, where
@@ -116,7 +116,7 @@ class _Counted:
 
 
 def _wrap_os(name: str, changes: Changes) -> Any:
-    """A function of `os` that notes its change, at its first argument, then makes it."""
+    """A function of `os` that counts the change of its first argument before it makes it."""
     real = getattr(os, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ def _wrap_os(name: str, changes: Changes) -> Any:
 
 
 def _wrap_open(real: Any, changes: Changes) -> Any:
-    """`open` that notes a file opened for writing, and gives one whose writes are noted."""
+    """`open` that counts a file opened for writing, and then its writes."""
     def wrapped(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not set(mode) & set("wxa+"):
             return real(file, mode, *args, **kwargs)
@@ -148,7 +148,7 @@ def _wrap_open(real: Any, changes: Changes) -> Any:
 
 @contextlib.contextmanager
 def watching(below: Path, **options: Any) -> Iterator[Changes]:
-    """While the block lasts, note all changes below a folder; `options` are those of `Changes`."""
+    """Count all changes below a folder inside the block; `options` are those of `Changes`."""
     changes = Changes(below, **options)
     with contextlib.ExitStack() as stack:
         for name in NO_WRITES:
@@ -158,16 +158,16 @@ def watching(below: Path, **options: Any) -> Iterator[Changes]:
         yield changes
 
 
-def _die() -> None:
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
-    """Run an action in a forked child that is killed before change `at`; whether it came so far. An exception of the
-    action is an AssertionError here."""
+    """Run an action in a forked child that is killed before change `at`; whether it reached that change. An exception
+    in the action is an AssertionError here."""
     if (pid := os.fork()) == 0:
         try:
-            with watching(below, at=at, act=_die):
+            with watching(below, at=at, act=die):
                 action()
             os._exit(0)
         finally:
@@ -179,7 +179,7 @@ def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
 
 @contextlib.contextmanager
 def failing_at(at: int, error: int, *, below: Path, **options: Any) -> Iterator[Changes]:
-    """While the block lasts, change `at` raises OSError of a number (errno.ENOSPC, ...), with `onwards` all after."""
+    """Inside the block, change `at` (with `onwards` also every later one) raises OSError `error`, such as ENOSPC."""
     def fail() -> None:
         raise OSError(error, os.strerror(error))
 
@@ -188,35 +188,35 @@ def failing_at(at: int, error: int, *, below: Path, **options: Any) -> Iterator[
 
 
 def full_disk(match: str, *, below: Path) -> contextlib.AbstractContextManager[Changes]:
-    """While the block lasts, no change that matches a pattern finds room."""
+    """Inside the block, the disk is full for every change that matches a pattern."""
     return failing_at(0, errno.ENOSPC, below=below, match=match, onwards=True)
 
 
 @contextlib.contextmanager
 def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES) -> Iterator[Changes]:
-    """While the block lasts, changes `at` and after raise `Crash`, which leaves the block silently: what the disk looks
-    like then is what a kill would leave, without the cost of a process. None: no crash."""
-    def die() -> None:
+    """Inside the block, every change from `at` on raises `Crash`, which ends the block silently. The disk then looks as
+    after a kill, without the cost of a process. None: no crash."""
+    def crash() -> None:
         raise Crash
 
-    with contextlib.suppress(Crash), watching(below, at=at, act=die, kinds=kinds, onwards=True) as changes:
+    with contextlib.suppress(Crash), watching(below, at=at, act=crash, kinds=kinds, onwards=True) as changes:
         yield changes
 
 
-# ---- hooks: for a process of its own, to the end of its days ---------------------------------------------------------
+# ---- hooks, which last until the process ends ------------------------------------------------------------------------
 
 _FOREVER = contextlib.ExitStack()
-STEADY = r"^(?!.*run_state)"  # changes that come in the same order each time: not those of the heartbeat
+STEADY = r"^(?!.*run_state)"  # changes in the same order in each run, so not the heartbeat's
 
 
 def dying_at(at: int, *, below: Path) -> None:
-    """From now on this process dies before change `at`, if it is rank 0 of its launch."""
+    """This process dies before change `at` if it is rank 0."""
     if os.environ.get("RANK", "0") == "0":
-        _FOREVER.enter_context(watching(below, at=at, act=_die, match=STEADY, repeats=False))
+        _FOREVER.enter_context(watching(below, at=at, act=die, match=STEADY, repeats=False))
 
 
 def filling_at(at: int, number: int, *, below: Path) -> None:
-    """From now on so many changes, from `at` on, find no room on the disk."""
+    """The disk is full for `number` changes from `at` on."""
     def fail() -> None:
         if len(changes.made) <= at + number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -226,9 +226,8 @@ def filling_at(at: int, number: int, *, below: Path) -> None:
 
 
 def copying_at(first: int, every: int, *, below: Path, into: Path) -> None:
-    """Before each `every`-th change from `first` on, copy what is below the folder to INTO/<number>: what a power cut
-    would leave there. A file that was written and not synced is empty then, but for the log, of which a cut leaves
-    less."""
+    """Before each `every`-th change from `first` on, copy the folder to INTO/<number> as a power cut would leave it: a
+    file that was written and not synced is empty, except the log."""
     def copy() -> None:
         number = len(changes.made) - 1
         if (number - first) % every == 0:

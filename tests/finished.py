@@ -1,7 +1,7 @@
-"""One finished run that the tests of all commands share which read runs, and a way to run such a command.
+"""One finished run, shared by the tests of all commands that read runs, and a way to run such a command.
 
-The fixtures are in tests/conftest.py: `finished` is the base directory of that run, which no test may change; inside
-`copied` a test has a copy of it that it may change."""
+The fixtures are in tests/conftest.py: `finished` is the base directory of that run, which no test may change; `copied`
+is a copy for one test, which it may change."""
 
 import contextlib
 import io
@@ -31,7 +31,7 @@ def train(path: Path) -> None:
 
 
 def copy(finished: Path, path: Path, *, tag: str = "run") -> Path:
-    """Copy the run and the shards into another base directory, whose data the run then names."""
+    """Copy the run and the shards into another base directory, and make the run name its data."""
     shutil.copytree(finished / "shards", path / "shards", dirs_exist_ok=True)
     run = shutil.copytree(finished / "runs" / "run", path / "runs" / tag)
     for name in ("config.json", "data_manifest.json"):
@@ -41,7 +41,7 @@ def copy(finished: Path, path: Path, *, tag: str = "run") -> Path:
 
 
 def command(main: Callable[[list[str]], int | None], *argv: Any) -> training.Outcome:
-    """Run a script's `main` the way the command line does: exit code, output, errors."""
+    """Run a script's `main` as the command line does: exit code, output, errors."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
         run_main(lambda: main([str(arg) for arg in argv]))

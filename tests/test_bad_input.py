@@ -186,7 +186,7 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
 ]] + [
     ("base_train --init-from=run --tokenizer=other", {"other": tokenizer}, ("trained with the tokenizer",)),
     ("base_train --init-from=run@4", {"runs/run/checkpoints/checkpoint-4/model/pytorch_model.bin": last_byte},
-     ("pytorch_model.bin", "rotten")),
+     ("pytorch_model.bin", "corrupt")),
 ]
 
 RESUMED = [  # a run that does not go on
@@ -355,19 +355,19 @@ def test_files_that_come_later_do_not_matter(copied, finished, half_done):
 
 
 @pytest.mark.parametrize(("damage", "name", "word"), [
-    (lambda path: truncate(path, 1000), checkpoint.MODEL_NAME, "torn"),
-    (last_byte, checkpoint.OPTIMIZER_NAME, "rotten"), (Path.unlink, checkpoint.STATE_NAME, "never finished")])
+    (lambda path: truncate(path, 1000), checkpoint.MODEL_NAME, "bytes on disk"),
+    (last_byte, checkpoint.OPTIMIZER_NAME, "do not match"), (Path.unlink, checkpoint.STATE_NAME, "never finished")])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(copied, finished, half_done, damage, name, word):
     path = half_done / "checkpoints" / "checkpoint-4"
     damage(path / name)
-    if word == "torn":  # and where that is damaged too, the run begins again
+    if word == "bytes on disk":  # and where that is damaged too, the run begins again
         damage(path.with_name("checkpoint-2") / name)
     before = fingerprint(half_done)
     said = training.refuse(resume=path)
     assert str(path / name) in said and word in said and fingerprint(half_done) == before
     outcome = succeed()
-    assert "checkpoint checkpoint-4 is passed over" in outcome.err and word in outcome.err
-    assert str(path / name) in outcome.err and ("at step 2" in outcome.out) == (word != "torn")
+    assert "checkpoint checkpoint-4 is skipped" in outcome.err and word in outcome.err
+    assert str(path / name) in outcome.err and ("at step 2" in outcome.out) == (word != "bytes on disk")
     assert state_of(training.final()) == state_of(finished / "runs/run/checkpoints/final")
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints: what was written comes back bit for bit; no crash, full disk or flipped byte is ever believed or costs
-more than one save; and whatever is saved, deleted and broken in whatever order, the newest good one is there."""
+"""Checkpoints are read back bit for bit, corrupt or malicious ones are refused, and retention deletes only our own.
 
-import contextlib
+tests/test_state_machine.py checks saves under kills, power cuts, full disks and damage."""
+
 import errno
 import gzip
 import json
@@ -33,7 +33,7 @@ CONFIG = {"n_layer": 2, "n_embd": 8}
 
 
 def states(seed):
-    """Small states of every kind a trainer saves, different for every seed."""
+    """The arguments of a save: small states of every kind, different for every seed."""
     g = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, 8, generator=g)
     return {
@@ -58,12 +58,8 @@ def save(run, step, *, seed=None, name=None):
 
 
 def newest(run):
-    found = ckpt.first_good(ckpt.list_checkpoints(run))
-    return found and found.path
-
-
-def hidden(run):
-    return [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")]
+    checkpoint = ckpt.first_good(ckpt.list_checkpoints(run))
+    return checkpoint and checkpoint.path
 
 
 def files_of(path):
@@ -71,7 +67,7 @@ def files_of(path):
 
 
 def reseal(path, **changed):
-    """Change the seal, and make all checksums fit what is there, as an attacker would."""
+    """Change the seal and make all checksums match the files, as an attacker would."""
     state = {**json.loads((path / ckpt.STATE_NAME).read_bytes()), **changed}
     for name in state["files"] if "files" not in changed else ():
         data = (path / name).read_bytes()
@@ -87,9 +83,9 @@ def flip(path):
     path.write_bytes(data)
 
 
-# ---- writing and reading --------------------------------------------------------------------------------------------
+# ---- writing and reading ---------------------------------------------------------------------------------------------
 
-def test_what_was_saved_comes_back_bit_for_bit(tmp_path):
+def test_a_saved_checkpoint_is_read_back_bit_for_bit(tmp_path):
     path = save(tmp_path, 7)
     loaded, wrote = ckpt.load_checkpoint(path), states(7)
     assert path == tmp_path / "checkpoints" / "checkpoint-7" and loaded.step == 7
@@ -112,27 +108,27 @@ def test_layout_and_kept_cursors(tmp_path):
     assert rd.read_cursors(kept[7]) == (7, states(7)["cursors"])
     shutil.rmtree(path)
     save(tmp_path, 7)
-    assert kept[7].read_bytes() == (path / ckpt.CURSORS_NAME).read_bytes(), "no time stamp inside"
+    assert kept[7].read_bytes() == (path / ckpt.CURSORS_NAME).read_bytes(), "the file has a time stamp"
 
 
-def test_what_cannot_be_a_checkpoint_is_refused_and_leaves_nothing(tmp_path):
+def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
     for name in ("checkpoint-8", "latest", "../final", "checkpoint-7-old"):
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
-    for changed, told in (({"trainer_state": {"x": Path}}, None),
-                          ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path")):
-        with pytest.raises(TypeError, match=told):
+    for changed, message in (({"trainer_state": {"x": Path}}, None),
+                             ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path")):
+        with pytest.raises(TypeError, match=message):
             ckpt.save_checkpoint(tmp_path, "final", step=7, **{**states(7), **changed})
     assert list((tmp_path / "checkpoints").iterdir()) == []
     with pytest.raises(ValueError, match="not the name of a checkpoint"):
         rd.delete_checkpoint(tmp_path / "checkpoints" / "mine")
 
 
-# ---- damage ---------------------------------------------------------------------------------------------------------
+# ---- damage ----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run with two good checkpoints; tests copy it or put back what they change."""
+    """A run with two good checkpoints. Tests copy it, or undo their changes."""
     run = tmp_path_factory.mktemp("whole")
     save(run, 10)
     save(run, 20)
@@ -154,7 +150,7 @@ def check_skipped(run, file, caplog):
 
 @settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(number=st.integers(0, NUM_FILES - 1), where=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255))
-def test_any_changed_byte_of_any_file_is_found(whole, caplog, number, where, byte):
+def test_any_changed_byte_of_any_file_is_noticed(whole, caplog, number, where, byte):
     file = files_of(whole / "checkpoints/checkpoint-20")[number]
     target = whole / "checkpoints/checkpoint-20" / file
     data = target.read_bytes()
@@ -164,13 +160,6 @@ def test_any_changed_byte_of_any_file_is_found(whole, caplog, number, where, byt
         check_skipped(whole, file, caplog)
     finally:
         target.write_bytes(data)
-
-
-def test_all_bad_is_none_and_an_older_final_is_found(tmp_path):
-    assert ckpt.list_checkpoints(tmp_path) == [] and newest(tmp_path) is None
-    flip(save(tmp_path, 5) / "optimizer.bin")
-    assert newest(tmp_path) is None
-    assert save(tmp_path, 3, name="final") == newest(tmp_path)
 
 
 class Evil:
@@ -190,7 +179,7 @@ def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
         for file in (pickles := [f for f in files_of(path) if f.endswith((".bin", ".pkl"))]):
             save_evil(path / file)
         reseal(path)
-        loaded = ckpt.load_checkpoint(path)  # the checksums fit, so only the loader can refuse
+        loaded = ckpt.load_checkpoint(path)  # the checksums match, so only the loader can refuse
         for file in pickles:
             with pytest.raises(ValueError, match="refused"):
                 loaded.load(file)
@@ -203,12 +192,12 @@ def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
             (path / file).write_bytes(pack(pickle.dumps(evil, protocol=2)))
             if file != ckpt.STATE_NAME:
                 reseal(path)
-                ckpt.verify_checkpoint(path)  # the checksums fit
+                ckpt.verify_checkpoint(path)  # the checksums match
             with pytest.raises(ValueError, match=Path(file).name):
                 ckpt.load_checkpoint(path)
     assert not victim.exists()
     pickle.loads(pickle.dumps(evil))
-    assert victim.exists(), "the pickle would have done it"
+    assert victim.exists(), "the pickle is harmless"
 
 
 SEALS = (
@@ -217,7 +206,7 @@ SEALS = (
     {"step": None}, {"step": "20"}, {"format_version": 2})
 
 
-def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole, tmp_path, caplog):
+def test_a_strange_seal_with_a_valid_checksum_is_refused(whole, tmp_path, caplog):
     run = shutil.copytree(whole, tmp_path / "run")
     path = run / "checkpoints/checkpoint-20"
     good = (path / ckpt.STATE_NAME).read_text()
@@ -229,33 +218,24 @@ def test_a_strange_seal_with_a_valid_checksum_is_refused_not_believed(whole, tmp
     check_skipped(run, ckpt.STATE_NAME, caplog)
 
 
-def test_a_file_that_is_not_sealed_is_not_read(whole, tmp_path):
+def test_a_file_that_the_seal_does_not_list_is_not_read(whole, tmp_path):
     path = shutil.copytree(whole / "checkpoints/checkpoint-20", tmp_path / "checkpoint-20")
     shutil.copy(path / "rng/rank_0.pkl", path / "rng/rank_2.pkl")
     with pytest.raises(ValueError, match=r"does not list rng/rank_2\.pkl"):
         ckpt.load_checkpoint(path).load("rng/rank_2.pkl")
 
 
-# ---- crashes and full disks -------------------------------------------------------------------------
-
-def good_steps(run):
-    """The steps of all checkpoints in which every byte is right."""
-    steps = set()
-    for path in ckpt.list_checkpoints(run):
-        with contextlib.suppress(OSError, ValueError):
-            steps.add(ckpt.verify_checkpoint(path)["step"])
-    return steps
-
+# ---- removed folders -------------------------------------------------------------------------------------------------
 
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
-    """A run whose directory was removed is nobody's any more; folders that are removed alone are told of."""
+    """Removed folders of a run are created again with a warning, but the run directory itself is not."""
     run = tmp_path / "run"
     save(run, 1)
     caplog.clear()
     for folder in ("checkpoints", "logs"):
         shutil.rmtree(run / folder)
     ckpt.save_checkpoint(run, "checkpoint-2", step=2, **states(2))
-    assert good_steps(run) == {2} and list(rd.cursor_files(run)) == [2]
+    assert newest(run).name == "checkpoint-2" and list(rd.cursor_files(run)) == [2]
     for folder in ("checkpoints", "logs", "logs/cursors"):
         assert caplog.text.count(f"{run / folder} was removed while the run trains") == 1
     shutil.rmtree(run)
@@ -264,11 +244,11 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     assert not run.exists()
 
 
-# ---- from a name to a checkpoint ------------------------------------------------------------------------------------
+# ---- from a name to a checkpoint -------------------------------------------------------------------------------------
 
 @pytest.fixture
 def two_runs(tmp_path, monkeypatch):
-    """Runs "a", with 10, 20, 20-shutdown, a rotten 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
+    """Runs "a", with 10, 20, 20-shutdown, a corrupt 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for tag in ("a", "b@20"):
         rd.open_folders(rd.run_path(tag))
@@ -281,7 +261,7 @@ def two_runs(tmp_path, monkeypatch):
     return run
 
 
-def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs, tmp_path):
+def test_a_checkpoint_is_found_by_tag_path_step_and_name(two_runs, tmp_path):
     for spec, name in (("a", "final"), ("a@10", "checkpoint-10"), ("a@20", "checkpoint-20-shutdown"),
                        ("a@checkpoint-20", "checkpoint-20"), ("a@final", "final"), ("a@25", "final"),
                        (f"{two_runs}", "final"), (f"{two_runs}@10", "checkpoint-10"),
@@ -298,23 +278,23 @@ def test_weights_of_a_run_are_found_by_tag_path_step_and_name(two_runs, tmp_path
     assert describe_origin(copy).items() >= {"run": None, "checkpoint": "kept", "step": 10}.items()
 
 
-def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs):
-    there = r"there are: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
+def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_do(two_runs):
+    existing = r"there are: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
-        with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{there}"):
+        with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{existing}"):
             ckpt.find_checkpoint(spec)
     with pytest.raises(FileNotFoundError, match=r"no run 'c': .*runs there: a, b@20"):
         ckpt.find_checkpoint("c@10")
     for path in ckpt.list_checkpoints(two_runs):
         (path / "optimizer.bin").write_bytes(b"")
     for damaged in ("a", "a@30", two_runs / "checkpoints" / "checkpoint-30"):
-        with pytest.raises(ValueError, match=r"checkpoint-30/optimizer\.bin: torn"):
+        with pytest.raises(ValueError, match=r"checkpoint-30/optimizer\.bin: corrupt"):
             ckpt.find_checkpoint(damaged)
 
 
-# ---- saving while training goes on ------------------------------------------------------------------
+# ---- saving while training continues ---------------------------------------------------------------------------------
 
-def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path):
+def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path):
     def write():
         running.set()
         assert go.wait(60)
@@ -329,12 +309,12 @@ def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path):
         saver.start(write)
     for tensor in live["states"][ckpt.MODEL_NAME].values():  # the next step
         tensor.zero_()
-    second = threading.Thread(target=saver.close)  # only to see that it waits
-    second.start()
-    second.join(0.1)
-    assert second.is_alive() and ckpt.list_checkpoints(tmp_path) == []
+    closing = threading.Thread(target=saver.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive() and ckpt.list_checkpoints(tmp_path) == []
     go.set()
-    second.join(60)
+    closing.join(60)
     outcome = saver.take()
     assert outcome is not None and outcome.path == tmp_path / "checkpoints/checkpoint-1" and saver.take() is None
     assert str(outcome.path) in outcome.message and outcome.seconds > 0 and outcome.fatal is None
@@ -345,13 +325,13 @@ def test_a_save_goes_on_beside_the_loop_and_is_waited_for(tmp_path):
 FULL, BUG = OSError(errno.ENOSPC, "No space left on device"), TypeError("a bug")
 
 
-@pytest.mark.parametrize("known, error, is_last, ends, said", [
-    ("checkpoint-5", FULL, False, False, r"the run goes on, checkpoint-5 is kept \(error 1 of 3"),
+@pytest.mark.parametrize("known, error, is_last, ends, message", [
+    ("checkpoint-5", FULL, False, False, r"training continues, checkpoint-5 is kept \(error 1 of 3"),
     ("checkpoint-5", FULL, True, True, "checkpoint-5 is kept. Make room"),
     ("", FULL, False, True, "no good checkpoint is left. Make room"),
-    ("checkpoint-4", FULL, False, True, "no good checkpoint is left. Make room"),  # it has gone
+    ("checkpoint-4", FULL, False, True, "no good checkpoint is left. Make room"),  # it was deleted
     ("checkpoint-5", BUG, False, True, "a bug")])
-def test_a_run_ends_where_going_on_is_of_no_use(tmp_path, known, error, is_last, ends, said):
+def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(tmp_path, known, error, is_last, ends, message):
     def write():
         raise error
 
@@ -359,15 +339,15 @@ def test_a_run_ends_where_going_on_is_of_no_use(tmp_path, known, error, is_last,
     saver.start(write, last=is_last)
     outcome = saver.take(wait=True)
     assert outcome is not None and outcome.path is None and saver.take(wait=True) is None
-    assert re.search(said, outcome.message) and (outcome.fatal is not None) == ends
+    assert re.search(message, outcome.message) and (outcome.fatal is not None) == ends
     assert outcome.fatal is BUG if error is BUG else not ends or isinstance(outcome.fatal, OSError)
     saver.close()
 
 
-# ---- retention --------------------------------------------------------------------------------------
+# ---- retention -------------------------------------------------------------------------------------------------------
 
 def small(run, step, name=None, *, data=b"weights"):
-    """A checkpoint as small as can be, written as a real one is."""
+    """The smallest possible checkpoint."""
     path = run / "checkpoints" / (name or f"checkpoint-{step}")
     path.parent.mkdir(parents=True, exist_ok=True)
     ckpt.write_sealed(path, {"format_version": ckpt.FORMAT_VERSION, "step": step}, {"a.bin": data})
@@ -381,7 +361,7 @@ def names(run):
 @settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=st.sets(st.integers(0, 9)), good=st.integers(0, 9), k=st.none() | st.integers(1, 4),
        m=st.none() | st.integers(1, 4))
-def test_the_rule_against_its_words(tmp_path, steps, good, k, m):
+def test_retention_keeps_what_its_rule_names(tmp_path, steps, good, k, m):
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     for step in steps:
         small(tmp_path, step)
@@ -393,31 +373,31 @@ def test_the_rule_against_its_words(tmp_path, steps, good, k, m):
         assert (f"checkpoint-{step}" in gone) != stays
 
 
-def test_only_what_this_program_wrote_under_that_name_goes(tmp_path, caplog):
+def test_only_what_this_program_wrote_under_that_name_is_deleted(tmp_path, caplog):
     for step in range(10, 60, 10):
         small(tmp_path, step)
     small(tmp_path, 5, "checkpoint-5-shutdown")
     small(tmp_path, 7, "final")
     folder = tmp_path / "checkpoints"
-    (folder / "checkpoint-1").mkdir()  # of another program
+    (folder / "checkpoint-1").mkdir()  # another program's
     (folder / "checkpoint-1" / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
     (folder / "checkpoint-2").mkdir()  # no seal at all
     (folder / "best").mkdir()
     (folder / "checkpoint-10-shutdown").symlink_to(folder / "checkpoint-10")
     (folder / "checkpoint-4").write_text("a file")
-    (folder / "checkpoint-20").rename(folder / "checkpoint-6")  # renamed by hand
+    (folder / "checkpoint-20").rename(folder / "checkpoint-6")  # renamed by a user
     flip(small(tmp_path, 60) / "a.bin")  # newer than the newest good one
     foreign = ["best", *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")), "final"]
     assert ckpt.prune(tmp_path, 50) == [] and len(names(tmp_path)) == 13
     assert ckpt.prune(tmp_path, 50, keep_last_k=2, keep_milestone_every=15) == [
         "checkpoint-5-shutdown", "checkpoint-10"]
     assert names(tmp_path) == sorted([*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))])
-    assert ckpt.prune(tmp_path, 7, keep_last_k=1) == [], "all are newer than the final one"
+    assert ckpt.prune(tmp_path, 7, keep_last_k=1) == [], "all are newer than step 7"
     assert ckpt.prune(tmp_path, 50, keep_last_k=1) == ["checkpoint-30", "checkpoint-40"]
     assert not caplog.records
 
 
-def test_what_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path, caplog):
+def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path, caplog):
     def fill(run):
         for step in (1, 2, 3, 4):
             small(run, step)

@@ -1,4 +1,4 @@
-"""What conftest.py does for all other tests."""
+"""The settings of tests/conftest.py."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 
 def test_examples_of_a_law_do_not_depend_on_which_modules_are_loaded(tmp_path, monkeypatch):
-    """Regression: which test files had run before in a process decided whether a law of test_packing.py passed."""
+    """Regression: the test files that a process ran before decided whether a law of test_packing.py passed."""
     (tmp_path / "full_of_numbers.py").write_text("\n".join(f"X{i} = {1000 + i}" for i in range(100)))
     monkeypatch.syspath_prepend(tmp_path)
 

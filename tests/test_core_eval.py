@@ -215,8 +215,8 @@ def test_a_run_tells_its_core_metric_when_it_is_due(tmp_path, monkeypatch):
         training.succeed(**{**looks, "core_metric_every": -1, "model_tag": "plain"})
         assert training.digests() == training.digests("plain"), "looking moves nothing"
 
-        asked = StopWatch.asked
-        monkeypatch.setattr(StopWatch, "asked", lambda self, *a: "SIGTERM" if looking else asked(self, *a))
+        requested = StopWatch.requested
+        monkeypatch.setattr(StopWatch, "requested", lambda self, *a: "SIGTERM" if looking else requested(self, *a))
         looking = []
         evaluate = core_eval.evaluate_task
         monkeypatch.setattr(core_eval, "evaluate_task", lambda *a: looking.append(1) or evaluate(*a))

@@ -125,7 +125,7 @@ def test_cursors_of_another_shape_are_refused():
     (read_plan, "plan.json", '{"estimate": 1}', "estimate: expected true or false"),
     (read_manifests, "data_manifest.json", '{"train": {"web": 1}, "val": {}}', "web: expected an object"),
     (read_manifests, "data_manifest.json", '{"train": {"web": {"root": "", "files": []}}, "val": {}}', "a bucket"),
-    (load_plain, "optimizer.bin", "", "refused, it holds something other")])
+    (load_plain, "optimizer.bin", "", "refused, because it is corrupt or holds")])
 def test_files_of_a_run_that_hold_something_else_are_named(tmp_path, monkeypatch, read, name, text, told):
     monkeypatch.setattr(torch, "load", mock.Mock(side_effect=OSError(22, "Invalid argument")))  # of a forged archive
     (tmp_path / name).write_text(text)

@@ -1,10 +1,12 @@
-"""What ranks tell each other: values and errors reach all of them, and one sentence is said. Real gloo processes."""
+"""Values and errors of ranks reach all of them, and one error is printed; devices, versions, and each rank's GPU.
+Real gloo processes."""
 
 import importlib
 import os
 import re
 import socket
 import sys
+import types
 from functools import partial
 from unittest import mock
 
@@ -19,16 +21,20 @@ from nanochat.dist import (
     compute_init,
     driver_version,
     gather_all,
+    log_ranks,
     on_rank0,
     prepare_cuda,
     same,
     share,
     versions,
+    write_collectives,
+    write_memory,
 )
+from scripts import base_train
 from tests import training
 from tests.training import as_bytes
 
-# ---- a launch -------------------------------------------------------------------------------------------------------
+# ---- a launch --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
@@ -37,7 +43,7 @@ def base(tmp_path, monkeypatch):
 
 
 def rank_main(job, folder, argv):
-    """Do `job(rank)` as a script would, and leave its value."""
+    """Do `job(rank)` as a script would, and save its value."""
     rank = int(os.environ.get("RANK", "0"))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -52,24 +58,24 @@ def launch(folder, world_size, job):
 
 
 def values(folder, world_size, job):
-    """Of all ranks of a launch that ends well."""
+    """The values of all ranks of a launch that must succeed."""
     group, codes = launch(folder, world_size, job)
     assert codes == [0] * world_size, group.text()
     return [torch.load(folder / f"value-{rank}", weights_only=True) for rank in range(world_size)]
 
 
 def error(folder, world_size, job):
-    """The one sentence of a launch that fails; on rank 0, and nothing else anywhere."""
+    """The one error of a launch that must fail; only rank 0 prints it, and nothing else is printed."""
     group, codes = launch(folder, world_size, job)
     assert codes == [1] * world_size and not list(folder.glob("value-*")), group.text()
     assert group.text() == group.outputs[0].read_text() and group.text().count("\n") == 1, group.text()
     return group.text().removeprefix("error: ").strip()
 
 
-# ---- values ---------------------------------------------------------------------------------------------------------
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 def some_tensors():
-    """Of all dtypes, scalar and empty."""
+    """Tensors of many dtypes, a scalar and an empty one."""
     torch.manual_seed(0)
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64,
               torch.uint16, torch.float8_e4m3fn)
@@ -89,39 +95,33 @@ def all_kinds(rank):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_values_and_the_bits_of_tensors_reach_whom_they_should(tmp_path, world_size):
+def test_values_and_the_bits_of_tensors_reach_all_ranks(tmp_path, world_size):
     bits = repr(as_bytes(some_tensors()))
     for rank, value in enumerate(values(tmp_path, world_size, all_kinds)):
         assert value == {"rank0": {"from": 0, "none": None}, "agree": rank * 10,
                          "all": [(r, None) for r in range(world_size)], "bits": bits}
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 def raise_it(error):
     raise error
 
 
-def fail_on(bad, own, rank):
+def fail_on(bad, own, how, rank):
     text = f"x.bin of {rank}: missing" if own else "x.bin: missing"
-    return agree(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
+    return how(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
 
 
-@pytest.mark.parametrize(("bad", "own", "told"), [
-    ((0, 1, 2, 3), True, "x.bin of 0: missing"),
-    ((3,), True, "rank 3 on host {host}: x.bin of 3: missing"),
-    ((1, 3), False, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
+@pytest.mark.parametrize(("bad", "own", "how", "message"), [
+    ((0, 1, 2, 3), True, agree, "x.bin of 0: missing"),
+    ((3,), True, agree, "rank 3 on host {host}: x.bin of 3: missing"),
+    ((1, 3), False, agree, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
+    ((0,), False, on_rank0, "x.bin: missing"),
 ])
-def test_where_not_all_fail_the_sentence_names_rank_and_host(tmp_path, bad, own, told):
-    assert error(tmp_path, 4, partial(fail_on, bad, own)) == told.format(host=socket.gethostname())
-
-
-def of_rank0(rank):
-    on_rank0(lambda: raise_it(FileNotFoundError("x.bin: missing")))
-
-
-def test_an_error_of_rank_0_is_one_sentence_and_all_leave(tmp_path):
-    assert error(tmp_path, 2, of_rank0) == "x.bin: missing"
+def test_an_error_is_printed_once_with_rank_and_host_unless_rank_0_or_all_ranks_failed(
+        tmp_path, bad, own, how, message):
+    assert error(tmp_path, 4, partial(fail_on, bad, own, how)) == message.format(host=socket.gethostname())
 
 
 def bug_on(bad, how, rank):
@@ -129,7 +129,7 @@ def bug_on(bad, how, rank):
 
 
 @pytest.mark.parametrize(("how", "bad"), [(agree, 0), (agree, 1), (on_rank0, 0)])
-def test_a_bug_keeps_its_traceback_and_is_the_only_thing_told(tmp_path, how, bad):
+def test_a_bug_is_printed_alone_with_its_traceback(tmp_path, how, bad):
     group, codes = launch(tmp_path, 2, partial(bug_on, bad, how))
     assert codes == [1, 1] and not list(tmp_path.glob("value-*"))
     text = group.outputs[bad].read_text()
@@ -140,7 +140,7 @@ def start_differently(rank):
     same({"data_path": "/data" if rank != 2 else "/other", "seed": 42, **({"extra": 1} if rank == 2 else {})})
 
 
-def test_ranks_that_were_started_differently_are_told_where(tmp_path):
+def test_ranks_that_were_started_differently_are_named_with_the_differences(tmp_path):
     host = socket.gethostname()
     assert error(tmp_path, 4, start_differently) == (
         f"rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; extra is 1, on "
@@ -148,17 +148,16 @@ def test_ranks_that_were_started_differently_are_told_where(tmp_path):
         f"same tokenizer")
 
 
-# ---- the device -----------------------------------------------------------------------------------------------------
+# ---- the device ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monkeypatch):
-    """The environment is what torch reads when CUDA starts; on a CPU nothing is set."""
+def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(deterministic, monkeypatch):
     names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING",
              "PYTORCH_CUDA_ALLOC_CONF")
-    seen = []
+    at_first_use = []
 
     def is_available():
-        seen.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)])
+        at_first_use.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)])
         return False
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -168,20 +167,20 @@ def test_cuda_is_told_how_to_run_before_anybody_looks_for_it(deterministic, monk
             os.environ.pop(name, None)
         compute_init("cpu", deterministic=True)
         assert not any(map(os.environ.get, names))
-        seen.clear()
+        at_first_use.clear()
         try:
             with pytest.raises(ValueError, match="--device-type: got 'cuda'"):
                 compute_init("cuda", deterministic=deterministic)
         finally:
             torch.use_deterministic_algorithms(False)
     expected = [True, ":4096:8", "1", "0"] if deterministic else [False, None, None, None]
-    assert seen == [*expected, "expandable_segments:True"]
+    assert at_first_use == [*expected, "expandable_segments:True"]
     assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_products_of_float32_matrices_are_float32(device_type, monkeypatch):
-    """Regression: on a GPU they were TF32, by a switch that made PyTorch's older one raise."""
+    """Regression: on a GPU they were TF32, set by a switch that made PyTorch's older switch raise."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     torch.set_float32_matmul_precision("high")
@@ -200,17 +199,18 @@ def read_by_torch(rank):
     prepare_cuda(True)
     sys.modules.pop("torch._inductor.config", None)
     inductor = importlib.import_module("torch._inductor.config")
-    read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "PyTorch 2.11 does not tell")
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "PyTorch 2.11 has no such call")
     return inductor.deterministic and not inductor.shape_padding, read()
 
 
 def test_torch_reads_what_is_set_after_it_was_imported(tmp_path):
-    """Its allocator when it starts, Inductor when it is imported, which no run does (tests/test_base_train.py)."""
+    """The allocator reads it when it starts, Inductor when it is imported, which no run does before
+    (tests/test_base_train.py)."""
     [(deterministic, settings)] = values(tmp_path, 1, read_by_torch)
-    assert deterministic and settings in ("expandable_segments:True", "PyTorch 2.11 does not tell")
+    assert deterministic and settings in ("expandable_segments:True", "PyTorch 2.11 has no such call")
 
 
-def test_versions_name_all_that_bits_depend_on(monkeypatch, tmp_path):
+def test_versions_lists_everything_that_bits_depend_on(monkeypatch, tmp_path):
     """Regression: NCCL, the driver and the implementation of attention were missing."""
     names = ["torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention"]
     assert [*versions(torch.device("cpu"))] == names
@@ -231,7 +231,7 @@ def test_versions_name_all_that_bits_depend_on(monkeypatch, tmp_path):
 SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.95.05\\nNVIDIA H100 80GB HBM3, 580.95.05\\n'\n"
 
 
-def test_gpus_that_pytorch_does_not_see_are_an_error_and_not_a_run_on_the_cpu(tmp_path, monkeypatch):
+def test_gpus_that_pytorch_does_not_see_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -239,28 +239,68 @@ def test_gpus_that_pytorch_does_not_see_are_an_error_and_not_a_run_on_the_cpu(tm
     assert autodetect_device_type() == "cpu", "no nvidia-smi"
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    told = (rf"2 GPU\(s\), the first NVIDIA H100 80GB HBM3 with driver 580.95.05.*sees none: "
-            rf"{re.escape(torch.__version__)}, built for CUDA .*--device-type.cpu")
-    with pytest.raises(ValueError, match=told):
+    message = (rf"2 GPU\(s\), the first NVIDIA H100 80GB HBM3 with driver 580.95.05.*sees none: "
+               rf"{re.escape(torch.__version__)}, built .*; install a build that .*--device-type.cpu")
+    with pytest.raises(ValueError, match=message):
         autodetect_device_type()
-    with mock.patch.dict(os.environ), pytest.raises(ValueError, match=told):
+    with mock.patch.dict(os.environ), pytest.raises(ValueError, match=message):
         compute_init("cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert autodetect_device_type() == "cpu", "somebody hides them on purpose"
+    assert autodetect_device_type() == "cpu", "the user hides them on purpose"
 
 
-def test_a_group_is_left_unless_an_error_is_on_its_way(monkeypatch):
-    left = []
+def test_a_group_is_left_unless_an_error_is_being_raised(monkeypatch):
+    calls = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("left"))
-    with pytest.raises(ZeroDivisionError):
-        try:
-            print(1 / 0)
-        finally:
-            compute_cleanup()
-    assert not left
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("left"))
     try:
-        print("well")
-    finally:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
         compute_cleanup()
-    assert left
+    assert not calls
+    compute_cleanup()
+    assert calls
+
+
+# ---- each rank's GPU -------------------------------------------------------------------------------------------------
+
+def log_every_step():
+    base_train.RANKS_EVERY = 1
+
+
+def test_every_ranks_own_time_is_logged_at_intervals(tmp_path):
+    with training.workplace(tmp_path, **training.SMALL):
+        group = training.start(2, hook=log_every_step, num_iterations=3, save_every=0)
+        assert group.wait() == [0, 0], group.text()
+        records = training.events("ranks")
+        assert [record["step"] for record in records] == [0, 1, 2]
+        for record, step in zip(records, training.steps().values(), strict=True):
+            assert len(record["ranks"]) == 2 and all(0 < rank["own_s"] < step["step_s"] for rank in record["ranks"])
+
+
+def test_clock_and_power_are_logged_if_they_can_be_read(monkeypatch):
+    events = []
+    journal = types.SimpleNamespace(event=lambda name, **record: events.append(record["ranks"][0]))
+    run = types.SimpleNamespace(loader=types.SimpleNamespace(device=torch.device("cuda", 0)), journal=journal)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    log_ranks(run, 0.0)  # without a driver
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 650_000)
+    log_ranks(run, 0.0)
+    assert events[0].keys() == {"own_s"} and events[1]["clock_mhz"] == 1980 and events[1]["power_w"] == 650
+
+
+def test_a_failing_dump_never_hides_why_a_launch_ends(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_collectives(run_dir, 0)  # no group
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    write_collectives(run_dir, 0)  # this PyTorch has no NCCL
+    assert [*run_dir.iterdir()] == []
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    write_collectives(run_dir, 1)
+    write_collectives(run_dir / "gone", 0)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **_: {"segments": []})
+    assert "memory-rank0.pickle shows what was allocated" in write_memory(run_dir, 0)
+    assert "could not be written" in write_memory(run_dir / "gone", 0)
+    assert {path.name for path in run_dir.iterdir()} == {"nccl-rank1.pickle", "memory-rank0.pickle"}

@@ -1,5 +1,5 @@
-"""How a run ends, where it stands, who owns it: reasons to stop are honoured at the next look, what is told is read,
-life and death are told apart, and one launch at most owns a run."""
+"""Stopping, the run's state, and its owner: a run stops at the next check, its state can be read, dead runs are
+recognized, and at most one launch owns a run."""
 
 import errno
 import fcntl
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat import lifecycle
@@ -42,47 +42,47 @@ from nanochat.lifecycle import (
     request_stop,
 )
 from nanochat.run_dir import set_aside
-from tests.training import PATIENCE_S, wait_for
+from tests.training import PATIENCE_S, fingerprint, wait_for
 
 ROOT = Path(__file__).parents[1]
 
 
-def python(code, *arguments):
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def python(code, *arguments, before=()):
+    return subprocess.Popen([*before, sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-# ---- signals ----------------------------------------------------------------------------------------
+# ---- signals ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_and_told_and_the_first_one_is_the_reason(number, capfd):
+def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd):
     with StopWatch() as stop:
-        assert stop.wanted() == stop.asked() == ""
+        assert stop.check() == stop.requested() == ""
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert [stop.asked(), stop.wanted(), stop.wanted()] == [number.name] * 3
-    told = capfd.readouterr().err
-    assert told.startswith(f"\n{number.name}: finishing the step, then saving") and told.count("saving") == 1
+        assert [stop.requested(), stop.check(), stop.check()] == [number.name] * 3
+    err = capfd.readouterr().err
+    assert err.startswith(f"\n{number.name}: finishing the step, then saving") and err.count("finishing") == 1
 
 
-def test_previous_handlers_are_back_afterwards_even_after_an_error():
-    heard = []
-    before = {number: signal.signal(number, lambda n, frame: heard.append(n)) for number in SIGNALS}
+def test_previous_handlers_return_even_after_an_error():
+    received = []
+    before = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in SIGNALS}
     try:
         with pytest.raises(RuntimeError):
             with StopWatch() as stop:
                 os.kill(os.getpid(), signal.SIGUSR1)
                 raise RuntimeError
-        assert stop.wanted() == "SIGUSR1" and heard == []
+        assert stop.check() == "SIGUSR1" and received == []
         for number in SIGNALS:
             os.kill(os.getpid(), number)
-        assert sorted(heard) == sorted(SIGNALS)
+        assert sorted(received) == sorted(SIGNALS)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def test_entered_in_another_thread_it_leaves_signals_alone():
+def test_in_another_thread_a_stopwatch_leaves_signals_alone():
     def handler_inside():
         with StopWatch():
             return signal.getsignal(signal.SIGUSR1)
@@ -96,111 +96,105 @@ def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
     monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(lifecycle.os, "_exit", ended.append)
     with StopWatch():
-        for number, after_s in ((signal.SIGINT, 0.0), (signal.SIGINT, 0.2),  # the same Ctrl-C, on a second way
+        for number, after_s in ((signal.SIGINT, 0.0), (signal.SIGINT, 0.2),  # the same Ctrl-C, delivered twice
                                 (signal.SIGTERM, 1.5)):
             now[0] = 100.0 + after_s
             os.kill(os.getpid(), number)
             assert ended == []
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == [130]
-    told = capfd.readouterr().err
-    assert "Ctrl-C again after a second: ends at once, unsaved" in told  # within it, it is the same
-    assert told.count("finishing the step") == 1 and told.endswith("\nsecond SIGINT: ended at once, nothing saved\n")
+    err = capfd.readouterr().err
+    assert "; press Ctrl-C again after a second to exit at once without saving\n" in err
+    assert err.count("finishing the step") == 1 and err.endswith("\nsecond SIGINT: exiting at once without saving\n")
 
 
-# ---- walltime and the flag file ---------------------------------------------------------------------
+# ---- walltime and the flag file --------------------------------------------------------------------------------------
 
-def test_the_first_limit_that_is_set_counts_and_a_wall_clock_that_jumps_moves_nothing(monkeypatch):
-    env = {"SLURM_JOB_END_TIME": "5000", "NANOCHAT_MAX_RUNTIME": "70"}
+def test_the_first_limit_that_is_set_counts_and_a_jump_of_the_wall_clock_moves_nothing(monkeypatch, caplog):
+    env = {"SLURM_JOB_END_TIME": "5000", "NANOCHAT_MAX_RUNTIME": "70", "GPT_SIMPLE_MAX_RUNTIME": "60"}
     monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
     monkeypatch.setattr(lifecycle.time, "monotonic", lambda: 130.0)
     assert deadline(60, env, 100.0) == 160.0
-    assert deadline(-1, {"NANOCHAT_MAX_RUNTIME": "70"}, 100.0) == 170.0
-    assert deadline(-1, {}, 100.0) is None
+    assert deadline(-1, {**env, "SLURM_JOB_END_TIME": ""}, 100.0) == 170.0
     assert deadline(-1, env, 100.0) == 1130.0
+    assert not caplog.text and deadline(-1, {"GPT_SIMPLE_MAX_RUNTIME": "60"}, 100.0) is None
+    assert "GPT_SIMPLE_MAX_RUNTIME is ignored; set NANOCHAT_MAX_RUNTIME" in caplog.text
     stop = StopWatch(deadline(-1, env, 100.0), reserve_s=10)
     monkeypatch.setattr(lifecycle.time, "time", lambda: 1e12)
-    assert stop.wanted(131.0) == ""
-    assert stop.wanted(1125.0).startswith("walltime")
+    assert stop.check(131.0) == ""
+    assert stop.check(1125.0).startswith("walltime")
 
 
-@pytest.mark.parametrize("answer, env, at, told", [
+@pytest.mark.parametrize("answer, env, end, message", [
     ("echo 5000", {}, 1130.0, "walltime: 16 min 40 s left (SLURM_JOB_END_TIME)"),
     ("echo 5000", {"RANK": "1"}, None, ""), ("echo 5000", {"SLURM_JOB_END_TIME": "4500"}, 630.0, "8 min 20 s left"),
-    ("echo N/A", {}, None, "did not tell when job 17 ends"), ("exit 1", {}, None, "did not tell"),
-    ("sleep 9", {}, None, "timed out"), ("echo x", {}, None, "did not tell"),
+    ("echo N/A", {}, None, "did not report when job 17 ends"), ("exit 1", {}, None, "did not report"),
+    ("sleep 9", {}, None, "timed out"), ("echo x", {}, None, "did not report"),
     ("", {"SLURM_JOB_ID": ""}, None, "")])
-def test_a_slurm_that_does_not_tell_its_jobs_their_end_is_asked_once_by_rank_0(
-        tmp_path, monkeypatch, caplog, answer, env, at, told):
-    squeue = tmp_path / "squeue"
-    squeue.write_text(f'#!/bin/sh\necho "$SLURM_TIME_FORMAT $@" >>{tmp_path}/asked\n{answer}\n')
+def test_rank_0_asks_squeue_once_if_slurm_does_not_set_the_end_of_the_job(
+        tmp_path, monkeypatch, caplog, answer, env, end, message):
+    squeue, calls = tmp_path / "squeue", tmp_path / "calls"
+    squeue.write_text(f'#!/bin/sh\necho "$SLURM_TIME_FORMAT $@" >>{calls}\n{answer}\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(lifecycle, "SQUEUE_S", 0.3 if "sleep" in answer else 30)
     monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
     monkeypatch.setattr(lifecycle.time, "monotonic", lambda: 130.0)
     with caplog.at_level("INFO"):
-        found = deadline(-1, {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", **env}, 100.0)
-    assert found == at and told in caplog.text
-    asked = (tmp_path / "asked").read_text().split() if (tmp_path / "asked").exists() else None
-    assert asked == (None if env else ["%s", "--noheader", "--format=%e", "--jobs=17"])
+        assert deadline(-1, {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "17", **env}, 100.0) == end
+    assert message in caplog.text
+    assert (calls.read_text().split() if calls.exists() else None) == (
+        None if env else ["%s", "--noheader", "--format=%e", "--jobs=17"])
 
 
-@pytest.mark.parametrize("env, warned", [
-    ({"GPT_SIMPLE_MAX_RUNTIME": "70"}, True), ({"GPT_SIMPLE_MAX_RUNTIME": "70", "NANOCHAT_MAX_RUNTIME": "70"}, False)])
-def test_gpt_simples_walltime_variable_is_a_warning_that_names_ours(env, warned, caplog):
-    assert (deadline(-1, env, 100.0) is None) == warned
-    assert ("GPT_SIMPLE_MAX_RUNTIME is set and not used; set NANOCHAT_MAX_RUNTIME" in caplog.text) == warned
-
-
-@pytest.mark.parametrize("seconds, env, told", [
+@pytest.mark.parametrize("seconds, env, message", [
     *((seconds, {}, "--max-runtime-seconds") for seconds in (0, -2, float("nan"), float("inf"))),
     (-1, {"NANOCHAT_MAX_RUNTIME": "1h"}, "NANOCHAT_MAX_RUNTIME: got '1h'"),
     (-1, {"SLURM_JOB_END_TIME": "soon"}, "SLURM_JOB_END"),
     (-1, {"SLURM_JOB_END_TIME": "10"}, "SLURM_JOB_END_TIME: got '10', expected the unix time")])
-def test_a_limit_that_is_none_is_refused_by_name(seconds, env, told):
-    with pytest.raises(ValueError, match=told):
+def test_a_bad_limit_is_refused_by_name(seconds, env, message):
+    with pytest.raises(ValueError, match=message):
         deadline(seconds, env, 0.0)
 
 
-@pytest.mark.parametrize("reserve_s, save_s, noted, looks, stops_at, left", [
+@pytest.mark.parametrize("reserve_s, save_s, work, checks, stops_at, left", [
     (100, 0, {}, [0, 10], 880, 120),  # a step of 870 s
     (100, 0, {}, [860, 875, 885], 885.5, 114),  # 885 + 15 + 100 = 1000: just fits
     (0, 200, {}, [0, 10, *range(20, 690, 10)], 692, 308),  # 1.5 of a save
     (100, 0, {290: 300}, [290, 591], 599, 401),  # an evaluation of 300 s between steps of 1 and of 8 s
     (100, 0, {200: 100, 310: 150}, [190, 200, 310, 470, *range(480, 640, 10)], 645, 355),  # two may meet
-    (0, 0, {}, [0, 400, *range(401, 997)], 997, 3)])  # a step of 400 s, as one that compiles, is forgotten
-def test_it_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_of_each_look_still_fit(
-        reserve_s, save_s, noted, looks, stops_at, left):
+    (0, 0, {}, [0, 400, *range(401, 997)], 997, 3)])  # one old step of 400 s, which compiled, does not count
+def test_a_run_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_work_of_each_kind_still_fit(
+        reserve_s, save_s, work, checks, stops_at, left):
     stop = StopWatch(1000.0, reserve_s=reserve_s)
     for seconds in (1, save_s, 2):
         stop.note_save(seconds)
-    for now in looks:
-        assert stop.wanted(now) == ""
-        if now in noted:
-            stop.note(f"look {noted[now]}", noted[now])
-            stop.note(f"look {noted[now]}", 1)
-    assert stop.wanted(stops_at) == stop.wanted(stops_at) == f"walltime: {left} s left"
+    for now in checks:
+        assert stop.check(now) == ""
+        if now in work:
+            stop.note(f"work {work[now]}", work[now])
+            stop.note(f"work {work[now]}", 1)
+    assert stop.check(stops_at) == stop.check(stops_at) == f"walltime: {left} s left"
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0.5, 50), min_size=1, max_size=60), st.floats(0, 100), st.floats(0, 40))
-def test_whatever_the_steps_the_save_fits_if_no_step_is_longer_than_those_before(steps, reserve_s, save_s):
+def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, reserve_s, save_s):
     steps = sorted(steps, reverse=True)
     stop = StopWatch(500.0, reserve_s=reserve_s)
     stop.note_save(save_s)
-    now, looks = 0.0, 0
-    stop.wanted(now)
-    while not stop.wanted(now) and now < 1000:
-        now += steps[min(looks, len(steps) - 1)]
-        looks += 1
-    assert stop.wanted().startswith("walltime")
-    if looks > 1:  # the first step is longer than anything known before
+    now, checks = 0.0, 0
+    stop.check(now)
+    while not stop.check(now) and now < 1000:
+        now += steps[min(checks, len(steps) - 1)]
+        checks += 1
+    assert stop.check().startswith("walltime")
+    if checks > 1:  # the first step is longer than anything before it
         assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
 
 
 def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
-    """Regression: a launch deleted the flag when it claimed its run, so an earlier request was lost."""
+    """Regression: a launch deleted the flag when it claimed its run, and so lost an earlier request."""
     read, write = os.pipe()
     before = time.time()
     if (child := os.fork()) == 0:
@@ -215,20 +209,20 @@ def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
     for age_s, reason in ((10, ""), (-1e6, "asked by scripts.stop")):
         request_stop(tmp_path)  # before the launch has claimed the run
         os.utime(flag, (stop._since - age_s, stop._since - age_s))
-        assert stop.asked() == ""
+        assert stop.requested() == ""
         stop.check_flag(tmp_path)
-        assert stop.wanted() == stop.asked() == reason and flag.exists() == bool(reason)
+        assert stop.check() == stop.requested() == reason and flag.exists() == bool(reason)
     with StopWatch():
         pass
     late = StopWatch()
     late.check_flag(tmp_path)
-    assert late.asked() == "" and not flag.exists(), "a later launch in the same process"
-    flag.touch()  # by hand
+    assert late.requested() == "" and not flag.exists(), "a later launch in the same process"
+    flag.touch()
     # the kernel dates a new file a few milliseconds back
     os.utime(flag, (time.time(), time.time()))
-    assert late.asked() == ""
+    assert late.requested() == ""
     late.check_flag(tmp_path)
-    assert late.asked() == "asked by scripts.stop"
+    assert late.requested() == "asked by scripts.stop"
 
 
 def test_reasons_of_all_ranks_become_one_text():
@@ -238,55 +232,55 @@ def test_reasons_of_all_ranks_become_one_text():
     assert join_reasons(["walltime: 118 s left", "walltime: 117 s left"]) == "walltime: 118 s left"
 
 
-# ---- the state --------------------------------------------------------------------------------------
+# ---- the state -------------------------------------------------------------------------------------------------------
 
-def told(run_dir, **news):
-    """Whether the state on disk says so."""
+def on_disk(run_dir, **values):
+    """Whether the state on disk has these values."""
     state = read_state(run_dir)
-    return all(state[name] == value for name, value in news.items())
+    return all(state[name] == value for name, value in values.items())
 
 
-def test_news_is_read_once_it_is_written_and_the_heartbeat_is_written_without_news(tmp_path, monkeypatch):
+def test_changes_are_written_once_and_the_heartbeat_without_changes(tmp_path, monkeypatch):
     assert read_state(tmp_path) is None
     writes, replace = [], lifecycle._replace
     monkeypatch.setattr(lifecycle, "_replace", lambda path, value: (writes.append(path), replace(path, value)))
     with RunState(acquire(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2") as state:
         first = read_state(tmp_path)
-        assert first["ranks"] == [identify()] and first["world_size"] == 1
-        assert told(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2", val_bpb=None)
+        assert on_disk(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2",
+                       val_bpb=None, ranks=[identify()], world_size=1)
         for step in range(1000):
             state.update(status="running", step=step, loss=float("nan"), val_bpb=1.5)
-        assert told(tmp_path, status="starting") and state.refresh() == state.refresh() == ""
-        assert told(tmp_path, status="running", step=999, loss=None, val_bpb=1.5) and len(writes) == 2
+        assert on_disk(tmp_path, status="starting") and state.refresh() == state.refresh() == ""
+        assert on_disk(tmp_path, status="running", step=999, loss=None, val_bpb=1.5) and len(writes) == 2
         assert liveness(tmp_path, read_state(tmp_path)) == "alive" and exit_code(tmp_path, read_state(tmp_path)) == 20
         monkeypatch.setattr(lifecycle, "HEARTBEAT_S", 0.0)
         state.refresh()
         assert len(writes) == 3 and read_state(tmp_path)["heartbeat"] > first["heartbeat"]
         state.close("completed")
-    assert told(tmp_path, status="completed") and exit_code(tmp_path, read_state(tmp_path)) == 0
+    assert on_disk(tmp_path, status="completed") and exit_code(tmp_path, read_state(tmp_path)) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([STATE_NAME, OWNER_NAME])
 
 
-@pytest.mark.parametrize("said, error, reason, code", [
+@pytest.mark.parametrize("status, error, reason, code", [
     ("", ValueError("disk ate it"), "disk ate it", 1), ("", KeyError("x"), "KeyError: 'x'", 1),
     ("", KeyboardInterrupt(), "KeyboardInterrupt: ", 1), ("", None, "ended without a status", 1),
     ("halted", ValueError("later"), "bucket x ran dry", 3)])
-def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_path, said, error, reason, code):
+def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_path, status, error, reason, code):
     try:
         with RunState(acquire(tmp_path), [identify()], status="running") as state:
-            if said:
-                state.close(said, reason)
+            if status:
+                state.close(status, reason)
                 state.update(status="running", step=5)
             if error is not None:
                 raise error
     except BaseException as e:
         assert e is error
-    assert told(tmp_path, status=said or "failed", reason=reason)
+    assert on_disk(tmp_path, status=status or "failed", reason=reason)
     assert exit_code(tmp_path, read_state(tmp_path)) == code
-    acquire(tmp_path)  # it was given up
+    acquire(tmp_path)  # the run is free
 
 
-def test_a_disk_that_hangs_delays_the_end_by_seconds_and_one_that_is_full_ends_nothing(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(lifecycle, "CLOSE_S", 0.3)
     monkeypatch.setattr(lifecycle, "HEARTBEAT_S", 0.0)
     replace, over = lifecycle._replace, threading.Event()
@@ -297,11 +291,11 @@ def test_a_disk_that_hangs_delays_the_end_by_seconds_and_one_that_is_full_ends_n
         monkeypatch.setattr(lifecycle, "_replace", lambda *args: (over.wait(PATIENCE_S), replace(*args)))
         began = time.monotonic()
         state.close("stopped", "a hang")
-        assert time.monotonic() - began < PATIENCE_S and told(tmp_path, status="running")
+        assert time.monotonic() - began < PATIENCE_S and on_disk(tmp_path, status="running")
         with pytest.raises(ValueError, match="another launch owns this run"):
             acquire(tmp_path)  # it may still write
         over.set()
-        wait_for(lambda: told(tmp_path, status="stopped"))
+        wait_for(lambda: on_disk(tmp_path, status="stopped"))
     wait_for(lambda: not lifecycle._last_owner(tmp_path)[1])
 
 
@@ -318,10 +312,10 @@ def whole_state(run_dir):
     return json.loads((run_dir / STATE_NAME).read_text())
 
 
-def test_a_corrupt_state_is_named_and_no_dead_end(tmp_path):
+def test_a_corrupt_state_is_named_and_the_next_launch_replaces_it(tmp_path):
     """Regression: times such as 1e300 and NaN ended scripts.status with a traceback."""
     whole = whole_state(tmp_path)
-    for change, said in (
+    for change, message in (
             ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ({"format_version": 2}, "this version"),
             ({"status": "odd"}, "this version"), ({"ranks": []}, "this version"),
             ({"ranks": [1]}, r"ranks\[0\]: expected an object"), ({"heartbeat": None}, "heartbeat: expected a number"),
@@ -332,14 +326,14 @@ def test_a_corrupt_state_is_named_and_no_dead_end(tmp_path):
             ({"step": 10**400}, "step: got 1000")):
         text = change if isinstance(change, str) else json.dumps({**whole, **change})
         (tmp_path / STATE_NAME).write_text(text)
-        with pytest.raises(ValueError, match=rf"{STATE_NAME}: .*{said}"):
+        with pytest.raises(ValueError, match=rf"{STATE_NAME}: .*{message}"):
             read_state(tmp_path)
     with RunState(acquire(tmp_path), [identify()]):
-        assert told(tmp_path, status="starting")
+        assert on_disk(tmp_path, status="starting")
 
 
 def irregular(path, kind):
-    """Put something into the place of a file, with the file behind a link."""
+    """Replace a file by a folder, a FIFO or a link to `precious`."""
     path.unlink(missing_ok=True)
     if kind == "folder":
         path.mkdir()
@@ -351,7 +345,7 @@ def irregular(path, kind):
 
 @pytest.mark.parametrize("kind", ["folder", "FIFO", "link"])
 def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_followed(tmp_path, kind, caplog):
-    """Regression: the state was written through a link under its temporary name; a FIFO was waited for."""
+    """Regression: the state was written through a link under its temporary name; a FIFO made a launch hang."""
     for name, read in ((STATE_NAME, read_state), (OWNER_NAME, acquire), (FLAG_NAME, request_stop)):
         run_dir = tmp_path / name
         whole_state(run_dir)
@@ -369,19 +363,19 @@ def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_follow
     assert (read_state(run_dir) is None and "cannot be written" in caplog.text) == (kind == "folder")
 
 
-# ---- life and death ---------------------------------------------------------------------------------
+# ---- living and dead processes ---------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def dead_process():
-    """What `identify` said in a process that is gone, and needed no PyTorch for it."""
+    """The values of `identify` in a process that has ended, and did not import PyTorch."""
     process = python("import json, sys; from nanochat.lifecycle import identify; print(json.dumps(identify()))\n"
                      "assert 'torch' not in sys.modules")
-    said = json.loads(process.communicate(timeout=PATIENCE_S)[0])
-    assert said["pid"] == process.pid and process.returncode == 0
-    return said
+    values = json.loads(process.communicate(timeout=PATIENCE_S)[0])
+    assert values["pid"] == process.pid and process.returncode == 0
+    return values
 
 
-def test_a_process_is_known_by_its_start_whatever_its_name(tmp_path):
+def test_a_process_is_recognized_by_its_start_whatever_its_name(tmp_path):
     odd = tmp_path / "a) Z 1 2"
     odd.symlink_to("/bin/sleep")
     me = process_start(os.getpid())
@@ -396,7 +390,7 @@ def test_a_process_is_known_by_its_start_whatever_its_name(tmp_path):
     assert process_start(child.pid) is None
 
 
-def test_a_process_is_alive_here_only_if_its_record_can_be_believed(dead_process, monkeypatch):
+def test_a_process_is_alive_here_only_if_its_record_is_not_forged(dead_process, monkeypatch):
     me = identify()
     assert is_alive_here(me) and not is_alive_here(dead_process)
     for forged in ({"pid": -1}, {"pid": 0}, {"pid": -os.getpid()}, {"start": None}, {"start": "1"}, {"host": "b"}):
@@ -417,26 +411,26 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
     me, owner = identify(), acquire(tmp_path)
     elsewhere, forged = {**me, "host": "node7"}, {**me, "pid": -1, "start": None}
 
-    def known(process, age):
+    def judged(process, age):
         state = state_with(process, age=age)
         assert exit_code(tmp_path, state) == {"alive": 20, "dead": 1}[liveness(tmp_path, state)]
         return liveness(tmp_path, state)
 
-    assert {known(process, age) for process in (me, elsewhere, forged) for age in (0, 5e3, -5e3)} == {"alive"}
+    assert {judged(process, age) for process in (me, elsewhere, forged) for age in (0, 5e3, -5e3)} == {"alive"}
     assert liveness(tmp_path, state_with(me, status="halted")) == "ended"
     owner.release()
-    assert {known(process, age) for process in (me, forged) for age in (0, 5e3, -5e3)} == {"dead"}
+    assert {judged(process, age) for process in (me, forged) for age in (0, 5e3, -5e3)} == {"dead"}
     by_age = [(0, "alive"), (59, "alive"), (61, "dead"), (-59, "alive"), (-61, "dead")]  # the far future is not young
-    assert [(age, known(elsewhere, age)) for age, _ in by_age] == by_age
+    assert [(age, judged(elsewhere, age)) for age, _ in by_age] == by_age
     without_locks(monkeypatch)
     for process, living in ((me, True), (elsewhere, False), (forged, False)):
         for age, word in by_age:
             state = {**whole_state(tmp_path / "other"), **state_with(process, age=age)}
             lifecycle._replace(tmp_path / STATE_NAME, state)
-            assert known(process, age) == ("alive" if living else word)
+            assert judged(process, age) == ("alive" if living else word)
 
 
-# ---- one owner --------------------------------------------------------------------------------------
+# ---- one owner -------------------------------------------------------------------------------------------------------
 
 LAUNCH = """
 import sys
@@ -452,8 +446,7 @@ with lifecycle.RunState(lifecycle.acquire(run_dir), me, status="running") as sta
 
 
 def launch(run_dir, *before):
-    process = subprocess.Popen([*before, sys.executable, "-c", LAUNCH, str(run_dir)], cwd=ROOT, text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = python(LAUNCH, run_dir, before=before)
     assert process.stdout.readline() == "ready\n", process.communicate()
     return process
 
@@ -469,7 +462,7 @@ def record(**changed):
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"launch": 1}', record(pid=-1, start=None),
                                     record(since="\033[2J"), record(), "\xff\x00"], ids=range(9))
-def test_what_a_record_says_neither_locks_a_run_nor_lets_two_in(tmp_path, damage):
+def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches(tmp_path, damage):
     path = tmp_path / OWNER_NAME
     path.write_text(damage, encoding="latin-1")
     owner = acquire(tmp_path)
@@ -489,7 +482,7 @@ from nanochat.lifecycle import acquire
 print("ready", flush=True)
 began, owners = float(sys.stdin.readline()), []
 for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
-    time.sleep(max(0, began + i / 40 - time.time()))  # one that runs alone for a while waits for the others
+    time.sleep(max(0, began + i / 40 - time.time()))  # one that is ahead waits for the others
     try:
         owners.append(acquire(run_dir))
         print(run_dir.name, flush=True)
@@ -501,8 +494,8 @@ assert [owner.lost() for owner in owners] == [""] * len(owners)
 """
 
 
-def test_of_many_launches_at_the_same_time_one_wins(tmp_path, dead_process):
-    """Of a run that nobody had, and of one whose owner is gone."""
+def test_one_of_many_simultaneous_launches_wins(tmp_path, dead_process):
+    """Half of the runs are new; the owner of the others has ended."""
     rounds = [tmp_path / f"{i:02d}" for i in range(60)]
     for run_dir in rounds:
         run_dir.mkdir()
@@ -525,37 +518,46 @@ def test_of_many_launches_at_the_same_time_one_wins(tmp_path, dead_process):
     assert sum(bool(won) for won in wins) > 1, "no race happened"
 
 
-ACTIONS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(
-    ["inspect", "claim", "die", "end", "set aside", "remove"])), max_size=40)
+ACTIONS = ["inspect", "claim", "end", "set aside", "remove"]
+LATE_CLAIMS = [  # launch 0 is delayed between inspection and claim, while launch 1 ends, restarts or removes the run
+    [(1, "inspect"), (1, "claim"), (1, "end"), (0, "inspect"), (1, "inspect"), (1, "claim"), (1, last), (2, "inspect"),
+     (2, "claim"), (2, "end"), (0, "claim")] for last in ("end", "set aside")] + [
+    [(1, "inspect"), (1, "claim"), (1, "end"), (0, "inspect"), (1, "remove"), (0, "claim")]]
 
 
 @settings(deadline=None)
-@given(ACTIONS)
-def test_however_inspections_claims_and_ends_interleave_nobody_owns_another_run_than_it_inspected(actions):
-    """Also where runs are set aside or removed in between. `versions` counts the owners of the run that is there."""
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(ACTIONS)), max_size=40))
+@example(LATE_CLAIMS[0])
+@example(LATE_CLAIMS[1])
+@example(LATE_CLAIMS[2])
+def test_however_launches_interleave_an_owner_has_the_run_that_it_inspected(actions):
+    """Even if the run is moved aside or removed in between. `version`: number of the current run's last owner."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(lifecycle, "LOCK_TRIES", 1)
         patch.setattr(lifecycle, "LOCK_TRY_S", 0.0)
         run_dir, inspected, owners, version, versions = Path(folder) / "run", {}, {}, 0, 0
         for actor, action in actions:
-            there = [owner for owner in owners.values() if not owner.lost()]
+            current = [owner for owner in owners.values() if not owner.lost()]
             if action == "inspect" and actor not in owners:
                 try:
                     inspected[actor] = check_free(run_dir), version
-                    assert not there
+                    assert not current
                 except ValueError:
                     inspected.pop(actor, None)
-                    assert there
+                    assert current
             elif action == "claim" and actor in inspected:
-                record, seen = inspected.pop(actor)
+                record, inspected_version = inspected.pop(actor)
+                before = fingerprint(run_dir)
                 try:
                     owners[actor] = claim(run_dir, record)
-                    assert not there and seen == version
+                    assert not current and inspected_version == version
                     versions += 1
                     version = versions
                 except ValueError as e:
-                    assert there or seen != version, e
-            elif action in ("die", "end") and actor in owners:
+                    assert current or (inspected_version != version
+                                       and "owned this run a moment ago; start the command again" in str(e)), e
+                    assert fingerprint(run_dir) == before and run_dir.exists() == bool(before)
+            elif action == "end" and actor in owners:
                 owners.pop(actor).release()
             elif action == "set aside" and actor in owners and not owners[actor].lost():
                 set_aside(run_dir)
@@ -570,26 +572,6 @@ def test_however_inspections_claims_and_ends_interleave_nobody_owns_another_run_
         acquire(run_dir).release()
 
 
-def test_a_launch_that_was_delayed_between_inspection_and_claim_gets_nothing(tmp_path):
-    """Also where the run was begun again in the meantime by --resume=scratch --force."""
-    run_dir = tmp_path / "run"
-    for begin_again in (False, True):
-        late = check_free(run_dir)
-        whole_state(run_dir)
-        if begin_again:
-            set_aside(run_dir)
-            whole_state(run_dir)
-        before = (run_dir / OWNER_NAME).read_bytes()
-        with pytest.raises(ValueError, match="owned this run a moment ago; start the command again"):
-            claim(run_dir, late)
-        assert (run_dir / OWNER_NAME).read_bytes() == before
-    late = check_free(run_dir)
-    shutil.rmtree(run_dir)
-    with pytest.raises(ValueError, match="a moment ago"):
-        claim(run_dir, late)
-    assert not run_dir.exists()
-
-
 def test_an_inspection_at_the_same_moment_does_not_refuse_a_launch(tmp_path):
     late = check_free(tmp_path)
     (tmp_path / OWNER_NAME).touch()
@@ -600,7 +582,7 @@ def test_an_inspection_at_the_same_moment_does_not_refuse_a_launch(tmp_path):
 
 
 def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
-    """Neither a forked child nor a program that it started keeps the run."""
+    """Neither a forked child nor a program that the owner started keeps the run."""
     owner = acquire(tmp_path)
     program = subprocess.Popen(["sleep", "1000"], close_fds=False)
     read, write = os.pipe()
@@ -622,9 +604,9 @@ def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
 
 @pytest.mark.parametrize("before", [[], ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh",
                                          "-c", 'hostname node7; exec "$@"', "sh"]], ids=["here", "container"])
-def test_an_owner_that_is_stopped_keeps_its_run_and_is_named_whatever_its_host_name_and_namespace(tmp_path, before):
+def test_a_stopped_owner_keeps_its_run_and_is_named_even_in_another_namespace(tmp_path, before):
     if before and subprocess.run([*before, "true"], capture_output=True).returncode:
-        pytest.skip("no rights to make namespaces")
+        pytest.skip("this user may not create namespaces")
     run_dir = tmp_path / "run"
     first = launch(run_dir, *before)
     try:
@@ -648,7 +630,7 @@ def test_an_owner_that_is_stopped_keeps_its_run_and_is_named_whatever_its_host_n
 
 @pytest.mark.parametrize("age, changed, free", [
     (0, {}, False), (59, {}, False), (61, {}, True), (-61, {}, True), (0, {"status": "stopped"}, True)])
-def test_without_locks_a_young_heartbeat_owns_a_run_and_of_two_owners_the_first_ends(
+def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_exits(
         tmp_path, monkeypatch, age, changed, free):
     state = {**whole_state(tmp_path), "status": "running", "ranks": [{**identify(), "host": "node7"}]}
     lifecycle._replace(tmp_path / STATE_NAME, {**state, "heartbeat": time.time() - age, **changed})
@@ -666,7 +648,7 @@ def test_without_locks_a_young_heartbeat_owns_a_run_and_of_two_owners_the_first_
 
 @pytest.mark.parametrize("removed", ["record", "run directory"])
 @pytest.mark.parametrize("successor", [False, True])
-def test_an_owner_whose_file_is_gone_or_anothers_ends_at_its_next_look(tmp_path, removed, successor):
+def test_an_owner_whose_file_was_removed_or_replaced_exits_at_its_next_check(tmp_path, removed, successor):
     def files():
         return {p: p.read_bytes() for p in run_dir.glob(".*") if not p.name.startswith(STATE_NAME)}
 
@@ -678,22 +660,22 @@ def test_an_owner_whose_file_is_gone_or_anothers_ends_at_its_next_look(tmp_path,
     else:
         shutil.rmtree(run_dir)
     new = claim(run_dir, b"") if successor else None
-    before, there = files(), run_dir.exists()
+    before, exists = files(), run_dir.exists()
     first.send_signal(signal.SIGCONT)
     assert first.wait(PATIENCE_S) == 1
     assert first.stderr.read() == (
-        f"error: {run_dir}: this launch no longer owns the run: its files were removed, or another launch took it "
-        f"over; it ends at once\n")
-    assert files() == before and run_dir.exists() == there and (new is None or new.lost() == "")
+        f"error: {run_dir}: this launch no longer owns the run, because its files were removed or another launch took "
+        f"it over; exiting at once\n")
+    assert files() == before and run_dir.exists() == exists and (new is None or new.lost() == "")
 
 
-def test_an_error_in_looking_ends_nothing(tmp_path, monkeypatch):
+def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):
     owner = acquire(tmp_path)
     monkeypatch.setattr(lifecycle, "open_regular", raiser(OSError(errno.EIO, "Input/output error")))
     assert owner.lost() == ""
 
 
-def test_a_run_that_ends_after_it_was_removed_leaves_the_place_alone(tmp_path):
+def test_a_run_that_ends_after_it_was_removed_does_not_touch_its_successor(tmp_path):
     run_dir = tmp_path / "run"
     with RunState(acquire(run_dir), [identify()]) as state:
         shutil.rmtree(run_dir)

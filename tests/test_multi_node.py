@@ -1,7 +1,7 @@
-"""A launch over two machines: what each must have, whose directory counts, and how it ends when one of them fails.
+"""A launch over two machines: what each one needs, whose run directory counts, and how the launch ends if one fails.
 
-The two machines are two base directories. Where it matters two real torchruns meet over the loopback; else the
-processes are started as torchrun would on two machines with one process each.
+The two machines are two base directories. One test runs two real torchruns over the loopback; the others start the
+processes as torchrun does on two machines with one process each.
 """
 
 import multiprocessing
@@ -27,29 +27,28 @@ from tests import training
 from tests.training import digests, final, state, state_of
 
 HOST = socket.gethostname()
-LONG = {"num_iterations": 60, "save_every": -1}  # long enough to be signalled from outside
+LONG = {"num_iterations": 60, "save_every": -1}  # long enough for a signal from outside
 SHORT = {"num_iterations": 12, "save_every": 4}
-QUICK = {"collective_timeout_seconds": 10}  # a watchdog that looks twice a second
 BAD_STEP = 6
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path):
-    """The first machine's base directory, with the data and the tokenizer that both can read."""
+    """The first machine's base directory, with data and tokenizer for both."""
     with training.workplace(tmp_path / "node0", **training.SMALL) as path:
         yield path
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Not interrupted, and on one process, which comes to the same bits."""
+    """Uninterrupted runs on one process, which give the same bits."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         training.succeed(model_tag="short", leaves=2, **SHORT)
         training.succeed(model_tag="long", leaves=2, **LONG)
         return {"short": state_of(final("short")), "long": state_of(final("long")), "digests": digests("long")}
 
 
-# ---- two machines ---------------------------------------------------------------------------------------------------
+# ---- two machines ----------------------------------------------------------------------------------------------------
 
 def free_port():
     with socket.socket() as s:
@@ -63,30 +62,29 @@ def other(workplace):
 
 
 def paths(workplace):
-    """The flags that make both machines read the same files."""
+    """Flags that make both machines read the same files."""
     return {"data_path": workplace / "data", "tokenizer": workplace / "tokenizer"}
 
 
 def start(*bases, hook=None, own=None, **changed):
-    """The job on as many machines, one process each. `hook`: called in each; `own`: flags of the second machine."""
+    """Start the job with one process per machine. `hook`: called in each; `own`: flags of the second machine."""
     argvs = [training.flags(**{**changed, **(own or {} if rank else {})}) for rank in range(len(bases))]
     return training.launch(base_train.main, argvs, [{"NANOCHAT_BASE_DIR": str(base), "LOCAL_RANK": "0"}
                                                     for base in bases], hook)
 
 
 def error_of(group):
-    """The one sentence of a launch that ends with exit code 1 on all ranks, without a traceback."""
+    """The one error of a launch that must end with exit code 1 on all ranks, without a traceback."""
     assert group.wait() == [1] * len(group.processes), group.text()
     text = group.text()
     assert text.count("error: ") == 1 and "Traceback" not in text, text
     return next(line for line in text.splitlines() if "error: " in line).partition("error: ")[2]
 
 
-# ---- torchrun -------------------------------------------------------------------------------------------------------
+# ---- torchrun --------------------------------------------------------------------------------------------------------
 
 class Forked:
-    """What a torchrun starts, as `subprocess.Popen` would, but forked as all processes here are: one that imports torch
-    takes seconds."""
+    """Stands for `subprocess.Popen` in torchrun, but forks as all processes here do: importing torch takes seconds."""
 
     def __init__(self, args, env, output):
         argv = list(args[args.index("scripts.base_train") + 1:])
@@ -109,15 +107,15 @@ def worker(argv, env, output):
 
 
 def fork_what_torchrun_starts():
-    """A hook, for a launcher."""
-    multiprocessing.current_process().daemon = False  # else it may have no children
-    forkserver._forkserver.ensure_running = lambda: None  # it runs: it is our parent
+    """A hook for a launcher."""
+    multiprocessing.current_process().daemon = False  # a daemon may have no children
+    forkserver._forkserver.ensure_running = lambda: None  # the server runs: it is our parent
     output = os.readlink("/proc/self/fd/1")
     SubprocessHandler._popen = lambda self, args, env: Forked(args, env, output)
 
 
 def two_torchruns(workplace, **changed):
-    """Two launchers, each with one process; only the first can write where the run is."""
+    """Two launchers, each with one process; the run is on the first one's machine."""
     port = free_port()
     return [training.launch(torchrun, [[
         "--nnodes=2", f"--node-rank={node}", "--master-addr=127.0.0.1", f"--master-port={port}", "--nproc-per-node=1",
@@ -126,9 +124,9 @@ def two_torchruns(workplace, **changed):
         for node, base in enumerate((workplace, other(workplace)))]
 
 
-def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_bits(workplace, reference):
-    """The launcher that was not signalled waits for the other for minutes when all is done (see nanochat/lifecycle.py),
-    so it is killed here, when its worker has gone."""
+def test_two_torchruns_stop_after_a_signal_to_one_and_the_run_resumes_to_the_same_bits(workplace, reference):
+    """The launcher without the signal would wait minutes for the other one (see docs/clusters.md), so the test kills it
+    once its worker has ended."""
     launchers = two_torchruns(workplace, **LONG)
     try:
         log = training.log_file()
@@ -149,13 +147,13 @@ def test_two_torchruns_stop_by_a_signal_to_one_and_the_run_goes_on_to_the_same_b
     assert second.wait() == [0, 0], second.text()
     assert f"at step {done}" in second.text() and second.text().count("completed: ") == 1
     assert state_of(final()) == reference["long"] and digests() == reference["digests"]
-    assert not list(other(workplace).rglob("*.json")), "the second machine writes nothing"
+    assert not list(other(workplace).rglob("*.json")), "the second machine wrote files"
 
 
-# ---- where the run is -----------------------------------------------------------------------------------------------
+# ---- where the run is ------------------------------------------------------------------------------------------------
 
 def send(bad, number):
-    """One rank gets a signal in a step whose like is past compilation."""
+    """A hook: one rank gets a signal in a step after compilation."""
     beat = Watchdog.beat
 
     def watched(self, *point):
@@ -166,7 +164,7 @@ def send(bad, number):
     Watchdog.beat = watched  # type: ignore[method-assign, assignment]
 
 
-def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace):
+def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace):
     training.succeed(**paths(workplace), **{**SHORT, "num_iterations": 1})
     shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
     shutil.rmtree(training.run_dir())
@@ -176,43 +174,43 @@ def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace):
     assert not training.run_dir().exists()
 
 
-# ---- what each machine must have ------------------------------------------------------------------------------------
+# ---- what each machine must have -------------------------------------------------------------------------------------
 
 def lose_data():
-    """The second machine has a copy of the data below the same path, without a file: here below another."""
-    look = start_run.check_files
+    """A hook: the second machine's copy of the data lacks a file. (Here the copy is below another path.)"""
+    check_files = start_run.check_files
 
-    def elsewhere(manifests):
+    def check_copy(manifests):
         if os.environ["RANK"] == "1":
             moved = Path(os.environ["NANOCHAT_BASE_DIR"]) / "copy"
             shutil.copytree(manifests["train"]["data"]["root"], moved)
             (moved / "shard_1.parquet").unlink()
             manifests = {"train": {"data": {**manifests["train"]["data"], "root": str(moved)}}}
-        look(manifests)
+        check_files(manifests)
 
-    start_run.check_files = elsewhere
+    start_run.check_files = check_copy
 
 
-@pytest.mark.parametrize(("lacks", "told"), [
+@pytest.mark.parametrize(("lacks", "message"), [
     ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
     ("our flags", "rank 1 on host {host}: started differently: warmup_steps is 3, on rank 0 it is 2; "),
     ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; each machine of a "
                  "launch reads the data itself: copy or mount the same files there under the same path"),
 ])
-def test_a_machine_that_lacks_something_is_named(workplace, lacks, told):
+def test_a_machine_that_lacks_something_is_named(workplace, lacks, message):
     flags = paths(workplace)
     if lacks == "the tokenizer":
         flags.pop("tokenizer")
     error = error_of(start(workplace, other(workplace), own={"warmup_steps": 3} if lacks == "our flags" else None,
                            hook=lose_data if lacks == "the data" else None, **flags, **SHORT))
-    assert re.search(told.format(host=HOST, other=other(workplace)), error), error
+    assert re.search(message.format(host=HOST, other=other(workplace)), error), error
     assert not training.run_dir().exists()
 
 
-# ---- what one rank alone comes upon ---------------------------------------------------------------------------------
+# ---- errors of one rank ----------------------------------------------------------------------------------------------
 
 def fail_in(bad, error):
-    """Selection the data fails on one rank, from some unit of documents on."""
+    """A hook: reading fails on one rank, from the eighth unit of documents on."""
     read, calls = ParquetSource.read, iter(range(1000))
 
     def watched(self, *args, **kwargs):
@@ -223,38 +221,34 @@ def fail_in(bad, error):
     ParquetSource.read = watched  # type: ignore[method-assign]
 
 
-def test_bad_data_that_one_rank_reads_ends_all_with_one_sentence(workplace):
-    """What else a failure of a rank becomes: tests/test_watchdog.py."""
+def test_bad_data_on_one_rank_ends_all_with_one_error(workplace):
+    """tests/test_watchdog.py has the other failures of a rank."""
     error = FileNotFoundError("x.parquet: it is gone")
-    group = start(workplace, workplace, hook=partial(fail_in, 1, error), **paths(workplace), **SHORT, **QUICK)
-    told = error_of(group)
+    group = start(workplace, workplace, hook=partial(fail_in, 1, error), collective_timeout_seconds=10,
+                  **paths(workplace), **SHORT)
+    verdict = error_of(group)
     who = f"rank 1 on host {HOST} (pid {group.processes[1].pid}) failed at step "
-    assert told.startswith(who) and told.endswith(f": {error}")
-    assert state()["status"] == "failed" and state()["reason"] == told
+    assert verdict.startswith(who) and verdict.endswith(f": {error}")
+    assert state()["status"] == "failed" and state()["reason"] == verdict
 
 
-# ---- a rank that hangs or dies --------------------------------------------------------------------
-
-@pytest.mark.parametrize(("bad", "number", "told"), [
+@pytest.mark.parametrize(("bad", "number", "verdict"), [
     (1, signal.SIGSTOP, ", and its process does not answer; the other 1 wait"),
     (0, signal.SIGKILL, "has died; it was last seen at "),
 ])
-def test_a_rank_that_stops_is_named_and_the_run_goes_on_to_the_same_bits(workplace, reference, bad, number, told):
+def test_a_rank_that_stops_or_dies_is_named_and_the_run_resumes_to_the_same_bits(
+        workplace, reference, bad, number, verdict):
     group = start(workplace, workplace, hook=partial(send, bad, number), collective_timeout_seconds=2,
                   sync_save=True, **paths(workplace), **SHORT)
     group.processes[1 - bad].join(training.PATIENCE_S)
-    left = group.processes[1 - bad].exitcode
+    code = group.processes[1 - bad].exitcode
     group.kill()
-    assert left == 1 and group.processes[bad].exitcode == -signal.SIGKILL, group.text()
-    sentence = f"rank {bad} on host {HOST} (pid {group.processes[bad].pid})"
-    text = group.outputs[1 - bad].read_text()
-    assert text.count("error: ") == 1 and sentence in text and told in text, text
-    assert "Traceback" not in text
-    if bad == 1:
-        assert state()["status"] == "failed" and told in state()["reason"]
-    if number != signal.SIGSTOP:
-        return  # one that goes on is enough
-    again = start(workplace, workplace, **paths(workplace), **SHORT)
-    assert again.wait() == [0, 0], again.text()
-    assert "at step 4" in again.text()
-    assert state_of(final()) == reference["short"] and digests() == reference["digests"][:SHORT["num_iterations"]]
+    assert code == 1 and group.processes[bad].exitcode == -signal.SIGKILL, group.text()
+    output = group.outputs[1 - bad].read_text()
+    assert f"rank {bad} on host {HOST} (pid {group.processes[bad].pid})" in output and verdict in output, output
+    assert output.count("error: ") == 1 and "Traceback" not in output, output
+    if number == signal.SIGSTOP:  # one resume is enough
+        assert state()["status"] == "failed" and verdict in state()["reason"]
+        second = start(workplace, workplace, **paths(workplace), **SHORT)
+        assert second.wait() == [0, 0] and "at step 4" in second.text(), second.text()
+        assert state_of(final()) == reference["short"] and digests() == reference["digests"][:SHORT["num_iterations"]]

@@ -1,4 +1,4 @@
-"""Runs from a bucket: the same digests as from files, whatever the store does; what must end, ends clearly."""
+"""Runs from object storage: the same digests as from files, whatever the service does, and clear errors."""
 
 import functools
 import json
@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +36,7 @@ KINDS = {
 
 
 def make_pairs(base):
-    """pairs/ (Megatron's) and shards/ (GPTS), with tokenizer and, the latter, a manifest."""
+    """Write pairs/ (Megatron's) and shards/ (GPTS, with a manifest), each with the tokenizer."""
     tokenizer = RustBPETokenizer.from_directory(base / "tokenizer")
     records = {}
     for seed, name in enumerate("abc"):
@@ -52,9 +53,9 @@ def make_pairs(base):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, running_store):
-    """Files here and the same in a bucket; the digests of whole runs from the files; {key: (ETag, bytes)}."""
-    folder, store = tmp_path_factory.mktemp("made"), running_store
+def prepared(tmp_path_factory, running_store):
+    """`folder`; `objects`: {key: (ETag, bytes)} of the same files in the store; `digests`: {kind: those of a run}."""
+    folder, store = tmp_path_factory.mktemp("prepared"), running_store
     with training.workplace(folder):
         make_pairs(folder)
         for name in ("pairs", "shards", "data"):
@@ -64,42 +65,42 @@ def made(tmp_path_factory, running_store):
             succeed(**command(kind, folder), model_tag=kind)
             digests[kind] = training.digests(kind)
             assert len(set(digests[kind])) == 4
-        yield folder, store, digests, {key: (etag, store.get(key)) for key, etag in store.etags().items()}
+        objects = {key: (etag, store.get(key)) for key, etag in store.etags().items()}
+        yield SimpleNamespace(folder=folder, objects=objects, digests=digests)
 
 
 @pytest.fixture
-def bucket(made, calm_store, tmp_path):
-    """The bucket and its data, seen from a machine that has no file of them."""
-    store, whole = calm_store, made[3]
+def bucket(prepared, calm_store, tmp_path):
+    """The bucket with its data, and a workplace without any files of them."""
+    store, objects = calm_store, prepared.objects
     with training.workplace(tmp_path):
         shutil.rmtree(tmp_path / "data")
         shutil.rmtree(tmp_path / "tokenizer")
         yield store
-    found = store.etags()
-    for key in found.keys() - whole.keys():
+    etags = store.etags()
+    for key in etags.keys() - objects.keys():
         store.delete(key)
-    for key, (etag, data) in whole.items():
-        if found.get(key) != etag:
+    for key, (etag, data) in objects.items():
+        if etags.get(key) != etag:
             store.put(key, data)
 
 
 def command(kind, base, **changed):
-    found = {**SMALL, **KINDS[kind], **changed}
-    return {**found, "data_path": found["data_path"].format(base)}
+    settings = {**SMALL, **KINDS[kind], **changed}
+    return {**settings, "data_path": settings["data_path"].format(base)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, kind, capsys):
+def test_the_stream_is_the_same_from_a_bucket_with_faults(prepared, bucket, kind, capsys):
     ending = "parquet" if kind == "text" else "bin"
-    # how long a stall lasts: test_object_storage.py
     bucket.proxy.faults += [Fault(status=503, code="SlowDown", times=3), Fault(name=ending, cut=1000, times=1),
                             Fault(name=ending, cut=0, stall=kind == "text")]
     outcome = succeed(**command(kind, "s3://bucket"))
-    assert training.digests() == made[2][kind]
-    assert not any(fault.times for fault in bucket.proxy.faults), "a fault that nobody met"
-    samples = 4 * 8 * 2  # of each step's rows, some in two pieces; lanes read parts of a file, here all of it
+    assert training.digests() == prepared.digests[kind]
+    assert not any(fault.times for fault in bucket.proxy.faults), "a fault that no request met"
+    samples = 4 * 8 * 2  # each row in at most two requests; lanes read parts of a file, which are here the whole file
     assert len([s for s in bucket.proxy.gets(".bin") if s.fault is None]) <= (samples if kind == "samples" else 10)
-    if kind != "samples":  # it lists; of prefixes it asks one by one
+    if kind != "samples":  # folders are listed; Megatron's prefixes are requested one by one
         lists = [s for s in bucket.proxy.gets("list-type") if s.fault is None]
         assert len(lists) == 1 and not [s for s in bucket.proxy.seen if s.method == "HEAD"]
     entries = [e for m in read_json(run_dir() / "data_manifest.json")["train"].values() for e in m["files"]]
@@ -107,16 +108,16 @@ def test_the_stream_is_the_same_from_a_bucket_that_has_a_bad_day(made, bucket, k
     copies = {p.name[13:] for p in (run_dir().parents[1] / "object_storage").rglob("*.idx")}
     assert copies == {"shards": {"a.idx", "b.idx", "c.idx"}, "documents": {"a.idx", "b.idx", "c.idx"},
                       "samples": {"a.idx", "b.idx"}, "text": set()}[kind]
-    said = outcome.out + outcome.err + "".join(
+    text = outcome.out + outcome.err + "".join(
         p.read_bytes().decode("latin-1") for p in run_dir().parents[1].rglob("*") if p.is_file())
-    assert ACCESS_KEY not in said and SECRET_KEY not in said
+    assert ACCESS_KEY not in text and SECRET_KEY not in text
 
     capsys.readouterr()
     assert inspect_data.main(["digest", "run", "--steps=2:4"]) == 0
-    assert all(digest in capsys.readouterr().out for digest in made[2][kind][3:])
+    assert all(digest in capsys.readouterr().out for digest in prepared.digests[kind][3:])
 
 
-def test_text_of_other_kinds_in_a_bucket_is_the_text_of_a_folder(bucket, tmp_path):
+def test_other_kinds_of_text_in_a_bucket_give_the_digests_of_a_folder(bucket, tmp_path):
     texts, folder = training.texts(40, seed=3), tmp_path / "mixed"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[:30]).encode()
     content = {"a.jsonl.zst": compressed(lines, ".zst"), **{f"b{i}.txt": t.encode() for i, t in enumerate(texts[30:])}}
@@ -126,33 +127,33 @@ def test_text_of_other_kinds_in_a_bucket_is_the_text_of_a_folder(bucket, tmp_pat
         bucket.put(f"mixed/{name}", data)
     tokenizer = tmp_path / "own"
     RustBPETokenizer.train_from_iterator(texts, 300).save(tokenizer)
-    for tag, where in (("here", folder), ("there", "s3://bucket/mixed")):
+    for tag, where in (("local", folder), ("remote", "s3://bucket/mixed")):
         succeed(**{**SMALL, "data_path": where, "val_path": f"{where}/a.jsonl.zst", "tokenizer": tokenizer,
                    "model_tag": tag})
-    assert training.digests("here") == training.digests("there")
+    assert training.digests("local") == training.digests("remote")
 
 
-def test_a_run_moves_into_the_bucket_and_back(made, bucket):
-    for steps, base in ((2, made[0]), (3, "s3://bucket"), (4, made[0])):
+def test_a_run_moves_into_the_bucket_and_back(prepared, bucket):
+    for steps, base in ((2, prepared.folder), (3, "s3://bucket"), (4, prepared.folder)):
         succeed(**command("shards", base, num_iterations=steps))
         entry = read_json(run_dir() / "data_manifest.json")["train"]["data"]["files"][0]
         assert ("etag" in entry) == (base == "s3://bucket")
-    assert training.digests() == made[2]["shards"]
+    assert training.digests() == prepared.digests["shards"]
 
 
 @pytest.mark.parametrize("kind, key", [("samples", "pairs/b.bin"), ("text", "data/shard_1.parquet")])
-def test_an_object_swapped_between_launches_is_named(made, bucket, kind, key):
+def test_an_object_swapped_between_launches_is_named(prepared, bucket, kind, key):
     succeed(**command(kind, "s3://bucket"))
     shutil.rmtree(run_dir() / "checkpoints" / "final")
     before, data = checkpoints(), bucket.get(key)
     at = len(data) // 3
     bucket.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
-    said = refuse(**command(kind, "s3://bucket"))
-    assert said.startswith(f"s3://bucket/{key}: changed since this run began (etag: ") and "\n" not in said
+    error = refuse(**command(kind, "s3://bucket"))
+    assert error.startswith(f"s3://bucket/{key}: changed since this run began (etag: ") and "\n" not in error
     assert checkpoints() == before
     bucket.put(key, data)
     succeed(**command(kind, "s3://bucket"))
-    assert training.digests()[-2:] == made[2][kind][-2:]
+    assert training.digests()[-2:] == prepared.digests[kind][-2:]
 
 
 @pytest.mark.parametrize("kind, name, before", [("samples", "pairs/b.bin", 2), ("text", "data/shard_1.parquet", 1)])
@@ -161,53 +162,52 @@ def test_an_object_swapped_under_a_run_is_named(bucket, kind, name, before, monk
     swapped = bucket.get(name)[::-1]
     bucket.proxy.faults += [Fault(name=name, times=before, shift=0),
                             Fault(name=name, before=lambda: bucket.put(name, swapped))]
-    said = refuse(**command(kind, "s3://bucket"))
-    assert f"s3://bucket/{name}: it changed since this run began" in said and "\n" not in said
+    error = refuse(**command(kind, "s3://bucket"))
+    assert f"s3://bucket/{name}: it changed since this run began" in error and "\n" not in error
     assert not any(fault.times for fault in bucket.proxy.faults)
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize("change, message", [
     (lambda store, env: env.update(path="s3://bucket/none"), r"s3://bucket/none/pairs: no such data folder"),
     (lambda store, env: [os.environ.pop(k) for k in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")],
      r"no credentials; set AWS_ACCESS_KEY_ID"),
     (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: not there, but b\.idx needs it"),
 ])
-def test_what_cannot_be_read_is_one_sentence_and_no_run(bucket, change, said):
+def test_unreadable_data_is_one_error_and_starts_no_run(bucket, change, message):
     env = {"path": "s3://bucket"}
     change(bucket, env)
-    sentence = refuse(**command("documents", env["path"], tokenizer="s3://bucket/shards/tokenizer"))
-    assert re.search(said, sentence) and "\n" not in sentence
-    assert not run_dir().exists() and ACCESS_KEY not in sentence and SECRET_KEY not in sentence
+    error = refuse(**command("documents", env["path"], tokenizer="s3://bucket/shards/tokenizer"))
+    assert re.search(message, error) and "\n" not in error
+    assert not run_dir().exists() and ACCESS_KEY not in error and SECRET_KEY not in error
 
 
-def test_parquet_that_is_refused_and_parquet_that_is_broken_are_told_apart(bucket, monkeypatch):
+def test_refused_and_corrupt_parquet_have_different_errors(bucket, monkeypatch):
     monkeypatch.setattr(room, "PART_BYTES", 1 << 12)
     name = "data/shard_1.parquet"
     bucket.proxy.faults += [Fault(name=name, shift=0), Fault(name=name, status=403, times=99)]
     assert refuse(**command("text", "s3://bucket")).startswith(f"s3://bucket/{name}: access denied (HTTP 403")
     bucket.proxy.faults.clear()
     data = bucket.get(name)
-    bucket.put(name, data[:4] + b"\xff" * (len(data) - 8192) + data[4 - 8192:])  # all but the footer
+    bucket.put(name, data[:4] + b"\xff" * (len(data) - 8192) + data[4 - 8192:])  # everything except the footer
     assert len(bucket.get(name)) == len(data)
-    said = refuse(**command("text", "s3://bucket", model_tag="broken"))
-    assert re.match(f"s3://bucket/{name}: row group . cannot be read", said)
+    assert re.match(f"s3://bucket/{name}: row group . cannot be read",
+                    refuse(**command("text", "s3://bucket", model_tag="broken")))
     bucket.put(name, data[:-4] + b"XXXX")
-    assert f"s3://bucket/{name}: not a whole parquet file" in refuse(**command("text", "s3://bucket", model_tag="torn"))
+    assert f"s3://bucket/{name}: not a whole parquet file" in refuse(**command("text", "s3://bucket", model_tag="cut"))
 
 
-def test_prefixes_may_lie_in_several_buckets_of_a_store(bucket, made):
-    folder, store, digests, _ = made
-    store.make_bucket("other")
+def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, prepared):
+    bucket.make_bucket("other")
     for name in ("b.bin", "b.idx"):
-        store.put(f"moved/{name}", (folder / "pairs" / name).read_bytes(), bucket="other")
+        bucket.put(f"moved/{name}", (prepared.folder / "pairs" / name).read_bytes(), bucket="other")
     succeed(**command("samples", "", data_path="s3://bucket/pairs/a,s3://other/moved/b"))
-    assert training.digests() == digests["samples"]
-    for other in ("gs://other/b", f"{folder}/pairs/b"):
-        said = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
-        assert "several kinds of stores" in said and not run_dir("mixed").exists()
+    assert training.digests() == prepared.digests["samples"]
+    for other in ("gs://other/b", f"{prepared.folder}/pairs/b"):
+        error = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
+        assert "several kinds of stores" in error and not run_dir("mixed").exists()
 
 
-def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, capfd):
+def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, prepared, tmp_path, capfd):
     web = tmp_path / "raw" / "web"
     web.mkdir(parents=True)
     for i, ending in enumerate(("jsonl", "jsonl.gz")):
@@ -219,44 +219,44 @@ def test_text_in_a_bucket_is_tokenized_as_text_here_is(bucket, made, tmp_path, c
     def tokenize(text, name):
         out = tmp_path / name
         assert tok_shards.main([f"--input-dir={text}", f"--output-dir={out}", "--num-workers=1",
-                                f"--tokenizer={made[0] / 'tokenizer'}", "--max-length=0"]) == 0
+                                f"--tokenizer={prepared.folder / 'tokenizer'}", "--max-length=0"]) == 0
         return {f.relative_to(out).as_posix(): f.read_bytes() for f in out.rglob("*")
                 if f.is_file() and f.parent.name != ".records"}
 
-    found = tokenize("s3://bucket/raw", "of bucket")
-    assert found == tokenize(tmp_path / "raw", "of files") and sum(name.endswith(".bin") for name in found) == 3
+    shards = tokenize("s3://bucket/raw", "of bucket")
+    assert shards == tokenize(tmp_path / "raw", "of files") and sum(name.endswith(".bin") for name in shards) == 3
     assert "3 of 3 shards finished" in capfd.readouterr().out
     bucket.proxy.seen.clear()
-    assert tokenize("s3://bucket/raw", "of bucket") == found
-    assert not bucket.proxy.gets("raw/"), "finished shards are not made again"
+    assert tokenize("s3://bucket/raw", "of bucket") == shards
+    assert not bucket.proxy.gets("raw/"), "finished shards were written again"
     bucket.put("raw/web/0.jsonl", bucket.get("raw/web/0.jsonl").replace(b"th", b"ht"))
     begin_launch()
-    assert tokenize("s3://bucket/raw", "of bucket") != found, "another object of the same size"
+    assert tokenize("s3://bucket/raw", "of bucket") != shards, "another object of the same size"
 
 
-def test_nothing_is_written_into_a_store_but_by_push_shards(bucket, made, tmp_path, monkeypatch):
+def test_only_push_shards_writes_into_object_storage(bucket, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
-    for main, argv in ((tok_shards.main, [f"--input-dir={made[0] / 'data'}", "--output-dir=s3://bucket/out",
-                                          f"--tokenizer={made[0] / 'tokenizer'}"]),
-                       (tok_train.main, [f"--data-path={made[0] / 'data'}", "--output-dir=s3://bucket/out"]),
+    for main, argv in ((tok_shards.main, [f"--input-dir={prepared.folder / 'data'}", "--output-dir=s3://bucket/out",
+                                          f"--tokenizer={prepared.folder / 'tokenizer'}"]),
+                       (tok_train.main, [f"--data-path={prepared.folder / 'data'}", "--output-dir=s3://bucket/out"]),
                        (convert_shards.main, ["s3://bucket/shards", "out", "--to=megatron"]),
-                       (convert_shards.main, [str(made[0] / "shards"), "s3://bucket/out", "--to=megatron"])):
+                       (convert_shards.main, [str(prepared.folder / "shards"), "s3://bucket/out", "--to=megatron"])):
         with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a folder of this machine"):
             main(argv)
     assert set(tmp_path.iterdir()) == before
 
 
-def test_the_command_that_push_shards_prints_works(made, bucket, capsys):
-    assert push_shards.main([str(made[0] / "shards"), bucket.path("again")]) == 0
+def test_the_command_that_push_shards_prints_works(prepared, bucket, capsys):
+    assert push_shards.main([str(prepared.folder / "shards"), bucket.path("copy")]) == 0
     words = shlex.split(capsys.readouterr().out.split("train from it: ")[1])
     assert words[:3] == ["python", "-m", "scripts.base_train"]
     small = training.flags(**{**SMALL, "data_path": None, "model_tag": "run"})
     assert base_train.main([*small, *words[3:]]) == 0
-    assert training.digests() == made[2]["shards"]
+    assert training.digests() == prepared.digests["shards"]
 
 
-def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
+def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
     assert verify.main(["s3://bucket/shards", "s3://bucket/pairs", "--tokenizer", "s3://bucket/shards/tokenizer"]) == 0
     assert "all good" in capsys.readouterr().out
     flags = training.flags(**command("documents", "s3://bucket"))
@@ -267,15 +267,15 @@ def test_verify_and_validate_look_into_a_bucket(bucket, capsys):
     assert "s3://bucket/shards/b.bin: entry" in capsys.readouterr().out
 
 
-# ---- a store that stalls --------------------------------------------------------------------------------------------
+# ---- a service that stalls -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("world_size, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_run_whose_store_stalls_stops_when_asked_and_is_saved_at_its_last_step(made, bucket, world_size, number):
+def test_a_run_whose_service_stalls_stops_on_a_signal_and_saves_its_last_step(prepared, bucket, world_size, number):
     bucket.proxy.faults += [Fault(name=".bin", times=60, shift=0), Fault(name=".bin", stall=True, times=-1)]
     long = command("samples", "s3://bucket", num_iterations=12)
     group = training.start(world_size, **long)
     wait_for_stall(bucket, group)
-    time.sleep(0.5)  # most often the steps that were read before are done, too
+    time.sleep(0.5)  # usually enough for the prefetched steps
     began = time.monotonic()
     for process in group.processes:
         os.kill(process.pid, number)
@@ -284,12 +284,12 @@ def test_a_run_whose_store_stalls_stops_when_asked_and_is_saved_at_its_last_step
     assert 0 < done < 12 and f"checkpoint-{done}-shutdown" in checkpoints()
     bucket.calm()
     succeed(**long)
-    succeed(**command("samples", made[0], num_iterations=12, save_every=-1, model_tag="straight"))
+    succeed(**command("samples", prepared.folder, num_iterations=12, save_every=-1, model_tag="straight"))
     assert training.digests() == training.digests("straight")
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
+def test_a_launch_whose_service_stalls_at_the_start_ends_on_a_signal(bucket, method):
     bucket.proxy.faults.append(Fault(method=method, stall=True, times=-1))
     group = training.start(**command("text" if method == "GET" else "samples", "s3://bucket"))
     wait_for_stall(bucket, group)
@@ -299,10 +299,10 @@ def test_a_start_whose_store_stalls_ends_when_asked(bucket, method):
     assert "no longer waiting" in group.text() and not run_dir().exists()
 
 
-def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatch):
+def test_a_completed_run_does_not_wait_for_a_service_that_stalls(bucket, monkeypatch):
     monkeypatch.setattr(room, "PART_BYTES", 1024)
     monkeypatch.setattr(room, "kept_range", functools.lru_cache(4)(room.read_range))
-    bucket.proxy.latency_s = 0.02  # so that reading ahead is never done
+    bucket.proxy.latency_s = 0.02  # so that prefetching never catches up
     monkeypatch.setattr(room, "PATIENCE", replace(QUICK, give_up_s=2.0 * training.PATIENCE_S))
     stall, write = Fault(name=".bin", stall=True, times=-1), TrainLog.write
 
@@ -315,12 +315,12 @@ def test_a_finished_run_does_not_wait_for_a_store_that_stalls(bucket, monkeypatc
     monkeypatch.setattr(TrainLog, "write", watched)
     began = time.monotonic()
     succeed(**command("documents", "s3://bucket", eval_every=-1, buffer_size=1))
-    assert stall.times < -1, "nobody was waiting"
+    assert stall.times < -1, "no request was waiting"
     assert time.monotonic() - began < training.PATIENCE_S
 
 
 def wait_for_stall(bucket, group):
-    """Until a request waits for ever."""
+    """Wait until a request stalls."""
     while not any(s.fault is not None and s.fault.stall for s in bucket.proxy.seen):
         assert all(process.exitcode is None for process in group.processes), group.text()
         time.sleep(0.05)

@@ -1,13 +1,13 @@
-"""The life of a run as a state machine: whatever happens to it, it ends with the bits of one that nothing happened to.
+"""The life of a run as a state machine: whatever happens to it, it ends with the bits of an undisturbed run.
 
-    launched, on one process or on several --+-- to its end, or ended early by a signal, the flag file, its walltime
+    launched, on one process or on several --+-- to its end, or stopped by a signal, the flag file or its walltime
                                              +-- killed, or cut from power, at any change that it makes to the disk
                                              +-- on a disk that is full for a while
                                              +-- while another launch is paused, or begins at the same instant
-    between launches:  damaged checkpoints, half-written leftovers, a changed log, a longer horizon, begun anew
+    between launches:  damaged checkpoints, leftovers of crashes, a changed log, a longer horizon, a restart
 
-After each of them `inspect` says what must hold. `--hypothesis-profile=thorough` runs for hours, as dev/torture.sh does
-with kills at random moments of time."""
+After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours; dev/torture.sh does
+the same with kills at random times."""
 
 import functools
 import os
@@ -24,19 +24,18 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from nanochat import checkpoint, dataloader, lifecycle, reduce, run_dir, start_run, trainer
+from nanochat import checkpoint, lifecycle, run_dir
 from nanochat.common import hash_bytes
 from nanochat.stream import ledger
 from tests import faults, training
 from tests.toy import examples
 
-FIRST, LONGER, LONGEST = 8, 4, 24  # steps of a run, of its extensions, and of the longest
-SETTINGS = {  # rates that do not depend on the horizon; as many leaves as processes at most, so that all bits are equal
+FIRST, LONGER, LONGEST = 8, 4, 24  # steps of a new run, of an extension, and of the longest run
+SETTINGS = {  # rates do not depend on the horizon; at least as many leaves as processes, so all bits are equal
     **training.SMALL, "leaves": 4, "device_batch_size": 2, "buffer_size": 8, "long_docs": "split", "warmup_steps": 6,
     "warmdown_ratio": 0, "weight_decay": 0, "save_every": 2, "eval_every": LONGER, "eval_tokens": training.T * 8}
-VALIDATED = ("val_bpb", "first_val_bpb", "min_val_bpb")  # of a run's progress
-EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")  # of a step's line
-GUARDED = (checkpoint, dataloader, lifecycle, reduce, run_dir, start_run, trainer)  # whose mistakes are seen here
+VALIDATED = ("val_bpb", "first_val_bpb", "min_val_bpb")  # fields of a run's progress
+EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")  # fields of a step's line
 
 WORLD_SIZES = st.sampled_from([1, 1, 2] if settings.default.max_examples < 100 else [1, 1, 2, 4])
 HOW = st.fixed_dictionaries({}, optional={  # what a launch may change
@@ -50,10 +49,10 @@ MOMENTS = st.one_of(
         ("nanochat.trainer.to_host", 1), ("nanochat.checkpoint.save_plain", 2)]))
 
 
-# ---- the run that nothing happens to ---------------------------------------------------------------------------------
+# ---- the undisturbed run ---------------------------------------------------------------------------------------------
 
 def bits(path):
-    """All of a whole checkpoint that must depend on its step alone."""
+    """All of a good checkpoint that must depend on its step alone."""
     seal = checkpoint.verify_checkpoint(path)
     kept = [name for name in seal["files"] if not name.startswith(("rng/", checkpoint.SCHEDULER_NAME))]
     progress = {name: value for name, value in seal["progress"].items() if name not in ("train_time_s", *VALIDATED)}
@@ -62,7 +61,7 @@ def bits(path):
 
 @functools.cache
 def undisturbed():
-    """{step: its line, the bits before it, the bits per byte measured before it}, of the longest run on one process."""
+    """{step: line}, {step: bits} and {step: bits per byte} of the longest run, on one process."""
     with tempfile.TemporaryDirectory() as folder, training.workplace(Path(folder), **SETTINGS):
         training.succeed(num_iterations=LONGEST, save_every=1)
         run = training.run_dir()
@@ -78,8 +77,8 @@ def undisturbed():
 
 
 def validated(progress, vals):
-    """Whether a checkpoint tells what had been validated by its step. What is measured right after a save may be known
-    before it when the step is done again."""
+    """Whether a checkpoint records the validations up to its step. A repeated step may already have the validation that
+    first came right after the save."""
     step = progress["step"]
     before = [[bpb for at, bpb in vals.items() if at <= last] for last in (step - 1, step)]
     return [progress[name] for name in VALIDATED] in [
@@ -89,7 +88,7 @@ def validated(progress, vals):
 # ---- what must hold --------------------------------------------------------------------------------------------------
 
 def inspect(run, damaged):
-    """{name: step} of the good checkpoints of a run. Nothing may be wrong but checkpoints damaged on purpose."""
+    """{name: step} of the good checkpoints of a run. Only checkpoints in `damaged` may be corrupt."""
     lines, saved, vals = undisturbed()
     records = list(run_dir.iter_log(run / "logs" / "train.jsonl"))
     for record in records:
@@ -111,13 +110,13 @@ def inspect(run, damaged):
         good[name] = step
     for step, path in run_dir.cursor_files(run).items():
         assert hash_bytes(path.read_bytes()) == saved[step][checkpoint.CURSORS_NAME]
-    found = checkpoint.first_good(checkpoint.list_checkpoints(run))
-    assert (found.step if found else 0) == max(good.values(), default=0) <= len(steps)
+    newest = checkpoint.first_good(checkpoint.list_checkpoints(run))
+    assert (newest.step if newest else 0) == max(good.values(), default=0) <= len(steps)
     return good
 
 
 def check_kept(before, after, how):
-    """A launch deletes no checkpoint but those that it was allowed to."""
+    """A launch deletes only checkpoints that its settings allow it to delete."""
     lost = {*before.values()} - {*after.values()}
     newer = {step for step in after.values() if step > max(lost, default=0)}
     assert not lost or len(newer) >= how["keep_last_k"]
@@ -125,35 +124,34 @@ def check_kept(before, after, how):
 
 
 def files(run):
-    """All files of a run, but for its records of who owns it and where it stands."""
-    return {name: told for name, told in training.fingerprint(run).items() if not name.startswith(".")}
+    """All files of a run except its owner's record and its state."""
+    return {name: value for name, value in training.fingerprint(run).items() if not name.startswith(".")}
 
 
-# ---- what happens inside of a launch: hooks for its processes --------------------------------------------------------
+# ---- hooks inside a launch -------------------------------------------------------------------------------------------
 
 def on_rank(rank, hook):
-    """Only there."""
     if os.environ.get("RANK", "0") == str(rank):
         hook()
 
 
-def ask(what):
-    """Ask the run to stop, and note how many steps it had done when it knew."""
+def request_stop(what):
+    """Ask the run to stop, and write down how many steps it had done when it noticed."""
     run = training.run_dir()
     if what == "flag":
         lifecycle.request_stop(run)
         before = os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns
-        training.wait_for(lambda: os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns != before)  # the heartbeat has looked
+        training.wait_for(lambda: os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns != before)  # the heartbeat saw it
     else:
         training.send(signal.Signals[what])
-    (run.parent / "asked").write_text(str(len(training.steps())))
+    (run.parent / "steps_at_request").write_text(str(len(training.steps())))
 
 
 # ---- the machine -----------------------------------------------------------------------------------------------------
 
 class Life(RuleBasedStateMachine):
-    """`good`: {name: step} of the run's good checkpoints; `damaged`: names of the others; `over`: it has told that it
-    was completed. What is drawn depends on nothing that a launch does, because that depends on its threads' timing."""
+    """`good`: {name: step} of the run's good checkpoints; `damaged`: names of the others; `over`: it has reported that
+    it is completed. Draws do not depend on a launch's results, because these depend on the timing of its threads."""
 
     def __init__(self):
         super().__init__()
@@ -165,55 +163,56 @@ class Life(RuleBasedStateMachine):
         self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
 
     def teardown(self):
-        """Whatever has happened, the same command goes on to the end."""
+        """Whatever happened, the same command trains to the end."""
         try:
             if sys.exc_info()[0] is None:  # not after a failure
                 self.launch()
                 assert self.over
         finally:
-            for group in self.stopped:  # they would outlive a failure
+            for group in self.stopped:  # they would outlive a failed test
                 group.kill()
             self.workplace.__exit__(None, None, None)
             self.folder.cleanup()
 
-    def has_something_to_do(self):
-        """A completed run is made longer, or begun anew."""
+    def make_unfinished(self):
+        """Extend or restart a completed run."""
         if self.over and self.horizon < LONGEST:
             self.horizon, self.over = self.horizon + LONGER, False
         elif self.over:
-            self.is_begun_anew()
+            self.is_restarted()
 
     def launch_here(self, **how):
-        """Launch the run in this process, as if it had begun now: a flag that is there already is a leftover."""
+        """Launch the run in this process, as if it had begun now, so that an existing flag is a leftover."""
         lifecycle.StopWatch.ended = time.time()
         return training.run(**how)
 
     def launch(self, world_size=1, how=None, hook=None, codes=(0,)):
-        """Launch the run; exit code and output, once what must hold holds. What needs no other process is done here."""
+        """Launch the run, check what must hold, and return its exit code and output. Without a hook, one process means
+        this one."""
         how = how or {}
         before, newest = training.fingerprint(self.run), max(self.good.values(), default=0)
         launches = len(training.events("started"))
         if world_size == 1 and hook is None:
             outcome = self.launch_here(num_iterations=self.horizon, **how)
-            code, told = outcome.code, outcome.out + outcome.err
+            code, output = outcome.code, outcome.out + outcome.err
         else:
             group = training.start(world_size, hook=hook, num_iterations=self.horizon, **how)
-            code, told = group.wait_or_kill(), group.text()
-        assert code in codes, told
-        if "nothing to do" in told:
+            code, output = group.wait_or_kill(), group.text()
+        assert code in codes, output
+        if "nothing to do" in output:
             assert newest == self.horizon and training.fingerprint(self.run) == before
             self.over = True
         elif self.over:
-            raise AssertionError(f"a completed run went on: {told}")
+            raise AssertionError(f"a completed run continued: {output}")
         for event in training.events("started")[launches:]:
-            assert event["step"] == newest, "it did not go on from the newest good checkpoint"
+            assert event["step"] == newest, "it did not resume from the newest good checkpoint"
             for name in self.damaged:
-                assert f"checkpoint {name} is passed over" in told or checkpoint_number(name) <= newest
-        self.look(how, completed="completed: " in told)
-        return code, told
+                assert f"checkpoint {name} is skipped" in output or checkpoint_number(name) <= newest
+        self.update(how, completed="completed: " in output)
+        return code, output
 
-    def look(self, how=None, *, completed=False):
-        """Take in what a launch has left."""
+    def update(self, how=None, *, completed=False):
+        """Check the run directory after a launch, and update `good` and `damaged`."""
         good = inspect(self.run, self.damaged)
         check_kept(self.good, good, how or {})
         self.good = good
@@ -222,10 +221,10 @@ class Life(RuleBasedStateMachine):
             self.check_completed()
 
     def check_completed(self):
-        """Nothing is missing, and nothing is left over."""
+        """Nothing is missing, and no temporary file is left."""
         assert self.good["final"] == len(training.steps()) == self.horizon
-        looks = training.events("val") + training.events("evaluation_failed")
-        assert {event["step"] for event in looks} == set(range(0, self.horizon + 1, LONGER))
+        evaluations = training.events("val") + training.events("evaluation_failed")
+        assert {event["step"] for event in evaluations} == set(range(0, self.horizon + 1, LONGER))
         assert not [name for name in training.checkpoints() if name.startswith(".")]
         assert not [*self.run.rglob("*.tmp")]
         state = training.state()
@@ -235,73 +234,74 @@ class Life(RuleBasedStateMachine):
     # ---- launches
 
     @rule(world_size=WORLD_SIZES, how=HOW)
-    def goes_to_its_end(self, world_size, how):
+    def completes(self, world_size, how):
         self.launch(world_size, how)
         assert self.over
 
     @rule(world_size=WORLD_SIZES, how=HOW, at=st.integers(0, 200))
     def is_killed_at_a_change_to_the_disk(self, world_size, how, at):
-        self.has_something_to_do()
+        self.make_unfinished()
         self.launch(world_size, how, partial(faults.dying_at, at, below=self.run), codes=(0, -signal.SIGKILL))
 
     @rule(world_size=WORLD_SIZES, how=HOW, first=st.integers(0, 9), every=st.integers(12, 20),
           number=st.integers(0, 50))
     def is_cut_from_power_at_many_changes(self, world_size, how, first, every, number):
-        """All of what is left is looked at, and the run goes on from one."""
-        self.has_something_to_do()
+        """All copies are checked, and the run resumes from one of them."""
+        self.make_unfinished()
         copies, good, damaged = Path(self.folder.name) / "copies", self.good, {*self.damaged}
         copies.mkdir()
         self.launch(world_size, how, partial(faults.copying_at, first, every, below=self.run, into=copies))
-        left = sorted(copies.iterdir())
-        for copy in left:
-            after = inspect(copy, damaged)
+        cuts = sorted(copies.iterdir())
+        for cut in cuts:
+            after = inspect(cut, damaged)
             check_kept(good, after, how)
             good = after
-        if left:
+        if cuts:
             shutil.rmtree(self.run)
-            left[number % len(left)].rename(self.run)
+            cuts[number % len(cuts)].rename(self.run)
             self.good, self.damaged, self.over = {}, damaged, False
-            self.look()
+            self.update()
         shutil.rmtree(copies)
 
     @rule(world_size=WORLD_SIZES, how=HOW, moment=MOMENTS, rank=st.integers(0, 3),
           what=st.sampled_from([*(number.name for number in lifecycle.SIGNALS), "flag"]))
     def is_asked_to_stop(self, world_size, how, moment, rank, what):
-        self.has_something_to_do()
-        asked, rank = self.run.parent / "asked", rank % world_size
-        asked.unlink(missing_ok=True)
+        self.make_unfinished()
+        steps_at_request, rank = self.run.parent / "steps_at_request", rank % world_size
+        steps_at_request.unlink(missing_ok=True)
         began = max(self.good.values(), default=0)
-        hook = partial(on_rank, 0 if what == "flag" else rank, partial(training.before, *moment, partial(ask, what)))
+        hook = partial(training.before, *moment, partial(request_stop, what))
+        hook = partial(on_rank, 0 if what == "flag" else rank, hook)
         if what == "flag" and moment[0].endswith("init_weights"):
             return  # the heartbeat has not begun
-        _, told = self.launch(world_size, {**how, "sample_every": 3}, hook)
+        _, output = self.launch(world_size, {**how, "sample_every": 3}, hook)
         reason = "asked by scripts.stop" if what == "flag" else what
-        if asked.exists() and not self.over:
+        if steps_at_request.exists() and not self.over:
             state = training.state()
-            assert state["status"] == "stopped" and state["reason"].startswith(reason), told
-            assert state["step"] <= max(began, int(asked.read_text())) + 2, "it did not stop soon"
+            assert state["status"] == "stopped" and state["reason"].startswith(reason), output
+            assert state["step"] <= max(began, int(steps_at_request.read_text())) + 2, "it stopped late"
             assert self.good[state["checkpoint"]] == state["step"] == max(self.good.values())
         else:
-            assert self.over, told
+            assert self.over, output
 
     @rule(world_size=WORLD_SIZES, how=HOW, seconds=st.integers(1, 4))
-    def comes_to_its_walltime(self, world_size, how, seconds):
-        self.has_something_to_do()
+    def reaches_its_walltime(self, world_size, how, seconds):
+        self.make_unfinished()
         flags = {"max_runtime_seconds": seconds + 0.5, "walltime_reserve_seconds": 0}
-        _, told = self.launch(world_size, {**how, **flags}, partial(training.a_step_is_a_second, seconds + 0.5))
-        assert self.over or (training.state()["status"] == "stopped" and "stopped: walltime: " in told)
+        _, output = self.launch(world_size, {**how, **flags}, partial(training.a_step_is_a_second, seconds + 0.5))
+        assert self.over or (training.state()["status"] == "stopped" and "stopped: walltime: " in output)
         assert self.over or self.good[training.state()["checkpoint"]] == training.state()["step"]
 
     @rule(how=HOW, at=st.integers(0, 100), number=st.integers(1, 60))
     def finds_the_disk_full_for_a_while(self, how, at, number):
-        self.has_something_to_do()
-        code, told = self.launch(1, how, partial(faults.filling_at, at, number, below=self.run), codes=(0, 1))
-        assert self.over if code == 0 else told.count("error: ") == 1 and "No space left" in told, told
-        assert "Traceback" not in told, told
+        self.make_unfinished()
+        code, output = self.launch(1, how, partial(faults.filling_at, at, number, below=self.run), codes=(0, 1))
+        assert self.over if code == 0 else output.count("error: ") == 1 and "No space left" in output, output
+        assert "Traceback" not in output, output
 
-    @rule(how=HOW, steps=st.integers(1, 6), goes_on=st.booleans())
-    def is_launched_twice(self, how, steps, goes_on):
-        """While the first launch is paused; then that is killed, or goes on."""
+    @rule(how=HOW, steps=st.integers(1, 6), resumes=st.booleans())
+    def is_launched_twice(self, how, steps, resumes):
+        """The second launch comes while the first one is paused, which then resumes or is killed."""
         first, pid = self.paused(how, steps)
         if pid:
             before = files(self.run)
@@ -309,33 +309,33 @@ class Life(RuleBasedStateMachine):
             assert second.code == 1 and re.search(rf"error: .*another launch owns this run: host .*, pid {pid}, since.*"
                                                   r" scripts\.stop .*--model-tag", second.err), second.err
             assert files(self.run) == before
-            os.kill(pid, signal.SIGCONT if goes_on else signal.SIGKILL)
-        assert first.wait() == [0 if goes_on or not pid else -signal.SIGKILL], first.text()
-        self.look(how, completed=goes_on or not pid)
+            os.kill(pid, signal.SIGCONT if resumes else signal.SIGKILL)
+        assert first.wait() == [0 if resumes or not pid else -signal.SIGKILL], first.text()
+        self.update(how, completed=resumes or not pid)
 
-    @rule(how=HOW, steps=st.integers(1, 6), begun_anew=st.booleans())
-    def is_taken_away_while_it_trains(self, how, steps, begun_anew):
-        """The launch ends, and what is at its place by then stays alone."""
+    @rule(how=HOW, steps=st.integers(1, 6), replaced=st.booleans())
+    def is_moved_away_while_it_trains(self, how, steps, replaced):
+        """The launch exits, and does not touch a new run in its place."""
         first, pid = self.paused({**how, "sync_save": True}, steps)
         if pid:
             away = self.run.rename(self.run.with_name("away"))
-            if begun_anew:
+            if replaced:
                 training.succeed(num_iterations=1)
-            before = training.fingerprint(self.run) if begun_anew else {}
+            before = training.fingerprint(self.run) if replaced else {}
             os.kill(pid, signal.SIGCONT)
             assert first.wait() == [1], first.text()
             assert first.text().count("error: ") == 1 and "this launch no longer owns the run" in first.text()
             assert "Traceback" not in first.text()
-            assert self.run.exists() == begun_anew and training.fingerprint(self.run) == before
+            assert self.run.exists() == replaced and training.fingerprint(self.run) == before
             shutil.rmtree(self.run, ignore_errors=True)
             away.rename(self.run)
         else:
             assert first.wait() == [0]
-        self.look(how, completed=not pid)
+        self.update(how, completed=not pid)
 
     def paused(self, how, steps):
-        """(a launch, its pid), which has stopped itself after so many steps; no pid if it has ended before."""
-        self.has_something_to_do()
+        """(a launch that paused itself after so many steps, its pid); the pid is None if it ended before."""
+        self.make_unfinished()
         hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(training.send, signal.SIGSTOP))
         group = training.start(1, hook=hook, num_iterations=self.horizon, **how)
         self.stopped.append(group)
@@ -345,22 +345,21 @@ class Life(RuleBasedStateMachine):
 
     @rule(how=HOW)
     def is_launched_twice_at_the_same_instant(self, how):
-        self.has_something_to_do()
+        self.make_unfinished()
         started = len(training.events("started"))
         groups = [training.start(1, num_iterations=self.horizon, **how) for _ in range(2)]
         codes = [group.wait()[0] for group in groups]
-        told = [group.text() for group in groups]
-        assert sorted(codes) == [0, 1] or any("nothing to do" in text for text in told), told
-        assert sum("completed: " in text for text in told) == 1
+        outputs = [group.text() for group in groups]
+        assert sorted(codes) == [0, 1] or any("nothing to do" in output for output in outputs), outputs
+        assert sum("completed: " in output for output in outputs) == 1
         assert len(training.events("started")) == started + 1
-        self.look(how, completed=True)
+        self.update(how, completed=True)
 
     # ---- between launches
 
     @rule(which=st.sampled_from([-1, -1, -2, 0]), number=st.integers(0, 7),
-          how=st.sampled_from(["torn", "empty", "gone", "flipped"]))
+          how=st.sampled_from(["truncated", "empty", "missing", "flipped"]))
     def has_a_checkpoint_damaged(self, which, number, how):
-        """Mostly the newest."""
         if not self.good:
             return
         name = sorted(self.good, key=self.good.__getitem__)[max(which, -len(self.good))]
@@ -370,18 +369,18 @@ class Life(RuleBasedStateMachine):
         file = files[number % len(files)]
         content = file.read_bytes()
         middle = len(content) // 2
-        if how == "gone":
+        if how == "missing":
             file.unlink()
         else:
-            file.write_bytes({"empty": b"", "torn": content[:middle],
+            file.write_bytes({"empty": b"", "truncated": content[:middle],
                               "flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1:]}[how])
         self.damaged.add(name)
-        assert name not in inspect(self.run, self.damaged), "the damage is not seen"
+        assert name not in inspect(self.run, self.damaged), "the damage is not noticed"
         self.over = self.over and name != "final"
 
     @rule()
     def has_leftovers_of_crashes(self):
-        """Half a line, half-written files, and a flag that nobody honoured."""
+        """Half a line, half-written files, and an old flag file."""
         if not self.good or self.over:
             return
         with open(self.run / "logs" / "train.jsonl", "ab") as log:
@@ -394,8 +393,8 @@ class Life(RuleBasedStateMachine):
         os.utime(self.run / lifecycle.FLAG_NAME, (0, 0))
 
     @rule(number=st.integers(0, LONGEST))
-    def had_other_batches_before(self, number):
-        """A step that is repeated has another digest than the log says: the run trains on nothing else."""
+    def has_another_digest_in_its_log(self, number):
+        """A repeated step has another digest than its line in the log, so the run ends before it trains."""
         repeated = range(max(self.good.values(), default=0), len(training.steps()))
         if not repeated:
             return
@@ -405,11 +404,11 @@ class Life(RuleBasedStateMachine):
         outcome = self.launch_here(num_iterations=self.horizon)
         log.write_text(log.read_text().replace("0" * 16, digest))
         assert outcome.code == 1 and re.search(rf"error: step {step}: .*{digest}.*{'0' * 16}", outcome.err), outcome.err
-        self.look()
+        self.update()
 
     @rule()
-    def is_begun_anew(self):
-        """The old run is set aside whole, if that is forced."""
+    def is_restarted(self):
+        """With --force, the old run is moved aside unchanged."""
         if not run_dir.is_run_dir(self.run):
             return
         before = files(self.run)
@@ -417,12 +416,12 @@ class Life(RuleBasedStateMachine):
         assert outcome.code == 1 and re.search("--resume scratch: .*--force.*--model-tag", outcome.err), outcome.err
         assert files(self.run) == before
         self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
-        again = {"num_iterations": FIRST, "resume": "scratch", "force": True}
-        training.start(hook=partial(training.die_after_step, 3), **again).wait_for_death()
+        training.start(hook=partial(training.die_after_step, 3), num_iterations=FIRST, resume="scratch",
+                       force=True).wait_for_death()
         old = self.run.with_name("run.old-1")
         assert files(old) == before
         shutil.rmtree(old)
-        self.look()
+        self.update()
 
 
 def is_stopped(pid):
@@ -433,12 +432,12 @@ def is_stopped(pid):
 
 
 def checkpoint_number(name):
-    """Its step, by its name; -1 of `final`."""
+    """The step in a checkpoint's name; -1 for `final`."""
     match = run_dir.CHECKPOINT_NAME.fullmatch(name)
     return int(match["step"] or -1)
 
 
-def test_whatever_happens_to_a_run_it_ends_with_the_bits_of_one_that_nothing_happened_to():
+def test_whatever_happens_to_a_run_it_ends_with_the_bits_of_an_undisturbed_one():
     run_state_machine_as_test(Life, settings=settings(
         max_examples=examples(0.5), stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.reuse, Phase.generate]))

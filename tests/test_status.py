@@ -1,4 +1,4 @@
-"""scripts.status, scripts.stop and what is built on them: the loop of dev/run_until_done.sh and the SLURM chain."""
+"""scripts.status, scripts.stop, and the scripts that use them: dev/run_until_done.sh, SLURM chain, Kubernetes job."""
 
 import json
 import os
@@ -21,8 +21,8 @@ from tests.training import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[1]
 
-# A training job of 20 steps that keeps its progress in one file. FAIL_AT, HALT_AT: how it ends in that step.
-# STEPS: how many a launch has time for. CLAIM_AFTER: a file; before it exists, the launch does not claim its run.
+# A training job of 20 steps with its progress in one file. FAIL_AT, HALT_AT: the step in which it fails or halts.
+# STEPS: steps per launch. CLAIM_AFTER: a file that must exist before the launch claims its run.
 TRAINER = """
 import os, sys, time
 from pathlib import Path
@@ -53,7 +53,7 @@ with StopWatch() as stop:
             time.sleep(float(env.get("STEP_S", 0.01)))
             step += 1
             state.update(step=step, loss=4.0 - 0.1 * step, tokens=step * 1000, tokens_per_s=1e5, eta_s=20.0 - step)
-            if why := stop.wanted() or "walltime" * (step % int(env.get("STEPS", 1000)) == 0):
+            if why := stop.check() or "walltime" * (step % int(env.get("STEPS", 1000)) == 0):
                 save("stopped", why)
                 sys.exit(0)
             if step % int(env.get("SAVE_EVERY", 1000)) == 0:
@@ -65,8 +65,7 @@ with StopWatch() as stop:
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """A base directory, with the trainer, and a python for shell scripts whose torch and NumPy are empty modules: what
-    they start is a matter of milliseconds then."""
+    """A base directory with the trainer, and empty modules torch and numpy, so that scripts start in milliseconds."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     for package in (tmp_path / "light" / "torch", tmp_path / "light" / "numpy"):
         package.mkdir(parents=True)
@@ -95,48 +94,48 @@ def trainer(base, name="d1", **more):
     return process
 
 
-OWNED = []  # runs of which this process holds the lock
+OWNED = []  # keeps the locks that this process holds
 
 
-def made_up(base, name, status, **fields):
-    """A run of this process in a state."""
+def fake_run(base, name, status, **fields):
+    """A run of this process with a given state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
     if status in lifecycle.ACTIVE and all(rank["start"] != "1" for rank in fields.get("ranks", [])):
         OWNED.append(lifecycle.acquire(path))
-    told = {**dict.fromkeys(lifecycle.NEWS), "reason": "", "format_version": 1, "launch": name, "world_size": 1,
-            "ranks": [identify()], "started": time.time() - 3000, "heartbeat": time.time(), "status": status, **fields}
-    (path / ".run_state.json").write_text(json.dumps(told))
+    (path / ".run_state.json").write_text(json.dumps({
+        **dict.fromkeys(lifecycle.NEWS), "reason": "", "format_version": 1, "launch": name, "world_size": 1,
+        "ranks": [identify()], "started": time.time() - 3000, "heartbeat": time.time(), "status": status, **fields}))
     return path
 
 
-# ---- status ---------------------------------------------------------------------------------------------------------
+# ---- status ----------------------------------------------------------------------------------------------------------
 
 def test_one_run_at_a_glance(base, capsys):
     ranks = [{**identify(), "host": "node1"}] + [{**identify(), "host": "node2"}] * 2
-    path = made_up(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000,
+    path = fake_run(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000,
                    eta_s=7500.0, tokens_per_s=412_345.6, checkpoint="checkpoint-1000", val_bpb=1.25,
                    phase="2 of 3", ranks=ranks, world_size=3)
     assert status.main(["d1"]) == 0
-    told = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert re.fullmatch(r".*, 50 min 0\d s ago", told.pop("started")) and re.fullmatch(r"\d\.\d s", told.pop("age"))
-    assert told == {
+    shown = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert re.fullmatch(r".*, 50 min 0\d s ago", shown.pop("started")) and re.fullmatch(r"\d\.\d s", shown.pop("age"))
+    assert shown == {
         "run": "d1", "state": "running", "step": "1,234/5,000 (24.7 %)", "loss": "3.215", "bits per byte": "1.25",
         "tok/s": "412,346", "eta": "2 h 05 min", "last checkpoint": "checkpoint-1000", "tokens": "647,000,000",
         "phase": "2 of 3", "processes": f"3 on node1 (1), node2 (2); rank 0 has pid {os.getpid()}", "folder": str(path)}
-    made_up(base, "d2", "completed", heartbeat=time.time() - 600)
+    fake_run(base, "d2", "completed", heartbeat=time.time() - 600)
     status.main(["d2"])
-    told = capsys.readouterr().out
-    assert "age              10 min 0" in told and "processes" not in told
+    out = capsys.readouterr().out
+    assert "age              10 min 0" in out and "processes" not in out
 
 
-def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
+def test_the_table_of_all_runs_marks_dead_ones(base, capsys):
     assert status.main([]) == 0
     assert capsys.readouterr().out == f"no runs in {base / 'runs'}\n"
-    made_up(base, "alive", "running", step=3, num_iterations=10)
-    made_up(base, "gone", "running", ranks=[{**identify(), "start": "1"}])
-    made_up(base, "done", "failed", step=10, num_iterations=10, reason="the disk is full")
-    (made_up(base, "torn", "running") / ".run_state.json").write_text("{")
+    fake_run(base, "alive", "running", step=3, num_iterations=10)
+    fake_run(base, "gone", "running", ranks=[{**identify(), "start": "1"}])
+    fake_run(base, "done", "failed", step=10, num_iterations=10, reason="the disk is full")
+    (fake_run(base, "zero", "running") / ".run_state.json").write_text("{")
     (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     (run_dir(base, "no-run")).mkdir(parents=True)
     assert status.main([]) == 0
@@ -144,38 +143,38 @@ def test_all_runs_in_a_table_with_the_dead_told_from_the_living(base, capsys):
     assert lines[0].split() == ["run", "state", "step", "loss", "bits", "per", "byte", "tok/s", "eta", "last",
                                 "checkpoint", "age", "reason"]
     assert [line.split()[:2] for line in lines[1:]] == [
-        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["older", "unknown"], ["torn", "unreadable"]]
+        ["alive", "running"], ["done", "failed"], ["gone", "dead"], ["older", "unknown"], ["zero", "unreadable"]]
     assert lines[2].endswith("the disk is full")
 
 
-def test_the_table_is_of_the_runs_named_sorted_as_asked_and_coloured_on_a_terminal(base, capsys, monkeypatch):
+def test_the_table_has_the_named_runs_sorted_and_coloured_on_a_terminal(base, capsys, monkeypatch):
     for name, state, bpb, step in (("a", "completed", 1.5, 30), ("b", "halted", 1.25, 20), ("c", "stopped", None, 10)):
-        made_up(base, name, state, val_bpb=bpb, step=step, heartbeat=time.time() - 7230)
+        fake_run(base, name, state, val_bpb=bpb, step=step, heartbeat=time.time() - 7230)
     (run_dir(base, "older") / "checkpoints" / "checkpoint-1").mkdir(parents=True)
 
-    def told(*args):
+    def lines(*args):
         assert status.main([*args]) == 0
         return capsys.readouterr().out.splitlines()[1:]
 
     def order(*args):
-        return "".join(line[0] for line in told(*args))
+        return "".join(line[0] for line in lines(*args))
 
     assert order() == "abco" and order("c", "a") == "ac" and order("--sort=bpb") == "baco"
     assert order("--sort=step") == "cbao"
-    plain = told()
+    plain = lines()
     assert all(" 2 h 00 min" in line for line in plain[:3]) and "\033" not in "".join(plain)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    coloured = told()
+    coloured = lines()
     assert [re.findall(r"\033\[(\d+)m(\w+)\033\[0m", line) for line in coloured] == [
         [("32", "completed")], [("31", "halted")], [("33", "stopped")], []]
     assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain
     monkeypatch.setenv("NO_COLOR", "1")
-    assert told() == plain
+    assert lines() == plain
 
 
-def test_after_a_kill_the_newest_checkpoint_on_disk_is_told(base, capsys):
-    """Regression: it said "last checkpoint none", for the state of a killed launch had not heard of them."""
-    path = made_up(base, "d1", "running", ranks=[{**identify(), "start": "1"}])
+def test_after_a_kill_status_shows_the_newest_checkpoint_on_disk(base, capsys):
+    """Regression: it showed "last checkpoint none", because the state of a killed launch did not name them."""
+    path = fake_run(base, "d1", "running", ranks=[{**identify(), "start": "1"}])
     for age, name in enumerate(("checkpoint-30", ".tmp-checkpoint-40-7", "checkpoint-4", "checkpoint-20-shutdown")):
         (path / "checkpoints" / name).mkdir(parents=True)
         os.utime(path / "checkpoints" / name, (1e9 - age, 1e9 - age))
@@ -188,59 +187,58 @@ def test_after_a_kill_the_newest_checkpoint_on_disk_is_told(base, capsys):
 @pytest.mark.parametrize("name, start, code", [("completed", None, 0), ("stopped", None, 10), ("halted", None, 3),
                                                ("failed", None, 1), ("running", None, 20), ("running", "1", 1),
                                                ("starting", "1", 1)])
-def test_exit_codes_and_json_say_the_same(base, capsys, name, start, code):
+def test_exit_codes_and_json_agree(base, capsys, name, start, code):
     process = identify() if start is None else {**identify(), "start": start}
-    path = made_up(base, "d1", name, reason="why not", ranks=[process])
+    path = fake_run(base, "d1", name, reason="why not", ranks=[process])
     assert status.main(["d1", "--exit-code"]) == code
     assert (f"it says {name}" if start else "why not") in capsys.readouterr().out
     assert status.main([str(path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["status"], told["exit_code"], told["run"]) == (name, code, str(path))
+    entry = json.loads(capsys.readouterr().out)
+    assert (entry["status"], entry["exit_code"], entry["run"]) == (name, code, str(path))
     status.main(["--json"])
     assert [entry["exit_code"] for entry in json.loads(capsys.readouterr().out)] == [code]
 
 
 def test_watching_ends_with_the_run(base, capsys, monkeypatch):
-    path = made_up(base, "d1", "running")
+    path = fake_run(base, "d1", "running")
     naps = []
 
     def nap(seconds):
         naps.append(seconds)
         if len(naps) == 3:
             shutil.rmtree(path)
-            made_up(base, "d1", "completed")
+            fake_run(base, "d1", "completed")
 
     monkeypatch.setattr(status.time, "sleep", nap)
     assert status.main(["d1", "--watch", "--exit-code"]) == 0
-    told = capsys.readouterr().out
-    assert re.findall("(?m)^state +(.*)$", told) == ["running"] * 3 + ["completed"]
+    assert re.findall("(?m)^state +(.*)$", capsys.readouterr().out) == ["running"] * 3 + ["completed"]
 
 
-# ---- stop -----------------------------------------------------------------------------------------------------------
+# ---- stop ------------------------------------------------------------------------------------------------------------
 
-def test_a_run_that_is_asked_saves_and_ends_as_stopped(base, capsys):
+def test_a_run_saves_and_stops_on_request(base, capsys):
     process = trainer(base, STEP_S=0.2)
-    made_up(base, "other", "completed")
-    assert stop.main(["--wait"]) == 0  # the only one at work needs no name
+    fake_run(base, "other", "completed")
+    assert stop.main(["--wait"]) == 0  # the only active run needs no name
     assert process.wait(PATIENCE_S) == 0
     state = read_state(run_dir(base))
     assert (state["status"], state["reason"]) == ("stopped", "asked by scripts.stop")
     assert state["checkpoint"] == f"checkpoint-{state['step']}"
     assert "asked d1 to stop" in capsys.readouterr().out
-    again = trainer(base)
-    assert again.wait(PATIENCE_S) == 0
-    assert read_state(run_dir(base))["status"] == "completed", "the flag that was left stopped the next launch"
+    second = trainer(base)
+    assert second.wait(PATIENCE_S) == 0
+    assert read_state(run_dir(base))["status"] == "completed", "the old flag stopped the next launch"
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, first):
-    """Regression: "nothing to stop", or "no run"; and the launch deleted the flag file when it claimed its run."""
+    """Regression: scripts.stop found no run to stop, and the launch deleted the flag when it claimed its run."""
     if not first:
-        made_up(base, "d1", "stopped")
+        fake_run(base, "d1", "stopped")
     process = subprocess.Popen([sys.executable, base / "trainer.py", "d1"], cwd=ROOT, stderr=subprocess.PIPE,
                                env=environment(base, CLAIM_AFTER=base / "claim"))
     wait_for(lambda: lifecycle.process_start(process.pid))
-    time.sleep(0.02)  # a tick of the clock of processes
+    time.sleep(0.02)  # one tick of the clock of processes
     if first:
         with pytest.raises(FileNotFoundError, match=r"no run 'd1'.*; if its first launch is starting now, it stops"):
             stop.main(["d1"])
@@ -253,14 +251,14 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
     assert (state["status"], state["reason"], state["step"]) == ("stopped", "asked by scripts.stop", 1)
 
 
-def test_which_run_is_meant_must_be_clear_and_one_that_has_ended_is_left_alone(base, capsys):
-    made_up(base, "d1", "stopped")
+def test_stop_needs_a_name_if_several_runs_are_active_and_ignores_ended_ones(base, capsys):
+    fake_run(base, "d1", "stopped")
     assert stop.main(["d1"]) == 0
     assert "nothing to stop" in capsys.readouterr().out
     with pytest.raises(ValueError, match="none is at work"):
         stop.main([])
-    made_up(base, "d2", "running")
-    made_up(base, "d3", "starting")
+    fake_run(base, "d2", "running")
+    fake_run(base, "d3", "starting")
     with pytest.raises(ValueError, match="several are at work, name one: d2, d3"):
         stop.main([])
     assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d2", "d3"))
@@ -279,13 +277,13 @@ def process_of(code):
 
 @pytest.mark.parametrize("rank_0_lives", [True, False])
 def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, monkeypatch, rank_0_lives):
-    """Of four ranks one saves before it ends, one does not heed SIGTERM, one's pid is another program's now, one is on
-    another host. And what a dead run left behind is ended, too."""
+    """One rank saves before it ends, one ignores SIGTERM, the pid of one now belongs to another program, one is on
+    another host. The remaining processes of a dead run are ended, too."""
     monkeypatch.setattr(stop, "GRACE_S", 1.0)
     (saves, a), (deaf, b), (bystander, c) = process_of(SAVES), process_of(DEAF), process_of(HEEDS)
     elsewhere = {**identify(), "host": "node9", "place": "elsewhere", "pid": 77}
     try:
-        made_up(base, "d1", "running", ranks=[a, b, {**c, "start": "1"}, elsewhere] if rank_0_lives else [
+        fake_run(base, "d1", "running", ranks=[a, b, {**c, "start": "1"}, elsewhere] if rank_0_lives else [
             {**c, "start": "1"}, a, b])
         code = stop.main(["d1", "--force"])
         captured = capsys.readouterr()
@@ -299,20 +297,19 @@ def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, monkeyp
             process.wait()
 
 
-def test_force_says_which_process_is_still_there_and_believes_no_forged_record(base, capsys, monkeypatch):
-    """As one that waits for a disk: no signal ends it. Regression: a record with pid -1 and no start was believed, so
-    every process of the user got the signals."""
+def test_force_names_a_process_that_does_not_end_and_ignores_forged_records(base, capsys, monkeypatch):
+    """Regression: a record with pid -1 and no start was accepted, so every process of the user got the signals."""
     sent, me = [], identify()
     forged = [{**me, **change} for change in ({"pid": -1, "start": None}, {"pid": 0, "start": None}, {"start": None},
                                               {"pid": -me["pid"]}, {"pid": 10**9, "start": None}, {"pid": 10**300})]
-    made_up(base, "d1", "running", ranks=[me, *forged])
+    fake_run(base, "d1", "running", ranks=[me, *forged])
     monkeypatch.setattr(stop, "GRACE_S", 0.0)
     monkeypatch.setattr(stop, "KILL_S", 0.0)
     monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
     assert stop.main(["d1", "--force"]) == 1
     assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
     assert f"pid {os.getpid()} is still there" in capsys.readouterr().err
-    path = made_up(base, "d2", "running", ranks=forged[:1])
+    path = fake_run(base, "d2", "running", ranks=forged[:1])
     for ranks in ([{**me, "pid": True}], [{**me, "pid": "1"}], [{**me, "pid": 1.0}]):
         assert stop.main(["d2", "--force"]) == 1
         assert "another container, still owns the run" in capsys.readouterr().err
@@ -324,7 +321,7 @@ def test_force_says_which_process_is_still_there_and_believes_no_forged_record(b
     assert len(sent) == 2
 
 
-# ---- the loop -------------------------------------------------------------------------------------------------------
+# ---- the loop --------------------------------------------------------------------------------------------------------
 
 def loop(base, **more):
     command = ["bash", ROOT / "dev/run_until_done.sh", "d1", sys.executable, base / "trainer.py", "d1"]
@@ -333,8 +330,8 @@ def loop(base, **more):
 
 
 def ended(process):
-    told = process.communicate(timeout=PATIENCE_S)[1]
-    return process.returncode, told
+    err = process.communicate(timeout=PATIENCE_S)[1]
+    return process.returncode, err
 
 
 @pytest.mark.parametrize("settings, code, lines", [
@@ -343,8 +340,8 @@ def ended(process):
     ({"FAIL_AT": 15, "SAVE_EVERY": 4, "MAX_FAILURES": 2}, 1,  # the first failure came after new checkpoints
      {"run_until_done: exit code": 3, "gave up: 2 times in a row": 1})])
 def test_the_loop_resumes_until_the_run_has_ended_or_fails_without_a_new_checkpoint(base, settings, code, lines):
-    ended_with, said = ended(loop(base, **settings))
-    assert ended_with == code and {line: said.count(line) for line in lines} == lines, said
+    ended_with, err = ended(loop(base, **settings))
+    assert ended_with == code and {line: err.count(line) for line in lines} == lines, err
 
 
 def test_the_loop_needs_a_command():
@@ -354,7 +351,7 @@ def test_the_loop_needs_a_command():
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_the_loop_passes_every_signal_on_as_sigterm_and_waits_for_the_save(tmp_path, name):
-    """A stand-in for Python says of every run that it was stopped, and whether it was asked before the save."""
+    """A stand-in for Python reports every run as stopped, and complains if it is called before the save."""
     (tmp_path / "python").write_text(f'#!/bin/bash\n[[ -e {tmp_path}/saved ]] || echo "too early" >&2\nexit 10\n')
     (tmp_path / "python").chmod(0o755)
     command = f"trap 'sleep 0.1; touch {tmp_path}/saved; exit' TERM; echo ready; while true; do sleep 0.02; done"
@@ -363,12 +360,12 @@ def test_the_loop_passes_every_signal_on_as_sigterm_and_waits_for_the_save(tmp_p
                                stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.Signals[name])
-    told = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode == 10 and f"ended by {name}" in told and "too early" not in told
+    code, err = ended(process)
+    assert code == 10 and f"ended by {name}" in err and "too early" not in err
 
 
-def test_a_signal_that_comes_before_the_command_has_begun_is_passed_on_too(tmp_path):
-    """The stand-in for Python sends it when it is asked about the run, before the first launch."""
+def test_the_loop_passes_on_a_signal_from_before_the_first_launch(tmp_path):
+    """The stand-in for Python sends it when the loop checks the run."""
     (tmp_path / "python").write_text(f'#!/bin/bash\nkill -USR1 "$(cat {tmp_path}/pid)"\nexit 10\n')
     (tmp_path / "python").chmod(0o755)
     start = f'echo $$ > {tmp_path}/pid; exec bash dev/run_until_done.sh d1 sleep 60'
@@ -377,21 +374,21 @@ def test_a_signal_that_comes_before_the_command_has_begun_is_passed_on_too(tmp_p
     assert result.returncode == 10 and "exit code 143" in result.stderr and "ended by SIGUSR1" in result.stderr
 
 
-def test_the_loop_ends_when_somebody_asks(base):
+def test_the_loop_ends_after_scripts_stop(base):
     process = loop(base, STEP_S=0.2)
     wait_for(lambda: (read_state(run_dir(base)) or {}).get("step"))
     stop.main(["d1"])
-    code, told = ended(process)
-    assert code == 10 and "ended by scripts.stop" in told
+    code, err = ended(process)
+    assert code == 10 and "ended by scripts.stop" in err
     state = read_state(run_dir(base))
     assert exit_code(run_dir(base), state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
 
 
-# ---- SLURM and Kubernetes -------------------------------------------------------------------------------------------
+# ---- SLURM and Kubernetes --------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def cluster(base):
-    """Stand-ins for srun, which runs the trainer in place of torchrun, and scontrol, which notes what it is told."""
+    """Stand-ins for srun, which runs the trainer instead of torchrun, and scontrol; both log their arguments."""
     bin_dir = base / "bin"
     bin_dir.mkdir()
     (bin_dir / "srun").write_text(f'#!/bin/bash\necho "$@" >>{base}/srun.txt\n'
@@ -404,7 +401,7 @@ def cluster(base):
 
 
 def job(cluster, **more):
-    """The script, started in a folder of its own as SLURM would."""
+    """Start the script as SLURM does."""
     slurm = {"SLURM_JOB_ID": 4711, "SLURM_JOB_NUM_NODES": 2, "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": 8}
     env = environment(cluster, **slurm, **more, PATH=f"{cluster / 'bin'}:{os.environ['PATH']}")
     return subprocess.Popen(["bash", ROOT / "dev/slurm/train_chain.sbatch", "d1", "--depth=4"], cwd=cluster, env=env,
@@ -412,12 +409,12 @@ def job(cluster, **more):
 
 
 def result_of(cluster, process):
-    """Exit code, output, whether the job went back into the queue."""
-    told = process.communicate(timeout=PATIENCE_S)[0]
-    return process.returncode, told, "requeue 4711" in (cluster / "scontrol.txt").read_text()
+    """Exit code, output, and whether the job was requeued."""
+    out = process.communicate(timeout=PATIENCE_S)[0]
+    return process.returncode, out, "requeue 4711" in (cluster / "scontrol.txt").read_text()
 
 
-def test_a_job_whose_run_is_completed_ends_and_torchrun_gets_the_flags_it_needs(cluster):
+def test_the_job_of_a_completed_run_ends_and_torchrun_gets_its_flags(cluster):
     assert result_of(cluster, job(cluster))[::2] == (0, False)
     flags = (cluster / "srun.txt").read_text()
     for flag in ("--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=node1:24711", "--shutdown-timeout=600",
@@ -426,29 +423,29 @@ def test_a_job_whose_run_is_completed_ends_and_torchrun_gets_the_flags_it_needs(
         assert flag in flags
 
 
-@pytest.mark.parametrize("number, back", [(signal.SIGUSR1, True), (signal.SIGTERM, False), (None, False)])
-def test_a_job_that_is_asked_to_end_saves_and_is_requeued_unless_it_was_cancelled_or_stopped(cluster, number, back):
+@pytest.mark.parametrize("number, requeued", [(signal.SIGUSR1, True), (signal.SIGTERM, False), (None, False)])
+def test_a_job_saves_on_a_signal_and_is_requeued_unless_it_was_cancelled_or_stopped(cluster, number, requeued):
     process = job(cluster, STEP_S=0.2)
     wait_for(lambda: (read_state(run_dir(cluster)) or {}).get("step"))
     stop.main(["d1"]) if number is None else process.send_signal(number)
-    code, said, requeued = result_of(cluster, process)
-    assert (code, requeued) == (0, back), said
+    code, out, is_requeued = result_of(cluster, process)
+    assert (code, is_requeued) == (0, requeued), out
     state = read_state(run_dir(cluster))
     assert (state["status"], state["reason"]) == ("stopped", number.name if number else "asked by scripts.stop")
 
 
-def test_a_job_whose_run_is_halted_is_not_requeued(cluster):
+def test_the_job_of_a_halted_run_is_not_requeued(cluster):
     assert result_of(cluster, job(cluster, HALT_AT=3))[::2] == (3, False)
 
 
-def test_jobs_that_fail_go_back_until_they_fail_too_often(cluster):
+def test_failing_jobs_are_requeued_until_they_fail_too_often(cluster):
     for code, requeued in ((0, True), (0, True), (1, False)):
         process = job(cluster, FAIL_AT=15, SAVE_EVERY=4, MAX_FAILURES=2)
         assert result_of(cluster, process)[::2] == (code, requeued)
         (cluster / "scontrol.txt").unlink()
 
 
-def test_the_kubernetes_job_gives_the_workers_the_time_that_the_pod_has():
+def test_the_kubernetes_job_gives_workers_less_time_to_exit_than_the_pod_has():
     spec = yaml.safe_load((ROOT / "dev/slurm/train.k8s.yaml").read_text())["spec"]
     pod = spec["template"]["spec"]
     words = pod["containers"][0]["command"] + pod["containers"][0]["args"]
@@ -459,7 +456,7 @@ def test_the_kubernetes_job_gives_the_workers_the_time_that_the_pod_has():
 
 
 @pytest.mark.parametrize("name", ["train", "tok_shards"])
-def test_a_kubernetes_template_fits_the_published_schema_which_knows_a_wrong_word(name):
+def test_a_kubernetes_template_matches_the_published_schema_which_notices_a_wrong_word(name):
     spec = yaml.safe_load((ROOT / f"dev/slurm/{name}.k8s.yaml").read_text())
     latest = kubernetes_validate.latest_version()
     kubernetes_validate.validate(spec, latest, strict=True)

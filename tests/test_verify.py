@@ -217,7 +217,7 @@ def test_every_damaged_file_of_every_checkpoint_is_reported(trained, capsys):
         code, problems, _ = run(capsys, trained)
         assert code == 1 and len(problems) == 2 * (1 if name == verify.SEAL_NAME else names.index(name) + 1), problems
         for of in ("checkpoint-4", "final"):
-            assert sum(p.startswith(f"{folder / of / name}: ") and "rotten" in p for p in problems) == 1
+            assert sum(p.startswith(f"{folder / of / name}: ") and "corrupt" in p for p in problems) == 1
     (folder / "checkpoint-2" / "optimizer.bin").unlink()
     (folder / "checkpoint-2" / "rng" / "rank_9.pkl").write_bytes(b"unlisted")
     truncate(folder / "checkpoint-2" / "scheduler.bin", 100)
@@ -241,7 +241,7 @@ def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained
     truncate(kept / "step-00000004.json.gz", 9)
     keep_cursors(trained, 6, pack_cursors(7, []))
     assert run(capsys, trained)[:2] == (1, [
-        f"{folder}/final/{lanes}: of step 4, trainer_state.json is of step 8",
+        f"{folder}/final/{lanes}: holds cursors of step 4, but trainer_state.json is of step 8",
         f"{kept}/step-00000004.json.gz: torn or rotten (EOFError)",
         f"{kept}/step-00000006.json.gz: it holds the cursors of step 7; delete it"])
 

@@ -1,4 +1,4 @@
-"""A rank that hangs, is stopped, dies or fails takes the others down, and they name it. Real processes, real gloo."""
+"""If a rank hangs, stops, dies or fails, all ranks end and the error names it. Real processes, real gloo."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from nanochat.watchdog import Watchdog, open_store
 from tests import training
 
 BAD_STEP = 5
-PATIENCE_S = 5.0  # for ranks that work: a busy machine delays a beat by seconds
+PATIENCE_S = 5.0  # timeout of ranks that work: a busy machine delays a beat by seconds
 
 
-# ---- a launch -------------------------------------------------------------------------------------------------------
+# ---- a launch --------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
@@ -41,25 +41,24 @@ def misbehave(how, dog, state):
     if how in ("sleep", "disk"):
         time.sleep(1000)
     elif how == "stop":
-        time.sleep(4 * dog.interval_s)  # the others have heard of this step
+        time.sleep(4 * dog.interval_s)  # until this step is published
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif how == "work":  # for longer than the others' patience, and the time in which they listen
+    elif how == "work":  # longer than the limit and the time that rank 0 listens
         for _ in range(30):
             time.sleep(PATIENCE_S / 25)
             dog.beat()
 
 
 def rank_main(how, bad, run_dir, argv):
-    """A training job of ten steps, whose rank `bad` misbehaves in one of them."""
+    """A training job of ten steps; its rank `bad` misbehaves in one of them."""
     watchdog.ANSWER_S = 1.0
     rank, timeout_s = int(os.environ["RANK"]), PATIENCE_S if how == "work" else 1.5
     dist.init_process_group("gloo")
-    state = RunState(acquire(run_dir), [identify()], status="running") if rank == 0 else None
-    more = {}
-    if state:
-        more = {"refresh": state.refresh, "on_failure": lambda verdict: state.close("failed", verdict)}
-    if state and how == "disk":  # its heartbeat hangs as well, at a disk
-        more["refresh"] = partial(stall, state)
+    state, more = None, {}
+    if rank == 0:
+        state = RunState(acquire(run_dir), [identify()], status="running")
+        more = {"refresh": partial(stall, state) if how == "disk" else state.refresh,  # its heartbeat hangs, too
+                "on_failure": lambda verdict: state.close("failed", verdict)}
     with Watchdog(open_store(3), gather_all(identify()), rank=rank, timeout_s=timeout_s, first_timeout_s=timeout_s,
                   **more) as dog:
         for step in range(10):
@@ -73,7 +72,7 @@ def rank_main(how, bad, run_dir, argv):
             dog.beat(step, "a save", patience_s=100)
             time.sleep(PATIENCE_S * 1.2)
             dist.all_reduce(torch.ones(1))
-            if rank == bad:  # late to leave: the store is rank 0's
+            if rank == bad:  # it leaves late, and needs rank 0's store
                 time.sleep(0.5)
     if state:
         state.close("completed")
@@ -87,25 +86,25 @@ def who(group, rank):
     return f"rank {rank} on host {socket.gethostname()} (pid {group.processes[rank].pid})"
 
 
-def test_a_launch_that_works_ends_well_however_long_a_rank_works_all_save_or_one_takes_to_leave(tmp_path):
+def test_slow_work_a_slow_save_and_a_slow_exit_end_no_launch(tmp_path):
     group = start(tmp_path, "work")
     assert group.wait() == [0, 0, 0], group.text()
     assert read_state(tmp_path / "run")["status"] == "completed"
     assert not any(word in group.text() for word in ("error:", "last seen"))
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack_and_all_end(tmp_path):
+def test_a_rank_that_hangs_is_named_with_its_stack_and_all_ranks_end(tmp_path):
     group = start(tmp_path, "sleep")
     assert group.wait() == [1, 1, 1]
-    told = f"{who(group, 2)} was last seen at step {BAD_STEP}; the other 2 wait at step {BAD_STEP} (reduction), for "
+    verdict = f"{who(group, 2)} was last seen at step {BAD_STEP}; the other 2 wait at step {BAD_STEP} (reduction), for "
     state, outputs = read_state(tmp_path / "run"), [path.read_text() for path in group.outputs]
-    assert state["status"] == "failed" and state["reason"].startswith(told)
-    assert told in outputs[0] and told in outputs[2]
+    assert state["status"] == "failed" and state["reason"].startswith(verdict)
+    assert verdict in outputs[0] and verdict in outputs[2]
     assert "in misbehave" in outputs[2] and "in rank_main" in outputs[2]
 
 
 @pytest.mark.parametrize("how", ["stop", "disk"])
-def test_where_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
+def test_if_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
     group = start(tmp_path, how, bad=0)
     for process in group.processes[how == "stop":]:
         process.join(training.PATIENCE_S)
@@ -121,10 +120,10 @@ def test_where_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how)
     assert read_state(tmp_path / "run")["status"] == ("running" if how == "stop" else "failed")
 
 
-# ---- the judgement, without processes ---------------------------------------------------------------
+# ---- verdicts, without processes -------------------------------------------------------------------------------------
 
 class FakeStore:
-    """The calls of a TCPStore that are used."""
+    """The calls of a TCPStore that a watchdog makes."""
 
     def __init__(self):
         self.data = {}
@@ -152,7 +151,7 @@ def record(count=10, *, late=True, left=False):
     return {"count": count, "at": f"step {count - 1}", "late": late, "left": left}
 
 
-JUDGED = {  # what rank 0, which has waited too long at step 9, knows of ranks 1 and 2, and what it says
+JUDGED = {  # rank 0 has waited too long at step 9: the records of ranks 1 and 2, and its verdict
     "fewest beats": (record(), record(9), "rank 2 on host node2 (pid 102) was last seen at step 8; the other 2 wait at "
                                           "step 9, for 700 s now"),
     "behind, and works": (record(), record(9, late=False), ""),
@@ -161,30 +160,30 @@ JUDGED = {  # what rank 0, which has waited too long at step 9, knows of ranks 1
     "has left": (record(), record(4, left=True),
                  "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; the other 2 wait"),
     "all at one point": (record(), record(), "all 3 ranks have been at step 9 for 700 s: the network between them"),
-    "never heard of": (record(), None, "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does"),
+    "never published": (record(), None, "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does"),
 }
 
 
 @pytest.mark.parametrize("case", JUDGED)
 def test_who_is_to_blame(case, monkeypatch):
-    *others, told = JUDGED[case]
+    *others, expected = JUDGED[case]
     dog, now = watcher(timeout_s=600, first_timeout_s=0), 1000.0
     dog._clock = now
     for step in range(10):
         dog.beat(step)
-    dog._heard[0] = record(), now
-    for rank, seen in enumerate(others, 1):
-        if seen is not None:
-            dog._heard[rank] = (record(), now - dog.silence_s - 1) if seen == "silent" else (seen, now - 5)
+    dog._published[0] = record(), now
+    for rank, other in enumerate(others, 1):
+        if other is not None:
+            dog._published[rank] = (record(), now - dog.silence_s - 1) if other == "silent" else (other, now - 5)
     monkeypatch.setattr(dog, "_idle", lambda: 700.0)
     verdict = dog._judge()
-    assert verdict.startswith(told) and bool(verdict) == bool(told)
+    assert verdict.startswith(expected) and bool(verdict) == bool(expected)
     dog.rank = 1
-    assert dog._judge() == "", "rank 0 alone names the rank that hangs"
+    assert dog._judge() == "", "only rank 0 judges"
 
 
-def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypatch):
-    """Nobody is blamed by what was published before the limit, and all ranks leave with the same words."""
+def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatch):
+    """Records published before the limit blame no rank, and all ranks leave with the same verdict."""
     store, ended, began = FakeStore(), [], time.monotonic()
     store.set("rank/1", json.dumps(record(1)))
     dog = watcher(0, 2, store, timeout_s=0.1, first_timeout_s=0, on_failure=lambda verdict: (
@@ -200,35 +199,34 @@ def test_a_verdict_needs_a_while_of_listening_and_the_first_one_counts(monkeypat
     assert store.get(watchdog.VERDICT).decode() == verdict
     late = watcher(1, 2, store, timeout_s=0.1)
     late._ours = "another"
-    assert not late._talk() and late._verdict == verdict
+    assert not late._round() and late._verdict == verdict
 
 
 def leave_with(error, rank, verdict=""):
-    """What comes out of a rank's watchdog when its main thread fails, perhaps after a verdict; and the verdict."""
-    store, told = FakeStore(), []
-    with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=told.append):
+    """The exception and the verdict of a watchdog whose main thread fails, perhaps after another rank's verdict."""
+    store, verdicts = FakeStore(), []
+    with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=verdicts.append):
         if verdict:
             store.set(watchdog.VERDICT, verdict)
         raise error
-    [heard] = told
-    assert heard == store.get(watchdog.VERDICT).decode()
-    return caught.value, heard
+    assert verdicts == [store.get(watchdog.VERDICT).decode()]
+    return caught.value, verdicts[0]
 
 
-def test_what_a_failure_becomes(capfd):
+def test_an_exception_becomes_the_verdict(capfd):
     bad, bug, broken = FileNotFoundError("x.bin: gone"), KeyError("bug"), RuntimeError("connection closed")
-    for error, rank, told in ((bad, 0, "x.bin: gone"), (bug, 0, "KeyError: 'bug'"), (bad, 1, "x.bin: gone"),
+    for error, rank, text in ((bad, 0, "x.bin: gone"), (bug, 0, "KeyError: 'bug'"), (bad, 1, "x.bin: gone"),
                               (bug, 1, "KeyError: 'bug'"), (broken, 1, "RuntimeError: connection closed")):
-        raised, heard = leave_with(error, rank)
-        assert heard == ("rank 1 on host node1 (pid 101) failed at set-up: " if rank else "") + told
+        raised, verdict = leave_with(error, rank)
+        assert verdict == ("rank 1 on host node1 (pid 101) failed at set-up: " if rank else "") + text
         assert raised is error if error is not bad else isinstance(raised, SystemExit) and raised.code == 1
-        assert capfd.readouterr().err == ("" if rank else f"error: {told}\n"), "rank 0 tells"
+        assert capfd.readouterr().err == ("" if rank else f"error: {text}\n"), "rank 0 prints it"
         silent, _ = leave_with(error, rank, "rank 7 on host b (pid 1) failed at step 2: x.bin: gone")
         assert isinstance(silent, SystemExit) and silent.code == 1
         capfd.readouterr()
 
 
-def test_a_rank_whose_store_is_gone_says_itself_why_it_failed(capfd, monkeypatch):
+def test_a_rank_whose_store_is_gone_prints_its_own_error(capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
     store = FakeStore()
     with pytest.raises(SystemExit), watcher(1, 2, store, timeout_s=1):
@@ -247,7 +245,7 @@ def test_a_run_that_ends_well_does_not_wait_for_a_store_that_does_not_answer(mon
     assert time.monotonic() - began < watchdog.LATE_S
 
 
-def test_a_process_that_was_paused_is_not_blamed_for_it(monkeypatch):
+def test_the_time_in_which_a_process_was_paused_does_not_count(monkeypatch):
     monkeypatch.setattr(watchdog, "PAUSED_S", 0.2)
     dog, ended, waits = Watchdog(None, [identify()], timeout_s=0.5, first_timeout_s=0.5), [], []
     monkeypatch.setattr(dog, "_end", ended.append)

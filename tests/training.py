@@ -1,8 +1,8 @@
-"""What the tests of the training job share: a small corpus with its tokenizer, and ways to run the job.
+"""Shared by the tests of the training job: a small corpus with its tokenizer, and ways to run the job.
 
-    run      in this process, through the same door as the command line: exit code, output, errors
-    start    in child processes, one a rank, which can be killed; they are forked from a server that has imported torch
-             once, so a process costs a fraction of a second
+    run      in this process, as the command line does: exit code, output, errors
+    start    in child processes, one per rank, which can be killed; a server that has imported torch once forks them, so
+             a process costs a fraction of a second
 """
 
 import contextlib
@@ -40,11 +40,12 @@ from nanochat.lifecycle import StopWatch, read_state
 from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data, tok_shards
+from tests.faults import die
 
 VOCAB_SIZE = 320
-PATIENCE_S = 600  # a child that takes longer than this hangs, also on a machine that is ten times slower than idle
+PATIENCE_S = 600  # a child that takes longer hangs, even on a machine that is ten times slower than an idle one
 
-SETTINGS: dict[str, Any] = {  # of a run of two seconds: sliding windows, value embeddings, documents that are cut
+SETTINGS: dict[str, Any] = {  # a run of two seconds: sliding windows, value embeddings, cut documents
     "depth": 2, "aspect_ratio": 12, "head_dim": 12, "window_pattern": "SL", "max_seq_len": 160, "device_type": "cpu",
     "total_batch_size": 160 * 8, "device_batch_size": 4, "lanes": 4, "buffer_size": 16, "overlap": 32,
     "tokenizer_threads": 1, "num_iterations": 24, "warmup_steps": 2, "eval_every": -1, "eval_tokens": 160 * 16,
@@ -52,13 +53,13 @@ SETTINGS: dict[str, Any] = {  # of a run of two seconds: sliding windows, value 
 }
 T = 64
 STEP = T * 8
-SMALL: dict[str, Any] = {  # a third as dear: one layer, and rows of T tokens, STEP of them in a step
+SMALL: dict[str, Any] = {  # a third of the cost: one layer, rows of T tokens, STEP tokens per step
     "depth": 1, "aspect_ratio": 24, "max_seq_len": T, "total_batch_size": STEP, "overlap": 16, "eval_tokens": T * 16}
 
 
 def no_values_on_meta(kind: type[torch.nn.Linear] | type[torch.nn.Embedding]) -> None:
-    """A run builds five models only to count them. PyTorch sets the values that they do not have, in a tenth of the
-    time of a short run: leave that out."""
+    """Skip the initial values of modules on the meta device, which have none. A run builds five models only to count
+    their parameters, and this took a tenth of a short run."""
     reset = kind.reset_parameters
 
     def reset_parameters(self: Any) -> None:
@@ -72,7 +73,7 @@ no_values_on_meta(torch.nn.Linear)
 no_values_on_meta(torch.nn.Embedding)
 
 
-# ---- what the runs need ---------------------------------------------------------------------------------------------
+# ---- corpus, tokenizer and settings ----------------------------------------------------------------------------------
 
 def texts(num: int, *, seed: int) -> list[str]:
     """Pieces of English prose, 20 to 1,500 characters, the same on every call."""
@@ -89,8 +90,8 @@ def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
 
 
 def write_buckets(folder: Path, buckets: dict[str, int], **shards: int) -> None:
-    """text/BUCKET with two files of so many documents for training and one for validation; and shards of them in
-    folders of other names, whose entries have at most so many tokens (0: any number)."""
+    """Write text/BUCKET with two files of `num` documents for training and one for validation. `shards`: {folder: the
+    largest length of an entry (0: any)}, where the same text goes as shards."""
     for k, (bucket, num) in enumerate(buckets.items()):
         for i, documents in enumerate((num, num, 8)):
             write_shard(folder / "text" / bucket / f"{i}.parquet", texts(documents, seed=10 * k + i))
@@ -102,7 +103,7 @@ def write_buckets(folder: Path, buckets: dict[str, int], **shards: int) -> None:
 
 @functools.cache
 def _assets() -> tempfile.TemporaryDirectory[str]:
-    """data/ (three shards and one for validation) and tokenizer/, made once."""
+    """data/ (three shards and one for validation) and tokenizer/, written once."""
     folder = tempfile.TemporaryDirectory(prefix="training-assets-")
     for i in range(4):
         write_shard(Path(folder.name) / "data" / f"shard_{i}.parquet", texts(96, seed=i))
@@ -112,8 +113,8 @@ def _assets() -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def workplace(path: Path, **changed: Any) -> Iterator[Path]:
-    """A base directory of its own with data/ and tokenizer/ in it, used by what runs inside; one CPU thread, and
-    nothing of torchrun in the environment. `changed`: settings that runs have while inside."""
+    """A base directory with data/ and tokenizer/, for the code inside the block; one CPU thread, and none of torchrun's
+    variables in the environment. `changed`: settings of runs inside the block."""
     shutil.copytree(_assets().name, path, dirs_exist_ok=True)
     kept, threads, settings = dict(os.environ), torch.get_num_threads(), dict(SETTINGS)
     SETTINGS.update(changed)
@@ -129,11 +130,12 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
         os.environ.clear()
         os.environ.update(kept)
         torch.set_num_threads(threads)
+        SETTINGS.clear()  # settings that were added, too
         SETTINGS.update(settings)
 
 
 def in_workplace(**changed: Any) -> Any:
-    """The fixture with which most modules of runs begin: each test in a workplace of its own."""
+    """A fixture for most modules of runs: each test has its own workplace."""
     @pytest.fixture(autouse=True, name="workplace")
     def fixture(tmp_path: Path) -> Iterator[Path]:
         with workplace(tmp_path, **changed) as path:
@@ -143,12 +145,12 @@ def in_workplace(**changed: Any) -> Any:
 
 
 def flags(**changed: Any) -> list[str]:
-    """The command line of `SETTINGS` with some changed (None leaves one out, True is a bare flag)."""
+    """The command line of `SETTINGS` with some changed (None omits one, True is a bare flag)."""
     return as_flags({"data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "data", **SETTINGS, **changed})
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
-    """Some settings as a command line."""
+    """Settings as a command line."""
     named = [(name.replace("_", "-"), value) for name, value in settings.items() if value is not None]
     return [("--" if value else "--no-") + name if isinstance(value, bool) else f"--{name}={value}"
             for name, value in named]
@@ -158,22 +160,22 @@ def run_dir(tag: str = "run") -> Path:
     return Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / tag
 
 
-# ---- in this process ------------------------------------------------------------------------------------------------
+# ---- in this process -------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command came to. `err` has the log's lines and the sentence of an error."""
+    """The outcome of a command. `err` has the log's lines and the error."""
     code: int
     out: str
     err: str
 
 
 def run(**changed: Any) -> Outcome:
-    """Run the job in this process. An exception other than those for bad input comes through: it is a bug."""
+    """Run the job in this process. An exception other than those for bad input is a bug, and is raised here."""
     out, err = io.StringIO(), io.StringIO()
     handler, root = logging.StreamHandler(err), logging.getLogger()
     before = set(threading.enumerate())
-    gc.freeze()  # the run collects garbage once: not the test runner's objects
+    gc.freeze()  # the run collects garbage once, but not the test runner's objects
     root.addHandler(handler)
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -189,36 +191,35 @@ def run(**changed: Any) -> Outcome:
 
 
 def succeed(**changed: Any) -> Outcome:
-    """`run` that must end well."""
+    """`run` that must succeed."""
     outcome = run(**changed)
     assert outcome.code == 0, outcome.err
     return outcome
 
 
 def refuse(**changed: Any) -> str:
-    """`run` that must end with exit code 1 and one sentence, which is returned; no traceback."""
+    """`run` that must end with exit code 1, one error, which is returned, and no traceback."""
     outcome = run(**changed)
     errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert outcome.code == 1 and len(errors) == 1 and "Traceback" not in outcome.err, outcome.err
     return outcome.err[outcome.err.index("error: ") + len("error: "):].strip()
 
 
-# ---- in processes of their own --------------------------------------------------------------------------------------
+# ---- in processes of their own ---------------------------------------------------------------------------------------
 
 @functools.cache
 def server() -> Any:
-    """The context whose processes are forked from one that has torch and this module loaded, and has done a short job
-    (tests/warm.py). There is one such process for all tests: the first to start it decides what is loaded, so tests
-    that need one take it from here."""
+    """The context whose processes are forked from a server that has loaded torch and this module, and has run a short
+    job (tests/warm.py). All tests share one server, so start it only from here."""
     context = multiprocessing.get_context("forkserver")
-    lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them when first used
+    lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them on first use
     context.set_forkserver_preload(["pytest", "hypothesis", "tests.training", *lazy, "tests.warm"])
     return context
 
 
 def _child(main: Callable[[list[str]], int | None], argv: list[str], env: dict[str, str],
            hook: Callable[[], None] | None, output: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background inherits deaf ears
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process started in the background ignores SIGINT
     os.environ.clear()
     os.environ.update(env)
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -240,7 +241,7 @@ class Group:
     outputs: list[Path]
 
     def wait(self) -> list[int]:
-        """Their exit codes, when all have ended by themselves. A rank that outlives the patience fails the test."""
+        """Wait until all ranks have ended, and return their exit codes. A rank that hangs fails the test."""
         deadline = time.monotonic() + PATIENCE_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -250,8 +251,8 @@ class Group:
         return [process.exitcode for process in self.processes]
 
     def wait_or_kill(self) -> int:
-        """Until all ranks have ended, or one has killed itself (see the hooks below); then the others are killed, as
-        torchrun would. The exit code of the launch: SIGKILL's if that was so, otherwise the one that all have."""
+        """Wait until all ranks have ended, or one has killed itself (see the hooks below); then kill the others, as
+        torchrun does. The exit code of the launch: SIGKILL's after a kill, otherwise the common one."""
         def codes() -> list[int | None]:
             return [process.exitcode for process in self.processes]
 
@@ -263,7 +264,7 @@ class Group:
         return code
 
     def wait_for_death(self) -> None:
-        """Until a rank has killed itself."""
+        """Wait until a rank has killed itself."""
         assert self.wait_or_kill() == -signal.SIGKILL, f"no kill:\n{self.text()}"
 
     def kill(self) -> None:
@@ -279,9 +280,8 @@ class Group:
 
 def launch(main: Callable[[list[str]], int | None], argvs: list[list[str]], envs: list[dict[str, str]],
            hook: Callable[[], None] | None = None) -> Group:
-    """Run a script's `main` in processes of their own, one for each argv, whose environment has `envs` added, as
-    torchrun sets them up if there are several. `hook` is called in each before it begins: a function that can be
-    pickled."""
+    """Run a script's `main` in one process per argv, with `envs` added to their environments; several processes get
+    torchrun's variables. `hook`, which must be picklable, is called first in each."""
     common = dict(os.environ)
     if len(argvs) > 1:
         with socket.socket() as s:
@@ -304,28 +304,28 @@ def start(world_size: int = 1, *, hook: Callable[[], None] | None = None, **chan
 
 
 def finish(world_size: int = 1, **changed: Any) -> str:
-    """`start` that must end well; what it printed."""
+    """`start` that must succeed. Returns its output."""
     group = start(world_size, **changed)
     codes = group.wait()
     assert codes == [0] * world_size, group.text()
     return group.text()
 
 
-# ---- hooks: what happens to a process --------------------------------------------------------------------------------
+# ---- hooks, which act inside a process -------------------------------------------------------------------------------
 
 def a_step_is_a_second(total_s: float) -> None:
-    """A walltime of so many seconds passes by one each time that the run looks at it, however long steps take."""
-    wanted = StopWatch.wanted
+    """Of a walltime of `total_s` seconds, one second passes each time the run checks it, however long steps take."""
+    check = StopWatch.check
 
     def watched(self: Any, now: float | None = None) -> str:
-        self.looks = getattr(self, "looks", 0) + 1
-        return wanted(self, (self._deadline or 0.0) - total_s + self.looks)
+        self.checks = getattr(self, "checks", 0) + 1
+        return check(self, (self._deadline or 0.0) - total_s + self.checks)
 
-    StopWatch.wanted = watched  # type: ignore[method-assign]
+    StopWatch.check = watched  # type: ignore[method-assign]
 
 
 def after_step(step: int, act: Callable[[], None]) -> None:
-    """Act once this step is in the log."""
+    """Call `act` once this step is in the log."""
     write = TrainLog.write
 
     def watched(self: TrainLog, **record: Any) -> None:
@@ -336,15 +336,10 @@ def after_step(step: int, act: Callable[[], None]) -> None:
     TrainLog.write = watched  # type: ignore[method-assign]
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def before(function: str, call: int, act: Callable[[], None] = die) -> None:
-    """Act, or die, when a function, named like "nanochat.optim.MuonAdamW.step", is about to be called for the
-    so-manieth time."""
-    place, name = function.rsplit(".", 1)
-    owner = pkgutil.resolve_name(place)
+    """Call `act` before call number `call` of a function, named like "nanochat.optim.MuonAdamW.step"."""
+    parent, name = function.rsplit(".", 1)
+    owner = pkgutil.resolve_name(parent)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -360,19 +355,19 @@ def send(number: int) -> None:
 
 
 def die_after_step(step: int, delay_s: float = 0.0) -> None:
-    """Kill the process once this step is in the log, and so much later, wherever it is by then."""
+    """Kill the process `delay_s` after this step is in the log, wherever it is then."""
     after_step(step, threading.Timer(delay_s, die).start if delay_s else die)
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    """Until something is true, looked at often."""
+    """Wait until a condition holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-# ---- what a run left ------------------------------------------------------------------------------------------------
+# ---- the files of a run ----------------------------------------------------------------------------------------------
 
 def final(tag: str = "run") -> Path:
     return run_dir(tag) / "checkpoints" / "final"
@@ -388,24 +383,24 @@ def events(name: str, tag: str = "run") -> list[dict[str, Any]]:
 
 
 def all_steps(tag: str = "run") -> list[dict[str, Any]]:
-    """The lines of steps in the order written, repeated ones too."""
+    """The lines of all steps in the order written, including repeated ones."""
     return [record for record in iter_log(log_file(tag)) if "event" not in record]
 
 
 def steps(tag: str = "run") -> dict[int, dict[str, Any]]:
-    """{step: its line that counts} of the log."""
+    """{step: its last line in the log}."""
     return {record["step"]: record for record in read_log(log_file(tag)) if "event" not in record}
 
 
 def state(tag: str = "run") -> dict[str, Any]:
-    """What the run says of itself."""
-    found = read_state(run_dir(tag))
-    assert found is not None
-    return found
+    """The run's state."""
+    state = read_state(run_dir(tag))
+    assert state is not None
+    return state
 
 
 def take_over(whole: Path, *names: str) -> None:
-    """Make `runs/run` the run in a folder as it was when it had only the checkpoints `names`."""
+    """Copy the run in the folder `whole` to `runs/run`, with only the checkpoints `names`."""
     shutil.copytree(whole, run_dir())
     for name in set(checkpoints()) - set(names):
         shutil.rmtree(run_dir() / "checkpoints" / name)
@@ -420,10 +415,10 @@ def read_rows(tag: str, step: int) -> list[dict[str, Any]]:
 
 
 def digests(tag: str = "run") -> list[str]:
-    """The batch digests from step 0 on; every step must be there."""
-    found = steps(tag)
-    assert sorted(found) == list(range(len(found)))
-    return [found[step]["digest"] for step in sorted(found)]
+    """The batch digests of all steps; no step may be missing."""
+    lines = steps(tag)
+    assert sorted(lines) == list(range(len(lines)))
+    return [lines[step]["digest"] for step in sorted(lines)]
 
 
 def losses(tag: str = "run") -> list[float]:
@@ -436,7 +431,7 @@ def checkpoints(tag: str = "run") -> list[str]:
 
 
 def state_of(checkpoint: Path) -> dict[str, Any]:
-    """Everything of a checkpoint that must not depend on crashes, tensors as bytes."""
+    """Everything in a checkpoint that must not depend on crashes, with tensors as bytes."""
     loaded = checkpoint_module.load_checkpoint(checkpoint)
     kept = {k: v for k, v in loaded.trainer_state.items() if k not in ("wandb_id", "progress", "files", "checksum")}
     progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
@@ -446,7 +441,7 @@ def state_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def as_bytes(value: Any) -> Any:
-    """A value whose tensors are replaced by (dtype, shape, bytes), so that == compares bits."""
+    """A value with each tensor replaced by (dtype, shape, bytes), so that == compares bits."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
@@ -457,6 +452,6 @@ def as_bytes(value: Any) -> Any:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """{relative path: hash, with size and time of change} of all files below a folder."""
+    """{relative path: hash and modification time} of all files below a folder."""
     return {str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
             + f" {path.stat().st_mtime_ns}" for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -324,7 +324,7 @@ def log_core(run: Any) -> None:
     for score in evaluate_core(run.model, run.data.tokenizer, tasks):
         scores.append(score)
         run.dog.beat(step, f"CORE after {score.label}", LONG_S)
-        if any(reasons := gather_all(run.stop.asked())):
+        if any(reasons := gather_all(run.stop.requested())):
             raise Stop(join_reasons(reasons))
     result = summary(scores)
     print0(f"step {step:05d} | CORE metric {result['core_metric']:.4f} ({len(scores)} tasks)")

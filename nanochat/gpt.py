@@ -268,8 +268,8 @@ class GPT(nn.Module):
     """Build the model on any device, or on `meta` followed by `to_empty(device=...)`. Then call `init_weights`, or
     `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
-    attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere), `varlen` or `flex` (both
-    fast on CUDA). activation_checkpointing: keep only the input of each layer, and recompute the layer in the backward
+    attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere), `varlen` or `flex`
+    (fast on CUDA). activation_checkpointing: keep only the input of each layer, and recompute the layer in the backward
     pass: a third more time, far less memory. z_loss: weight of the squared logsumexp of a token's logits in the
     gradient, which keeps logits from drifting (PaLM, 2204.02311). The returned loss does not include it.
     """

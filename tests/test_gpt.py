@@ -399,7 +399,7 @@ def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth
     assert parts["sums of dq"] == 4 * B * 2048 * model.config.n_embd
     few = model.estimate_memory(1, dtype=torch.bfloat16, compiled=True)
     assert few["sums of dq"] == 4 * 2048 * model.config.n_embd * -(-132 // model.config.n_head)
-    assert with_leaves["leaves that wait"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
+    assert with_leaves["pending leaves"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
 
 
 def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):

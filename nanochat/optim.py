@@ -1,8 +1,8 @@
 """
 MuonAdamW: Muon for matrices, AdamW for everything else, one class for one process and for many.
 
-**Muon** replaces the momentum of a matrix by the nearest semi-orthogonal matrix (all singular values become 1), so every
-direction is learned at the same speed. The steps are Nesterov momentum -> row equilibration -> Polar Express ->
+**Muon** replaces the momentum of a matrix by the nearest semi-orthogonal matrix (all singular values become 1), so
+every direction is learned at the same speed. The steps are Nesterov momentum -> row equilibration -> Polar Express ->
 renormalization -> per-neuron variance reduction -> update with cautious weight decay. Row equilibration (every row gets
 the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) stay
 because nanochat's learning rates were tuned with them.
@@ -30,10 +30,10 @@ means in another order, and on CUDA it contracts. No promise about W depends on 
 same code.
 
 **Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes the order of sums, a
-matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms round
-alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**, which chunks never cut: a grain is
-1/64 of a tensor that may be cut, and all of any other. Each rank enters the sums of squares of its own grains in a
-table, the tables are added exactly (x + 0), and the table is summed in one order.
+matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms
+round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**, which chunks never cut: a
+grain is 1/64 of a tensor that may be cut, and all of any other. Each rank enters the sums of squares of its own grains
+in a table, the tables are added exactly (x + 0), and the table is summed in one order.
 
 State and arithmetic are float32, except that a model with bfloat16 compute runs `polar_express` in bfloat16. bfloat16
 parameters are rounded when they are written back. For a bfloat16 embedding, float32 state costs 8 bytes per element
@@ -63,8 +63,9 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Floors of the norms in divisions: a zero matrix stays zero instead of NaN. For gradients of this size (small gates have
-# them), they also decide how far singular values are evened out, so they are nanochat's, whose learning rates fit them.
+# Floors of the norms in divisions: a zero matrix stays zero instead of NaN. For gradients of this size (small gates
+# have them), they also decide how far singular values are evened out, so they are nanochat's, whose learning rates fit
+# them.
 NORM_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-10
 
@@ -365,8 +366,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Collective. Restore rank 0's `state`, from `gather_state` with any W. Its tensors are sent one by one, so other
-        ranks hold at most their own parts and one tensor.
+        """Collective. Restore rank 0's `state`, from `gather_state` with any W. Its tensors are sent one by one, so
+        other ranks hold at most their own parts and one tensor.
 
         Sets tensors and the step count, but not hyper-parameters. Raises ValueError, before any change, with a list of
         names and shapes that differ.

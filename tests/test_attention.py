@@ -102,7 +102,7 @@ def varlen_on_a_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, wind
     """The kernel exists on CUDA only; this stand-in does what its documentation says."""
     assert window_size[1] == 0 and torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.dtype == torch.int32
     assert max_q == max_k >= int(cu_seq_q.diff().max()) and cu_seq_q[-1] == len(query)
-    assert enable_gqa == (key.size(1) != query.size(1) and attention_module.SAYS_GROUPED)
+    assert enable_gqa == (key.size(1) != query.size(1) and attention_module.NEEDS_ENABLE_GQA)
     parts = [oracle(*(t[None, a:b] for t in (query, key, value)), window_size[0])[0]
              for a, b in itertools.pairwise(cu_seq_q.tolist())]
     return torch.cat(parts)
@@ -114,12 +114,12 @@ def varlen(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
 
 
-@pytest.mark.parametrize(("heads", "says_grouped"), [((4, 2), True), ((4, 2), False), ((3, 3), True)])
+@pytest.mark.parametrize(("heads", "needs_enable_gqa"), [((4, 2), True), ((4, 2), False), ((3, 3), True)])
 @pytest.mark.parametrize("window", [-1, 0, 4])
 def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(
-        varlen, monkeypatch, window, heads, says_grouped):
+        varlen, monkeypatch, window, heads, needs_enable_gqa):
     """Without `enable_gqa`, which PyTorch 2.11 does not have, there and where queries have as many heads as keys."""
-    monkeypatch.setattr(attention_module, "SAYS_GROUPED", says_grouped)
+    monkeypatch.setattr(attention_module, "NEEDS_ENABLE_GQA", needs_enable_gqa)
     q, k, v, documents = make(0, 3, 13, *heads, 8)
     assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
     for num_docs in (None, int(documents.diff(dim=1).sum()) + 3):
@@ -175,14 +175,14 @@ def test_another_attention_kernel_is_activated_if_it_repeats_its_bits(hopper, mo
     activate("wheel", "cpu")
     activate("fa3")
     monkeypatch.setattr(attention_module, "repeats", lambda *_: False)
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: a repeated backward .*newer.*--no-deterministic"):
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: repeating a backward .*newer.*--no-deterministic"):
         activate("fa4")
     activate("fa3", deterministic=False)
     assert hopper == ["FA3", "FA4", "FA3"]
 
 
 def test_a_kernel_that_cannot_run_is_refused_in_one_sentence(hopper, monkeypatch):
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: it needs a GPU"):
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: this kernel needs a GPU"):
         activate("fa3", "cpu")
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

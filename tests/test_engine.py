@@ -73,7 +73,7 @@ def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model
     parts = [model(part, kv_cache=cache) for part in x.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), full, atol=1e-4, rtol=0)
     assert cache.get_pos() == 200 and full.std() > 0.5
-    with pytest.raises(ValueError, match="201 tokens, room for 200"):
+    with pytest.raises(ValueError, match="201 tokens do not fit into 200"):
         model(x[:, :1], kv_cache=cache)
     cache.reset()
     torch.testing.assert_close(model(x[:, :9], kv_cache=cache), full[:, :9], atol=1e-4, rtol=0)

@@ -195,7 +195,7 @@ def test_flex_has_the_gradients_of_the_explicit_mask():
 
 def test_attention_modes():
     assert build().attention_mode == "causal" and build().masks(documents()[2]) is None is build().masks(None)
-    with pytest.raises(ValueError, match="--attention-mode varlen: got no doc_ids"):
+    with pytest.raises(ValueError, match="--attention-mode varlen: the batch has no doc_ids"):
         build(attention_mode="varlen").masks(None)
     with pytest.raises(ValueError, match=r"--attention-mode: got 'auto', expected one of causal, .*, flex"):
         GPT(SMALL, attention_mode="auto")

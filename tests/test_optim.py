@@ -164,9 +164,9 @@ def test_bad_groups_and_states_of_another_model_are_refused():
     matrix, vector = torch.nn.Parameter(randn(3, 4)), torch.nn.Parameter(randn(3))
     for groups, message in [
             ([muon_group([vector])], r"param_0: Muon takes matrices, got shape \(3,\)"),
-            ([{"kind": "sgd", "params": [matrix]}], r"group 0 \(sgd\) lacks a kind that is known"),
+            ([{"kind": "sgd", "params": [matrix]}], r"group 0 \(sgd\) lacks a known kind"),
             ([{"kind": "adamw", "params": [matrix], "lr": 0.1}], "lacks betas, eps, weight_decay"),
-            ([adamw_group([torch.nn.Parameter(randn(3, 4).mT)])], "param_0: its elements do not lie side by side"),
+            ([adamw_group([torch.nn.Parameter(randn(3, 4).mT)])], "param_0: the tensor is not contiguous"),
             ([muon_group([matrix], names=["a"]), adamw_group([vector], names=["a"])], "not unique")]:
         with pytest.raises(ValueError, match=message):
             MuonAdamW(groups)

@@ -286,8 +286,8 @@ class KVCache:
         `advance` after the last layer. Raises ValueError if the cache is full."""
         end = self.pos + k.size(1)
         if end > self.seq_len:
-            raise ValueError(f"KVCache: {end:,} tokens do not fit into {self.seq_len:,}; create it with a larger
-            seq_len")
+            raise ValueError(f"KVCache: {end:,} tokens do not fit into {self.seq_len:,}; create it with a larger "
+                             f"seq_len")
         self.k[layer, :, self.pos:end] = k
         self.v[layer, :, self.pos:end] = v
         return self.k[layer, :, :end], self.v[layer, :, :end]

@@ -26,6 +26,7 @@ from nanochat.common import StopAsked, print0
 from nanochat.dist import gather_all, gather_results
 from nanochat.lifecycle import join_reasons
 
+
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
     """Bits per byte of `model` over `steps` batches (None: all) of every rank together.
 

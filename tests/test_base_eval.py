@@ -136,7 +136,7 @@ def test_speed_is_measured_for_each_number_of_rows(base, capsys):
     flags = ["--device-type=cpu", "--decode-tokens=3", "--prompt-tokens=4", "--rounds=1"]
     assert infer_bench.main([*flags, "run", "--batch-sizes", "1", "2"]) == 0
     out = capsys.readouterr().out
-    assert "a prompt of 4 tokens, then 3 a row" in out and "decode tok/s" in out
+    assert "a prompt of 4 tokens, then 3 per row" in out and "decode tok/s" in out
     one, two = json.loads(out.splitlines()[-1])["batches"]
     model, _, _ = load_model(base / "runs" / "run", "cpu")
     assert (one["rows"], one["cache_bytes"]) == (1, KVCache(1, 7, model=model).k.nbytes * 2)

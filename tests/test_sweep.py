@@ -32,7 +32,7 @@ def runs(tmp_path_factory):
 def test_a_row_is_what_the_run_logged(runs, capsys):
     assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
     told = capsys.readouterr().out
-    assert "left out: s_unfinished is not completed" in told
+    assert "skipped: s_unfinished is not completed" in told
     rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == ["s_small", "s_medium", "s_large"]
     for row in rows:
@@ -50,8 +50,8 @@ def test_a_row_is_what_the_run_logged(runs, capsys):
 
 
 @pytest.mark.parametrize("tags, why", [
-    (["s_small"], "the runs have 1 size(s), and a law needs at least 3"),
-    (["s_small", "s_large"], "the runs have 2 size(s), and a law needs at least 3"),
+    (["s_small"], "the runs have 1 size(s), but a law needs at least 3"),
+    (["s_small", "s_large"], "the runs have 2 size(s), but a law needs at least 3"),
     (["s_small", "s_medium", "s_large", "other"], "s_small and other have different data or tokenizers")])
 def test_runs_that_are_no_sweep_get_a_table_and_no_laws(runs, tmp_path, tags, why, capsys):
     """Regression: a law was fitted to any two runs."""

@@ -211,11 +211,11 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
                "FLAGS OF base_train")
     p.add_argument("--name", default="base", help="name of this configuration; its runs are called NAME-seedS")
     p.add_argument("--seeds", type=whole(2), default=5, metavar="N", help="number of seeds: seeds 1 to N are used")
-    p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="which seeds differ between
-    runs") p.add_argument("--against", metavar="BASE", help="compare with the configuration BASE, using its seeds")
+    p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="which seeds differ")
+    p.add_argument("--against", metavar="BASE", help="compare with the configuration BASE, using its seeds")
     p.add_argument("--rerun", action="store_true", help="train the first seed once more, and report the difference, "
                    "which must be 0")
-    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="number of runs at the same time; with N > 1, "
+    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="number of runs at the same time; if N > 1, "
                    "their output goes to files in <base dir>/repeats")
     p.add_argument("--nproc", type=whole(1), default=1, metavar="N", help="processes per run, started by torchrun")
     return p.parse_args(words[:at]), words[at + 1:]

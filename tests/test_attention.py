@@ -187,7 +187,7 @@ def test_a_kernel_that_cannot_run_is_refused_in_one_sentence(hopper, monkeypatch
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for kernel, package in (("fa3", "subdirectory=hopper"), ("fa4", "pip install flash-attn-4")):
-        with pytest.raises(ValueError, match=rf"{kernel}: its package is not installed, or too old .*{package}"):
+        with pytest.raises(ValueError, match=rf"{kernel}: its package is not installed or too old .*{package}"):
             activate(kernel)  # by PyTorch's own function
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")

@@ -240,7 +240,7 @@ READERS = [
     ("export run new --to=hf --model-tag=x", {}, ("go with --from",)),
     ("export data --from=nanochat --model-tag=x --tokenizer=tokenizer --data-path=data", {}, ("none",)),
     ("base_eval other", {}, ("no run 'other'",)),
-    ("base_eval run --eval=bpb,mmlu", {}, ("--eval: got 'mmlu', expected some of core",)),
+    ("base_eval run --eval=bpb,mmlu", {}, ("--eval: got 'mmlu', expected a comma-separated list of core",)),
     ("base_eval run --eval=core --eval-bundle=/nowhere", {}, ("/nowhere/core.yaml: the file does not exist",)),
     ("base_eval run --dtype=int8", {}, ("--dtype",)),
     *((f"{script} {flag}", {}, (f"argument {flag.split('=')[0]}: got {flag.split('=')[1]}, expected at least",))

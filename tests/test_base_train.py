@@ -170,7 +170,8 @@ def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
 def test_importing_does_nothing_and_optional_modules_are_imported_on_demand(workplace):
     """In a separate process: modules for files and text do not import torch. Importing creates no files and reads no
     environment variables. A run from text imports no trackers, token files, FP8, object storage or tokenizer
-    trainer.""" program = f"""
+    trainer."""
+    program = f"""
 import os, runpy, sys
 from pathlib import Path
 import pyarrow, numpy, requests, tiktoken, tqdm

@@ -114,7 +114,7 @@ def log_validation(run: Any) -> None:
         raise Stop(join_reasons(gather_all(run.stop.asked()))) from None
     unit, record = "bits per byte", {"bpb": value}
     if run.data.tokenizer.knows_bytes:
-        progress.note_val(value)
+        progress.record_val(value)
     else:
         unit, value = "loss", in_nats(value)
         by_bucket = {name: in_nats(bits) for name, bits in by_bucket.items()}

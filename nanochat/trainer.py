@@ -184,7 +184,7 @@ class Progress:
     skipped: int = 0  # steps that were not applied, because they were spikes
     skipped_in_a_row: int = 0
 
-    def note_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
+    def count_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
         """Count a finished step. Returns the smoothed loss of the applied steps."""
         self.step += 1
         self.tokens += tokens
@@ -193,7 +193,7 @@ class Progress:
             self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
         return self.smooth_loss / (1 - 0.9**(self.step - self.skipped))
 
-    def note_val(self, bpb: float) -> None:
+    def record_val(self, bpb: float) -> None:
         """Record a validation result in bits per byte."""
         self.val_bpb = bpb
         self.first_val_bpb = bpb if self.first_val_bpb is None else self.first_val_bpb
@@ -219,7 +219,7 @@ def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[
             optimizer.load_state(agree(lambda: source.optimizer_state() if is_rank0 else {}))
     progress = Progress(**start.state.get("progress", {}))
     if (val := start.logged("val")) is not None and val.get("bpb") is not None:
-        progress.note_val(val["bpb"])  # measured after the save
+        progress.record_val(val["bpb"])  # measured after the save
     if progress.step > 0:
         schedule.apply(optimizer, progress.step - 1)  # a checkpoint stores the rates of its last step
     return model, optimizer, progress
@@ -265,8 +265,8 @@ class Trainer:
         """Whether an evaluation with a period of `every` steps is due. At the first step of a launch it is not repeated
         if the previous launch has logged it, under the name `event`."""
         step = self.progress.step
-        at = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
-        return at and (step > self.start.step or self.start.logged(event) is None)
+        is_due = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
+        return is_due and (step > self.start.step or self.start.logged(event) is None)
 
     def between_steps(self, what: str, function: Callable[["Trainer"], None]) -> None:
         """Run an evaluation, and record its duration, for which a run with a walltime reserves time. If it fails, the

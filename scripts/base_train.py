@@ -108,9 +108,9 @@ def loop(run: Trainer) -> int:
             run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
         halted = e.status == "halted"
-        way_on = (WAY_ON.format(tag=run.start.run_dir.name) if halted else
+        advice = (WAY_ON.format(tag=run.start.run_dir.name) if halted else
                   f"step {p.step:,} of {last:,} is saved; the same command resumes the run")
-        print0(f"{e.status}: {e.reason}; {way_on}")
+        print0(f"{e.status}: {e.reason}; {advice}")
         return EXIT_HALTED if halted else 0
     except ArithmeticError as e:
         run.report_save(wait=True)
@@ -120,7 +120,7 @@ def loop(run: Trainer) -> int:
         checkpoints = list_checkpoints(run.start.run_dir)
         kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
         raise ValueError(f"{e}. The run stopped without applying this step, and {kept}. Start a new run: with lower "
-                         f"learning rates (--model-tag NAME), or behind these rows (--init-from, --skip-steps)") from e
+                         f"learning rates (--model-tag NAME), or after these rows (--init-from, --skip-steps)") from e
     run.journal.end("completed")
     peak = peak_memory(run.loader.device)
     memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
@@ -195,7 +195,7 @@ def one_step(run: Trainer) -> None:
 def log_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: float, wait_s: float) -> None:
     """Count a step, then log and print it. Add a value to `record` to log it, and to `line` to print it."""
     p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
-    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.note_step(totals, tokens, step_s)
+    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.count_step(totals, tokens, step_s)
     eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
     record: dict[str, Any] = {
         "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
@@ -249,9 +249,9 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
     owner: Any = agree(lambda: claim_run(start, data) if rank == 0 else None)
     with ExitStack() as stack:
-        everyone = gather_all(identify())
+        identities = gather_all(identify())
         state: RunState | Silence = Silence() if rank > 0 else stack.enter_context(RunState(
-            owner, everyone, stop, num_iterations=num_steps, step=start.step,
+            owner, identities, stop, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
 
         def failed(verdict: str) -> None:
@@ -259,7 +259,7 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
             write_collectives(start.run_dir, rank)
 
         dog = stack.enter_context(Watchdog(
-            open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
+            open_store(world_size), identities, rank=rank, timeout_s=settings.collective_timeout_seconds,
             refresh=state.refresh, on_failure=failed))
 
         print0("start: building the model")

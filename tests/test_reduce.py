@@ -92,15 +92,6 @@ def bits(values):
 
 # ---- inside a rank --------------------------------------------------------------------------------------------------
 
-def test_the_first_micro_batch_is_not_added_to_zero():
-    param = torch.nn.Parameter(torch.ones(3))
-    accumulator = LeafAccumulator([param], 2, micro_batches_per_leaf=1)
-    for _ in range(2):
-        torch.autograd.backward([param.view_as(param)], [torch.full((3,), -0.0)])
-        accumulator.leaf_done()
-    assert torch.signbit(param.grad).all()
-
-
 @pytest.mark.parametrize("bad", [0, 3, 6, -4])
 def test_the_number_of_leaves_must_be_a_power_of_two(bad):
     with pytest.raises(ValueError, match=f"leaves of a rank: got {bad}, expected a power of two"):

@@ -129,6 +129,7 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
         os.environ.clear()
         os.environ.update(kept)
         torch.set_num_threads(threads)
+        SETTINGS.clear()
         SETTINGS.update(settings)
 
 

@@ -108,9 +108,9 @@ def loop(run: Trainer) -> int:
             run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
         halted = e.status == "halted"
-        advice = (WAY_ON.format(tag=run.start.run_dir.name) if halted else
+        remedy = (WAY_ON.format(tag=run.start.run_dir.name) if halted else
                   f"step {p.step:,} of {last:,} is saved; the same command resumes the run")
-        print0(f"{e.status}: {e.reason}; {advice}")
+        print0(f"{e.status}: {e.reason}; {remedy}")
         return EXIT_HALTED if halted else 0
     except ArithmeticError as e:
         run.report_save(wait=True)

@@ -1,4 +1,4 @@
-"""Changes that forks make: each test edits one file of a copy of this repository and trains with it."""
+"""Typical changes of a fork, each made by editing one file of a copy of this repository, which then trains."""
 
 import math
 import shutil
@@ -18,7 +18,7 @@ SMALL = {**training.SMALL, "max_seq_len": 32, "total_batch_size": 32 * 8, "overl
 
 @pytest.fixture
 def fork(tmp_path):
-    """A copy of the code, including compiled files."""
+    """A copy of the code, with compiled files, and a way to train with it."""
     root = tmp_path / "fork"
     for folder in ("nanochat", "scripts"):
         shutil.copytree(ROOT / folder, root / folder)
@@ -27,11 +27,11 @@ def fork(tmp_path):
 
 
 def train(root, argv):
-    """Train with the code in `root`, after dropping this repository's modules."""
+    """Run the training job of the code in `root`, in a process that has imported this repository's and drops it."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("nanochat", "scripts")]:
         del sys.modules[name]
     sys.path.insert(0, str(root))
-    sys.dont_write_bytecode = True  # a source may be edited twice within a second
+    sys.dont_write_bytecode = True  # a test may edit a source twice within a second
     from scripts import base_train
 
     assert base_train.__file__ == str(root / "scripts" / "base_train.py")
@@ -63,11 +63,11 @@ class Fork:
 
 
 def test_another_packing_layout(fork):
-    """Documents follow each other in a row, and the last one is cropped; no documents are pending."""
+    """Rows take documents one after another and cut the last one; none is pending."""
     fork.append("nanochat/packing.py", '''
 
 class Simple(Packer):
-    """Each row takes documents in order and crops the last one."""
+    """Each row takes documents in order and drops what does not fit of the last one."""
 
     def __init__(self, T):
         super().__init__(T)
@@ -109,7 +109,7 @@ LAYOUTS["simple"] = Simple
 
 
 def test_a_new_kind_of_data_file(fork):
-    """An .md file is one group, with one document per line."""
+    """An .md file is a group with one document per line."""
     (fork.root / "nanochat" / "source_md.py").write_text('''
 import hashlib
 
@@ -143,7 +143,7 @@ class FileSource(Source):
 
 
 def test_a_schedule_with_a_flag_of_its_own(fork):
-    """A run that began before the flag existed resumes with its default."""
+    """A run that began before the flag existed is resumed with its default."""
     fork.run(num_iterations=2, tag="older")
     field = "    final_lr_frac: float = "
     line = "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"

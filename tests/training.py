@@ -129,7 +129,6 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
         os.environ.clear()
         os.environ.update(kept)
         torch.set_num_threads(threads)
-        SETTINGS.clear()
         SETTINGS.update(settings)
 
 

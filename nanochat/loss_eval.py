@@ -15,7 +15,8 @@ token, so the host waits for it once per pass.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -38,16 +39,19 @@ def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_by
     Collective if torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
     ValueError on all ranks if no rank has a byte. Does not change the model's train or eval mode.
     """
-    return _bits_per_byte(*_measure(model, islice(batches, steps), token_bytes))
+    together, _ = evaluate_buckets(model, {"": islice(batches, steps)}, token_bytes)
+    return together
 
 
+@torch.no_grad()
 def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
                      ) -> tuple[float, dict[str, float]]:
     """(bits per byte of all buckets' batches together, bits per byte of each bucket); see `evaluate_bpb`."""
-    measured = {name: _measure(model, batches, token_bytes) for name, batches in buckets.items()}
-    all_nats = [nats for row_nats, _ in measured.values() for nats in row_nats]
-    together = _bits_per_byte(all_nats, sum(num_bytes for _, num_bytes in measured.values()))
-    return together, {name: _bits_per_byte(*nats_and_bytes) for name, nats_and_bytes in measured.items()}
+    # for each bucket and rank: (nats of each row, bytes of all rows)
+    by_bucket = {name: gather_results(partial(_measure_own, model, batches, token_bytes))
+                 for name, batches in buckets.items()}
+    together = _bits_per_byte([measured for by_rank in by_bucket.values() for measured in by_rank])
+    return together, {name: _bits_per_byte(by_rank) for name, by_rank in by_bucket.items()}
 
 
 def in_nats(bits: float) -> float:
@@ -56,21 +60,16 @@ def in_nats(bits: float) -> float:
     return bits * math.log(2)
 
 
-def _bits_per_byte(row_nats: Iterable[float], num_bytes: int) -> float:
+def _bits_per_byte(measured: Sequence[tuple[list[float], int]]) -> float:
+    """The ratio of the two sums over several results of `_measure_own`."""
+    num_bytes = sum(num_bytes for _, num_bytes in measured)
     if num_bytes == 0:
         raise ValueError("nothing to evaluate: no target has bytes of text; check the validation data and `steps`")
-    return math.fsum(row_nats) / (math.log(2) * num_bytes)
-
-
-@torch.no_grad()
-def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
-    """(nats of each row, bytes of all rows), of all ranks. Collective; an error on one rank is raised on all."""
-    by_rank = gather_results(lambda: _measure_own(model, batches, token_bytes))
-    return [nats for row_nats, _ in by_rank for nats in row_nats], sum(num_bytes for _, num_bytes in by_rank)
+    return math.fsum(nats for row_nats, _ in measured for nats in row_nats) / (math.log(2) * num_bytes)
 
 
 def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
-    """`_measure` for this rank's batches."""
+    """(nats of each row, bytes of all rows) of this rank's batches."""
     counted: list[Tensor] = []  # losses of each batch, (B, T), 0 where a target does not count
     sizes: list[Tensor] = []  # bytes of each batch
     for batch in batches:

@@ -42,7 +42,7 @@ def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
         checkpoint = first_good(paths)
         if checkpoint is None:
             steps = ", ".join(str(c.step) for c in checkpoints) or "none"
-            raise ValueError(f"--last {number}: {run_dir} has good checkpoints of only {len(checkpoints)} step(s) "
+            raise ValueError(f"--last {number}: {run_dir} has good checkpoints of {len(checkpoints)} step(s) "
                              f"({steps}); give a smaller number, or train with --save-every")
         checkpoints.append(checkpoint)
         paths = [path for path in paths if step_of(path) < checkpoint.step]

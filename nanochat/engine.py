@@ -1,14 +1,14 @@
 """
-Generation: each token costs one position of compute, as keys and values of the earlier ones are kept.
+Generation with a KV cache: each token costs one position of compute, because earlier keys and values are kept.
 
-    prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens a step
+    prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens per step
 
-What decoding gives equals the full forward, position by position, for chunks of any length: the
-cache only remembers, all arithmetic is the model's. Rows that met a stop token go on being
-computed, so that shapes stay the same, and their tokens are dropped by `generate_batch`.
+Decoding gives the same logits as the full forward, position by position, for chunks of any length: the cache only
+stores, and the model does all arithmetic. Rows that reached a stop token are still computed, so that shapes stay the
+same; `generate_batch` drops their tokens.
 
-The samples of a seed depend on num_samples (all rows draw from one generator) and, at equal
-probabilities, on the device. There is no calculator tool: nothing here is trained to call it.
+The samples of a seed depend on num_samples (all rows draw from one generator) and, for ties, on the device. There is no
+calculator tool, because no model here is trained to call it.
 """
 
 import os
@@ -28,21 +28,16 @@ from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
-# Not cuDNN's, which makes a plan for every length: that takes longer than the token. Not the plain one, which writes
-# all scores to memory; but on CUDA it is the only one for heads of a size that is no multiple of 8.
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-
 
 def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: float = 1.0,
                       top_k: int | None = None) -> Tensor:
-    """Draw one token a row from logits (B, vocab) -> (B, 1) int64.
+    """Draw one token per row from logits (B, vocab) -> (B, 1) int64.
 
-    Temperature 0 takes the most likely and needs no generator; top_k keeps the k most likely.
-    Raises ValueError for a negative temperature or a top_k below 1.
+    Temperature 0 takes the most likely token and needs no generator. top_k restricts the draw to the k most likely
+    tokens. Raises ValueError for a negative temperature or a top_k below 1.
     """
     if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"sampling: got temperature={temperature}, top_k={top_k}, "
-                         "expected >= 0 and >= 1")
+        raise ValueError(f"sampling: got temperature={temperature}, top_k={top_k}, expected >= 0 and >= 1")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is None:
@@ -53,8 +48,8 @@ def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: 
 
 
 class Engine:
-    """Samples from a model. The tokenizer is only asked which tokens end a text: `<|bos|>`, and
-    `<|assistant_end|>` where there is one."""
+    """Samples from a model. The tokenizer only provides the tokens that end a text: `<|bos|>` and, if it exists,
+    `<|assistant_end|>`."""
 
     def __init__(self, model: GPT, tokenizer: Any) -> None:
         self.model = model
@@ -69,8 +64,10 @@ class Engine:
 
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
-        odd = self.model.config.head_dim % 8
-        with sdpa_kernel([*KERNELS, SDPBackend.MATH] if odd else KERNELS):
+        # Not cuDNN's kernel, which makes a plan for every length: that takes longer than the token. Not the plain one,
+        # which writes all scores to memory, unless it is the only one on CUDA: a head size that 8 does not divide.
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        with sdpa_kernel(kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels):
             return self.model(tokens, kv_cache=cache)[:, -1]
 
     @torch.inference_mode()
@@ -79,26 +76,24 @@ class Engine:
                  ) -> Iterator[tuple[list[int], list[int]]]:
         """Continue the prompt `tokens` num_samples times.
 
-        Yields (token column, masks), each with one entry a row; a mask of 1 means sampled (always,
-        here). Ends when every row has met a stop token, or after max_tokens columns (default: up to
-        sequence_len). Raises ValueError for an empty prompt or one with no room behind it.
+        Yields (token column, masks), each with one entry per row; a mask of 1 means sampled, which is always the case
+        here. Ends when every row has reached a stop token, or after max_tokens columns (default: up to sequence_len).
+        Raises ValueError for an empty prompt, and for one that fills sequence_len if max_tokens is None.
         """
         room = self.model.config.sequence_len - len(tokens)
         if not tokens or num_samples < 1:
-            raise ValueError(f"generate: got {len(tokens)} prompt tokens, "
-                             f"num_samples={num_samples}, expected >= 1")
+            raise ValueError(f"generate: got {len(tokens)} prompt tokens, num_samples={num_samples}, expected >= 1")
         if max_tokens is None and room < 1:
-            raise ValueError(f"generate: a prompt of {len(tokens):,} tokens fills sequence_len; "
-                             "pass max_tokens")
+            raise ValueError(f"generate: a prompt of {len(tokens):,} tokens fills sequence_len; pass max_tokens")
         max_tokens = room if max_tokens is None else max_tokens
         device = self.model.get_device()
         rng = torch.Generator(device=device).manual_seed(seed)
-        # the prompt runs once; its cache is copied to all rows
+        # compute the prompt once, and copy its cache to all rows
         prompt = torch.tensor([tokens], dtype=torch.int64, device=device)
-        once = KVCache(1, len(tokens), model=self.model)
-        logits = self._forward(prompt, once).expand(num_samples, -1)
+        prompt_cache = KVCache(1, len(tokens), model=self.model)
+        logits = self._forward(prompt, prompt_cache).expand(num_samples, -1)
         cache = KVCache(num_samples, len(tokens) + max_tokens, model=self.model)
-        cache.prefill(once)
+        cache.prefill(prompt_cache)
         stops, running = self.stop_tokens(), set(range(num_samples))
         for i in range(max_tokens):
             drawn = sample_next_token(logits, rng, temperature, top_k)
@@ -111,11 +106,10 @@ class Engine:
 
     def generate_batch(self, tokens: list[int], num_samples: int = 1, **kwargs: Any,
                        ) -> tuple[list[list[int]], list[list[int]]]:
-        """`generate` to its end: (token lists, mask lists), one of each a sample. The prompt is
-        included (mask 0), the stop token and what came after it are not."""
-        stops = self.stop_tokens()
+        """Run `generate` to its end. Returns (token lists, mask lists), one of each per sample: the prompt (mask 0) and
+        the sampled tokens (mask 1) before the stop token."""
+        stops, running = self.stop_tokens(), set(range(num_samples))
         results = [list(tokens) for _ in range(num_samples)]
-        running = set(range(num_samples))
         for column, _ in self.generate(tokens, num_samples, **kwargs):
             running -= {row for row in running if column[row] in stops}
             for row in running:
@@ -128,11 +122,11 @@ class Engine:
 
 def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, *,
                compute_dtype: torch.dtype | None = None) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """Rebuild model (in eval mode) and tokenizer from what `checkpoint.find_checkpoint` finds, and nothing else.
+    """Load model (in eval mode) and tokenizer from the checkpoint that `checkpoint.find_checkpoint` finds for `path`.
 
-    `compute_dtype` None is the device's own. Returns (model, tokenizer, meta); meta has path, step, model_config,
-    trainer_state. Raises ValueError for a damaged checkpoint, an architecture that is not the one saved or that this
-    code does not know, and a tokenizer that is not the checkpoint's; FileNotFoundError for what is missing.
+    compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path, step, model_config,
+    trainer_state. Raises ValueError for a corrupt checkpoint, an architecture that differs from the saved one or is
+    unknown to this code, and a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
     """
     device = torch.device(device)
     checkpoint = find_checkpoint(path)
@@ -152,7 +146,7 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
         raise ValueError(f"{checkpoint.path / MODEL_NAME}: not the weights of this code's GPT: {e}") from e
     for module in model.modules():
         if isinstance(module, Linear):
-            module.to(model.compute_dtype)  # once, and not for every token; its bits are the same
+            module.to(model.compute_dtype)  # cast once instead of for every token: the same bits
     meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
             "trainer_state": checkpoint.trainer_state}
     return model.eval(), tokenizer, meta
@@ -161,8 +155,8 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
 # ---- between the steps of a run ------------------------------------------------------------------
 
 def log_samples(run: Any) -> None:
-    """Print and log the likeliest continuation of each prompt, for a model in training, a `trainer.Trainer`. For
-    rank 0 alone."""
+    """Print and log the most likely continuation of each validation prompt by the model of a `trainer.Trainer`. Call it
+    on rank 0 only."""
     from nanochat.dataloader import validation_prompts
 
     engine, texts = Engine(run.model, run.data.tokenizer), []

@@ -1,14 +1,14 @@
 """
-FP8: the products of a model's matrices in eight bits, for GPUs that multiply them twice as fast.
+FP8: a model's matrix products in eight bits, for GPUs that compute them twice as fast.
 
     forward    y  = x W^T      x, W in e4m3 (more digits)
     backward   dx = g W        g in e5m2 (more range), W in e4m3
                dW = g^T x      g in e5m2, x in e4m3
 
-Each tensor has one scale, which maps its largest magnitude to the largest number of its type (tensorwise scaling).
-A scale is computed from the tensors of one micro-batch alone, and a maximum is exact in any order, so a step has the
-same bits for every W that divides the number of leaves. Masters, sums and the optimizer stay as they are, and so do
-evaluation and generation, which need no gradients. Nothing loads this module unless a run has --fp8.
+Each tensor has one scale, which maps its largest magnitude to the largest number of its dtype (tensorwise scaling). A
+scale depends only on the tensors of one micro-batch, and a maximum is exact in any order, so a step has the same bits
+for every W that divides the number of leaves. Masters, sums and the optimizer do not change, nor do evaluation and
+generation, which need no gradients. Only runs with --fp8 import this module.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from nanochat.gpt import GPT, Linear
 
-MULTIPLE = 16  # of every dimension that the kernels take
-SMALLEST = 1e-12  # a largest magnitude below it counts as this much: zeros stay zeros
+MULTIPLE = 16  # the kernels require that it divides every dimension
+SMALLEST = 1e-12  # lower bound of a tensor's largest magnitude, so that zeros stay zeros
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A tensor in FP8, and the float32 scale that turns it back."""
+    """(tensor in FP8, float32 scale): their product approximates x."""
     largest = torch.finfo(dtype).max
     scale = x.abs().amax().float().clamp_min(SMALLEST) / largest
     return (x.float() / scale).clamp(-largest, largest).to(dtype), scale
@@ -31,13 +31,13 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *,
              fast: bool = False) -> Tensor:
-    """a (M, K) @ b (K, N) of FP8 tensors, in `dtype`. `fast` adds in fewer bits, on CUDA."""
+    """a (M, K) @ b (K, N) of FP8 tensors, as (M, N) in `dtype`. On CUDA, `fast` accumulates in fewer bits."""
     return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype,
                             use_fast_accum=fast)
 
 
 class _Product(torch.autograd.Function):
-    """x (M, K) @ weight (N, K)^T, in x's type."""
+    """x (M, K) @ weight (N, K)^T, in x's dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(Linear):
-    """A `Linear` that multiplies in FP8 where gradients are needed."""
+    """A `Linear` that multiplies in FP8 when gradients are enabled."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -65,7 +65,7 @@ class Float8Linear(Linear):
 
 
 def convert(model: GPT) -> None:
-    """Let a model's matrices multiply in FP8, all but those with a dimension that is not a multiple of 16."""
+    """Switch a model's matrices to FP8, except those with a dimension that is not a multiple of 16."""
     for module in model.modules():
         if isinstance(module, Linear) and not (module.in_features % MULTIPLE or module.out_features % MULTIPLE):
             module.__class__ = Float8Linear

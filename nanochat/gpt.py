@@ -7,17 +7,18 @@ The GPT: nanochat's architecture, as one small module.
                         x = x + mlp(norm(x))           relu(.)^2, four times as wide
     x - backout_lambda * (x after the middle layer) -> norm -> lm_head -> 15 * tanh(. / 15)
 
-Where the parts come from: rotary positions (RoFormer, 2104.09864), RMSNorm without parameters
-(1910.07467), norms on queries and keys (2302.05442), grouped query heads (2305.13245), squared ReLU
-(2109.08668), value embeddings (a form of ResFormer's value residual, 2410.17897), soft-capped
-logits (Gemma 2, 2408.00118). The scalars on the residual stream, smear and backout come from the
-modded-nanogpt speedruns. There are no biases and no dropout; embedding and head are not tied.
+Sources of the parts: rotary positions (RoFormer, 2104.09864), RMSNorm without parameters (1910.07467), norms on queries
+and keys (2302.05442), grouped query heads (2305.13245), squared ReLU (2109.08668), value embeddings (a form of
+ResFormer's value residual, 2410.17897), soft-capped logits (Gemma 2, 2408.00118). The scalars on the residual stream,
+smear and backout come from the modded-nanogpt speedruns. The model has no biases and no dropout, and embedding and head
+are not tied.
 
-Matrices are float32 masters, cast to the type of the activations where they are used. `wte` and the
-value embeddings are stored in the compute type, and their type is that of the model. No autocast.
+Matrices are float32 masters and are cast to the dtype of the activations where they are used, without autocast. `wte`
+and the value embeddings are stored in the compute dtype, and their dtype is that of the model.
 
-Documents of a row see each other, unless the batch comes with masks that keep attention and smear
-inside each:   masks = model.masks(doc_ids);  loss = model(inputs, targets, masks=masks)
+Documents in a row see each other, unless masks restrict attention and smear to each document:
+
+    masks = model.masks(doc_ids);  loss = model(inputs, targets, masks=masks)
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from nanochat.attention import MODES, DocMasks, KVCache, attention, make_masks
 from nanochat.optim import MuonAdamW
 
 ROPE_BASE = 100_000
-ROPE_ROOM = 10  # rotary tables reach this many times sequence_len, so generation may run past it
+ROPE_ROOM = 10  # rotary tables cover this many times sequence_len, so generation can exceed it
 VOCAB_MULTIPLE = 64
 SHORT_WINDOW_MULTIPLE = 128  # a tile of the attention kernels
 VE_GATE_CHANNELS = 12
@@ -43,7 +44,7 @@ SMEAR_CHANNELS = 24
 QK_SCALE = 1.2
 LOGIT_CAP = 15.0
 MULTIPROCESSORS = 132  # of an H100 or H200; other large GPUs have about as many
-LOSS_CHUNK = 8192  # tokens whose logits are in memory at once, where nothing is compiled
+LOSS_CHUNK = 8192  # tokens whose logits are in memory at once in uncompiled code
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -52,11 +53,10 @@ def _round_up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model; ValueError for one that cannot be.
+    """The shape of a model. Raises ValueError for an impossible one.
 
-    `window_pattern` is tiled over the layers. In an S layer a token sees a quarter of sequence_len
-    (rounded up to whole tiles) before itself, in an L layer sequence_len, which is everything in
-    training but not in longer texts. The last layer is always L.
+    `window_pattern` is tiled over the layers. A token in an S layer sees a quarter of sequence_len (rounded up to whole
+    tiles) before itself, in an L layer sequence_len, which is all of a training row. The last layer is always L.
     """
 
     sequence_len: int = 2048
@@ -73,22 +73,18 @@ class GPTConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive integer")
         if self.n_embd % self.n_head or self.head_dim % 2:
-            raise ValueError(f"n_embd / n_head: got {self.n_embd} / {self.n_head}, "
-                             "expected an even integer")
+            raise ValueError(f"n_embd / n_head: got {self.n_embd} / {self.n_head}, expected an even integer")
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head: got {self.n_kv_head}, "
-                             f"expected a divisor of n_head ({self.n_head})")
+            raise ValueError(f"n_kv_head: got {self.n_kv_head}, expected a divisor of n_head ({self.n_head})")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise ValueError(f"window_pattern: got {self.window_pattern!r}, "
-                             "expected letters S (short) and L (long)")
+            raise ValueError(f"window_pattern: got {self.window_pattern!r}, expected letters S (short) and L (long)")
 
     @classmethod
     def from_depth(cls, depth: int, *, vocab_size: int, sequence_len: int, aspect_ratio: int = 64,
                    head_dim: int = 128, window_pattern: str = "SSSL") -> "GPTConfig":
         """The one dial: width = depth * aspect_ratio, rounded up to whole heads."""
         if min(depth, aspect_ratio, head_dim) < 1:
-            raise ValueError(f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, "
-                             f"{head_dim}, expected >= 1")
+            raise ValueError(f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, {head_dim}, expected >= 1")
         n_embd = _round_up(depth * aspect_ratio, head_dim)
         n_head = n_embd // head_dim
         return cls(sequence_len=sequence_len, vocab_size=vocab_size, n_layer=depth, n_head=n_head,
@@ -100,20 +96,19 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embeddings and the head: whole tiles. Logits are cropped to vocab_size."""
+        """Rows of the embeddings and of the head, in whole tiles. Logits are cropped to vocab_size."""
         return _round_up(self.vocab_size, VOCAB_MULTIPLE)
 
     @property
     def window_sizes(self) -> list[int]:
-        """For each layer how many tokens before itself a token sees."""
-        long = self.sequence_len
+        """The number of tokens before itself that a token sees, for each layer."""
+        long, pattern = self.sequence_len, self.window_pattern
         short = _round_up(math.ceil(long / 4), SHORT_WINDOW_MULTIPLE)
-        pattern = self.window_pattern
         sizes = [short if pattern[i % len(pattern)] == "S" else long for i in range(self.n_layer)]
         return sizes[:-1] + [long]
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every other layer, counted back from the last."""
+        """True for every other layer, counted back from the last."""
         return (self.n_layer - 1 - layer) % 2 == 0
 
 
@@ -125,18 +120,18 @@ def norm(x: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn channel pairs (c, c + D/2) of x (B, T, H, D) by angles; cos and sin: (T, 1, D/2)."""
+    """Rotate channel pairs (c, c + D/2) of x (B, T, H, D); cos and sin of the angles: (T, 1, D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-def again(function: Any, *args: Any) -> Any:
-    """`function(*args)`, of which nothing is kept for the backward pass: it is computed again."""
+def recompute(function: Any, *args: Any) -> Any:
+    """`function(*args)`, computed a second time in the backward pass instead of kept in memory."""
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class Linear(nn.Linear):
-    """A float32 master without bias, used in the type of what it is applied to."""
+    """A float32 master without bias, cast to the dtype of its input."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -147,7 +142,8 @@ class Linear(nn.Linear):
 
 @torch.library.custom_op("nanochat::embedding_backward", mutates_args=())
 def embedding_backward(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
-    """(num_rows, C) from grad (..., C) and idx (...): sums in a fixed order, of sorted segments."""
+    """The gradient (num_rows, C) of an embedding, from grad (..., C) and idx (...): sums of sorted segments, in a fixed
+    order."""
     return torch.ops.aten.embedding_dense_backward(grad, idx, num_rows, -1, False)
 
 
@@ -157,8 +153,8 @@ def _(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding whose backward pass is the eager one when it is compiled too. Inductor's own adds
-    with atomics, in any order; or, where that is forbidden, by a sort and more for each of them."""
+    """An embedding that keeps the eager backward pass in compiled code. Inductor's own adds with atomics, in any order;
+    if that is forbidden, it sorts separately for each embedding."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
@@ -193,15 +189,15 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor],
                 kv_cache: KVCache | None, mask: Any) -> Tensor:
-        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. mask: see
-        `attention`. Returns (B, T, C)."""
+        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. rotary: see `apply_rotary`.
+        mask: see `attention`. Returns (B, T, C)."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
         if self.ve_gate is not None and ve is not None:
-            # How much of its embedding a token adds to its value is decided by each kv head, from
-            # the first channels of x: between nothing and three times, about 1.5 at the start.
-            opened = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
-            v = v + opened.unsqueeze(-1) * ve.view(heads)
+            # Each kv head adds a share of the value embedding to its values. A gate over the first channels of x
+            # decides the share of each token: between 0 and 3, about 1.5 at the start.
+            share = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
+            v = v + share.unsqueeze(-1) * ve.view(heads)
         q = norm(apply_rotary(q, *rotary)) * QK_SCALE
         k = norm(apply_rotary(k, *rotary)) * QK_SCALE
         if kv_cache is not None:
@@ -232,19 +228,18 @@ class Block(nn.Module):
 
 
 def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> Tensor:
-    """One parameter's initial value: float32 on the CPU, a pure function of the arguments.
+    """The initial value of one parameter: float32 on the CPU, a pure function of the arguments.
 
-    Each parameter has a generator of its own. So its bits are the same on every device, for every
-    number of processes, and whatever else is in the model: one more layer changes no other.
+    Each parameter has its own generator. So its bits are the same on every device, for every number of processes, and
+    independent of the other parameters: adding a layer does not change the others.
 
-    A matrix is uniform (no outliers) with standard deviation 1/sqrt(n_embd), unless its name says
-    otherwise here. One that writes to the residual stream is called `c_proj`: those start at zero,
-    so that every block starts as the identity.
+    By default, a matrix is uniform (no outliers) with standard deviation 1/sqrt(n_embd). Matrices that write to the
+    residual stream are called `c_proj` and start at zero, so every block starts as the identity.
     """
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    rng = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)  # it takes 63 bits
+    rng = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)  # a seed has 63 bits
     weight = torch.empty(shape, dtype=torch.float32)
-    bound = (3 / n_embd) ** 0.5  # of the uniform distribution with that standard deviation
+    bound = (3 / n_embd) ** 0.5  # a uniform distribution up to it has that standard deviation
     depth = torch.arange(shape[0]) / max(shape[0] - 1, 1)  # 0 is the first layer, 1 the last
     match name.removesuffix(".weight").split(".")[-1]:
         case "wte":
@@ -256,7 +251,7 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
         case "c_proj" | "smear_lambda":
             return weight.zero_()
         case "ve_gate" | "smear_gate":
-            return weight.uniform_(0, 0.02, generator=rng)  # a little open
+            return weight.uniform_(0, 0.02, generator=rng)  # slightly open
         case "resid_lambdas":
             return 1.15 - 0.10 * depth
         case "x0_lambdas":
@@ -270,23 +265,20 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
 # ---- the model -----------------------------------------------------------------------------------
 
 class GPT(nn.Module):
-    """Build it on any device, also `meta` (then `to_empty(device=...)`), then call either
-    `init_weights`, or `load_state_dict` and `set_compute_dtype`. Until then its weights are
-    arbitrary.
+    """Build the model on any device, or on `meta` followed by `to_empty(device=...)`. Then call `init_weights`, or
+    `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
-    attention_mode: `causal`, or what `masks` makes of document ids: `sdpa_mask` (runs everywhere),
-    `varlen` or `flex` (fast on CUDA). activation_checkpointing: keep only what goes into a layer,
-    and compute the layer again when its gradients are due: a third more time, far less memory.
-    z_loss: what the squared logsumexp of a token's logits counts in the gradient beside its loss, so
-    that logits do not drift (PaLM, 2204.02311). The loss that is returned has nothing of it.
+    attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere), `varlen` or `flex`
+    (fast on CUDA). activation_checkpointing: keep only the input of each layer, and recompute the layer in the backward
+    pass: a third more time, far less memory. z_loss: weight of the squared logsumexp of a token's logits in the
+    gradient, which keeps logits from drifting (PaLM, 2204.02311). The returned loss does not include it.
     """
 
     def __init__(self, config: GPTConfig, *, attention_mode: str = "causal",
                  activation_checkpointing: bool = False, z_loss: float = 0.0) -> None:
         super().__init__()
         if attention_mode not in MODES:
-            raise ValueError(f"--attention-mode: got {attention_mode!r}, "
-                             f"expected one of {', '.join(MODES)}")
+            raise ValueError(f"--attention-mode: got {attention_mode!r}, expected one of {', '.join(MODES)}")
         self.config = config
         self.attention_mode = attention_mode
         self.activation_checkpointing = activation_checkpointing
@@ -322,40 +314,37 @@ class GPT(nn.Module):
         """Fill every parameter and buffer. Raises ValueError on the meta device."""
         if self.get_device().type == "meta":
             raise ValueError("init_weights on the meta device: call to_empty(device=...) first")
-        self.set_compute_dtype(compute_dtype)  # first, so that each value is rounded once
+        self.set_compute_dtype(compute_dtype)  # first, so each value is rounded once
         for name, parameter in self.named_parameters():
-            value = initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd)
-            parameter.copy_(value)
+            parameter.copy_(initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd))
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Recast the embeddings to `dtype` and compute the rotary tables, which are in no
-        checkpoint, in it."""
+        """Cast the embeddings to `dtype`, and compute the rotary tables in it (checkpoints do not contain them)."""
         self.transformer["wte"].to(dtype=dtype)
         self.value_embeds.to(dtype=dtype)
         half = self.config.head_dim // 2
         turns = ROPE_BASE ** (-torch.arange(half, dtype=torch.float32) / half)
         positions = torch.arange(ROPE_ROOM * self.config.sequence_len, dtype=torch.float32)
         angles = torch.outer(positions, turns)[:, None]
-        device = self.get_device()  # computed on the CPU: the same bits everywhere
+        device = self.get_device()  # the tables are computed on the CPU: the same bits everywhere
         self.cos, self.sin = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
     # -- forward --
 
     def forward(self, idx: Tensor, targets: Tensor | None = None, *, masks: DocMasks | None = None,
                 kv_cache: KVCache | None = None, loss_reduction: str = "mean") -> Tensor:
-        """Logits (B, T, vocab_size) float32, or the loss in nats, float32, where there are targets.
+        """Without targets, returns logits (B, T, vocab_size) float32; with targets, the loss in nats, float32.
 
-        idx, targets: (B, T) int64, targets -100 where the loss is off. masks: see `masks`.
-        kv_cache: go on behind what it holds (one more token, or a chunk) and add to it; goes
-        without masks. loss_reduction: 'mean' over live targets (NaN without any), 'sum' (0 without
-        any), 'none' ((B, T), 0 where off). Raises ValueError past the end of the rotary tables.
+        idx, targets: (B, T) int64; a target of -100 turns the loss off. masks: see `masks`. kv_cache: idx (one token or
+        more) continues the positions in the cache and is added to it; not together with masks. loss_reduction: 'mean'
+        over live targets (NaN without any), 'sum' (0 without any) or 'none' ((B, T), 0 where off). Raises ValueError
+        past the end of the rotary tables.
         """
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
         if end > self.cos.size(0):
-            raise ValueError(f"position {end:,} is past the rotary tables ({self.cos.size(0):,}); "
-                             "use fewer tokens")
+            raise ValueError(f"position {end:,} is past the rotary tables ({self.cos.size(0):,}); use fewer tokens")
         rotary = self.cos[start:end], self.sin[start:end]
         x = x0 = middle = self._smear(norm(self.transformer["wte"](idx)), masks, kv_cache)
         for i, block in enumerate(self.transformer["h"].children()):
@@ -363,7 +352,7 @@ class GPT(nn.Module):
             ve = self.value_embeds[str(i)](idx) if str(i) in self.value_embeds else None
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = again(block, x, ve, rotary, kv_cache, mask)
+                x = recompute(block, x, ve, rotary, kv_cache, mask)
             else:
                 x = block(x, ve, rotary, kv_cache, mask)
             if i == self.config.n_layer // 2:
@@ -374,11 +363,11 @@ class GPT(nn.Module):
         if targets is None:
             return self._logits(x)
         x, flat = x.flatten(0, 1), targets.flatten()
-        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():  # compiled code never holds them in float32
+        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():  # compiled code never holds logits in float32
             loss = self._loss(x, flat, loss_reduction)
         else:
             chunks = zip(x.split(LOSS_CHUNK), flat.split(LOSS_CHUNK))
-            loss = torch.cat([again(self._loss, *chunk, "none") for chunk in chunks])
+            loss = torch.cat([recompute(self._loss, *chunk, "none") for chunk in chunks])
             if loss_reduction != "none":
                 loss = loss.sum() if loss_reduction == "sum" else loss.sum() / (flat >= 0).sum()
         return loss.view(targets.shape) if loss_reduction == "none" else loss
@@ -394,12 +383,12 @@ class GPT(nn.Module):
             z = self.z_loss * logits.logsumexp(dim=-1).square().masked_fill(targets < 0, 0.0)
             if reduction != "none":
                 z = z.sum() if reduction == "sum" else z.sum() / (targets >= 0).sum()
-            loss = loss + (z - z.detach())  # which is 0: it has a gradient and no value
+            loss = loss + (z - z.detach())  # adds 0 to the value, and the z-loss to the gradient
         return loss
 
     def _smear(self, x: Tensor, masks: DocMasks | None, kv_cache: KVCache | None) -> Tensor:
-        """Add to each position a gated share of the embedding before it, but not to the first of
-        a row or, with masks, of a document."""
+        """Add a gated share of the previous embedding to each position, except the first of a row or, with masks, of a
+        document."""
         before = x.new_zeros(x.size(0), 1, x.size(2))
         if kv_cache is not None:
             before, kv_cache.prev_embedding = kv_cache.prev_embedding, x[:, -1:]
@@ -411,23 +400,24 @@ class GPT(nn.Module):
         return x + gate * previous
 
     def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
-        """What keeps the documents of a batch apart in `forward`, to be made outside a compiled
-        one; None in causal mode. doc_ids: (B, T) int32, equal inside a document (or padding).
-        num_docs: how many there are in all rows; without it `varlen` has to count them."""
+        """The masks that separate the documents of a batch in `forward`; None in causal mode. Call it outside compiled
+        code. doc_ids: (B, T) int32, equal inside a document (or padding). num_docs: the number of documents in all
+        rows; without it `varlen` counts them, which waits for the device."""
         if self.attention_mode == "causal":
             return None
         if doc_ids is None:
-            raise ValueError(f"--attention-mode {self.attention_mode}: got no doc_ids; "
-                             "make the loader with them")
+            raise ValueError(f"--attention-mode {self.attention_mode}: the batch has no doc_ids; build the loader with "
+                             f"with_doc_ids=True")
         return make_masks(doc_ids, self.config.window_sizes, mode=self.attention_mode, num_docs=num_docs)
 
     # -- accounting --
 
     def num_scaling_params(self) -> dict[str, int]:
-        """Parameters by kind, for scaling laws that count embeddings (Chinchilla, 2203.15556) and
-        those that do not (Kaplan et al., 2001.08361). Padding rows are counted."""
+        """Number of parameters by kind, for scaling laws with embeddings (Chinchilla, 2203.15556) and without (Kaplan
+        et al., 2001.08361). The counts include padding rows."""
         def count(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters())
+
         wte, blocks = self.transformer["wte"], self.transformer["h"]
         counts = {"wte": count(wte), "value_embeds": count(self.value_embeds),
                   "lm_head": count(self.lm_head), "transformer_matrices": count(blocks)}
@@ -435,39 +425,38 @@ class GPT(nn.Module):
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length: 6 for each parameter of a matmul (embeddings are
-        look-ups), and 12 per layer, channel and token in sight for attention (PaLM, 2204.02311)."""
+        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a matrix product, which
+        leaves out embeddings, and for attention 12 per layer, channel and visible token."""
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
-        in_sight = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
-        return 6 * matmuls + 12 * self.config.n_embd * in_sight
+        visible = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
+        return 6 * matmuls + 12 * self.config.n_embd * visible
 
     def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,
                         num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
-        """Bytes on one of `world_size` GPUs at the worst moment of a step, by part. dtype: the type of
-        the computation; num_leaves, micro_batches: those of a rank in a step. The sizes of a layer
-        and of the logits are fitted to traces of compiled steps in bfloat16 (T = 2048, depths 12 to
-        24: within 2 %), and counted from what autograd keeps of eager ones; they are not measured on
-        a GPU yet."""
+        """Peak memory of a step on one of `world_size` GPUs, in bytes by part. dtype: the compute dtype; num_leaves,
+        micro_batches: the numbers of a rank in a step. For compiled code, the sizes of a layer and of the logits are
+        fitted to traces in bfloat16 (T = 2048, depths 12 to 24: within 2 %); for eager code, they are counted from the
+        tensors that autograd keeps. Neither has been measured on a GPU."""
         counts, config = self.num_scaling_params(), self.config
         tokens, size, total = batch_size * config.sequence_len, dtype.itemsize, counts["total"]
         embeddings, matrices = counts["wte"] + counts["value_embeds"], counts["transformer_matrices"]
         weights = size * embeddings + 4 * (total - embeddings)
         of_layer = tokens * config.n_embd * size * (22 if compiled else 24)
         layers, logits = 1.0 * config.n_layer * of_layer, 3.3 * tokens * config.vocab_size
-        if self.activation_checkpointing:  # what goes into the layers, and all of one
+        if self.activation_checkpointing:  # the inputs of all layers, and everything of one
             layers = config.n_layer * tokens * config.n_embd * size * 2.5 + of_layer
         elif not compiled and size < 4:
-            layers += size * matrices  # as they were cast
+            layers += size * matrices  # cast copies of the matrices
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
-        # float32 sums of dq in the backward pass of attention, one for each group of blocks that share a head; and
-        # of one embedding: of segments of ten tokens, and of the ids
+        # float32 sums in the backward pass: dq of attention, one for each group of blocks that share a head; and one
+        # embedding's gradient, for segments of ten tokens and for the ids
         splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
         dq = 4 * tokens * config.n_embd * splits
         sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))
         return {"weights": weights, "gradients": weights if micro_batches == 1 else 4 * total,
                 "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
-                "leaves that wait": 4 * total * (num_leaves.bit_length() - 1),
+                "pending leaves": 4 * total * (num_leaves.bit_length() - 1),
                 "layers": int(layers), "logits": int(logits), "sums of dq": dq, "sums of an embedding": sums}
 
     # -- optimizer --
@@ -475,12 +464,11 @@ class GPT(nn.Module):
     def param_groups(self, *, unembedding_lr: float = 0.004, embedding_lr: float = 0.2,
                      matrix_lr: float = 0.02, weight_decay: float = 0.0,
                      scalar_lr: float = 0.5) -> list[dict[str, Any]]:
-        """Every parameter in one group, as `MuonAdamW` takes them: AdamW for embeddings, head and
-        scalars (the rates of the first two are scaled by 1/sqrt(width / 768)), Muon for the
-        matrices of the layers, a group for each shape."""
+        """The parameter groups of `MuonAdamW`: AdamW for embeddings, head and scalars (the rates of embeddings and head
+        are scaled by 1/sqrt(width / 768)), and Muon for the matrices of the layers, one group per shape."""
         scale = (self.config.n_embd / 768) ** -0.5
         adamw: list[tuple[str | tuple[str, ...], float, tuple[float, float], float]] = [
-            # whose names begin so, learning rate, betas, weight decay
+            # prefix of the names, learning rate, betas, weight decay
             ("lm_head.", unembedding_lr * scale, (0.8, 0.96), 0.01),
             ("transformer.wte.", embedding_lr * scale, (0.8, 0.995), 0.001),
             ("value_embeds.", embedding_lr * scale * 0.5, (0.8, 0.995), 0.01),
@@ -505,6 +493,5 @@ class GPT(nn.Module):
         return groups
 
     def setup_optimizer(self, **learning_rates: float) -> MuonAdamW:
-        """The optimizer over `param_groups(...)`; same keywords. It orthogonalizes in the type that the
-        model computes in."""
+        """The optimizer over `param_groups(**learning_rates)`. It orthogonalizes in the model's compute dtype."""
         return MuonAdamW(self.param_groups(**learning_rates), polar_dtype=self.compute_dtype)

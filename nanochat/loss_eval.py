@@ -1,22 +1,22 @@
 """
-Bits per byte: how many bits the model needs for a byte of text, whatever its tokenizer.
+Bits per byte: how many bits the model needs per byte of text. Models with different tokenizers can be compared by it.
 
     bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
 
-A target counts if its loss is on (not -100) and it stands for bytes of text: special tokens have
-none. Where a tokenizer puts a blank of its own in front of every document, `token_bytes` of BOS is
--1, and takes that byte off the target behind it. Unlike loss per token, this compares vocabularies.
-It is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on
-how rows are dealt to batches and ranks. With 1 for every token it is bits per token: `in_nats`.
+A target counts if its loss is on (not -100) and its token has bytes of text, which special tokens do not. If a
+tokenizer inserts a space at the start of every document, `token_bytes` of BOS is -1, which subtracts that byte from the
+next target. Bits per byte is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend
+on how rows are dealt to batches and ranks. With 1 byte for every token it is bits per token, see `in_nats`.
 
-The sums are exact in their order, too: each row is summed by itself in float64 on the CPU, and rows
-are added by `math.fsum`, whose result is the rounded true sum. So order, batch size and number of
-ranks cannot change a bit of it. All ranks' row sums travel for that: one number for thousands of
-tokens. Until then losses stay on the device, 4 bytes a token, so that it is waited for once a pass.
+The sums do not depend on order either: each row is summed separately in float64 on the CPU, and `math.fsum` adds the
+rows and rounds the true sum once. So order, batch size and number of ranks do not change a single bit. For that, ranks
+exchange the sums of all rows: one number for thousands of tokens. Losses stay on the device until the end, 4 bytes per
+token, so the host waits for it once per pass.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -27,58 +27,49 @@ from nanochat.common import StopAsked, print0
 from nanochat.dist import gather_all, gather_results
 from nanochat.lifecycle import join_reasons
 
-NO_BYTES = ("nothing to evaluate: no target stands for bytes of text; "
-            "check the validation data and `steps`")
-
 
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over `steps` batches (None: until there are no more), all ranks'
-    batches together.
+    """Bits per byte of `model` over `steps` batches (None: all) of every rank together.
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a
-    batch with `doc_ids` also with masks=model.masks(doc_ids). batches: yields (x, y, ...) or
-    objects with .inputs and .targets, (B, T) int64, targets of -100 off. token_bytes: (vocab_size,)
-    integers, bytes of each token's text, 0 for special tokens; one below zero is added to the bytes
-    of the target behind it.
+    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`
+    also with masks=model.masks(doc_ids). batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T)
+    int64, where a target of -100 is off. token_bytes: (vocab_size,) integers, the bytes of each token's text, 0 for
+    special tokens; a negative entry is added to the bytes of the next target.
 
-    Collective when torch.distributed is initialized; ranks may have different numbers of batches,
-    or none. Raises ValueError on all ranks if no rank has a byte. The model's train or eval mode is
-    left alone.
+    Collective if torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
+    ValueError on all ranks if no rank has a byte. Does not change the model's train or eval mode.
     """
-    return _bits_per_byte(*_measure(model, islice(batches, steps), token_bytes))
-
-
-def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
-                     ) -> tuple[float, dict[str, float]]:
-    """(bits per byte of all buckets' batches together, of each bucket); see `evaluate_bpb`."""
-    measured = {name: _measure(model, batches, token_bytes) for name, batches in buckets.items()}
-    all_nats = [nats for row_nats, _ in measured.values() for nats in row_nats]
-    together = _bits_per_byte(all_nats, sum(num_bytes for _, num_bytes in measured.values()))
-    return together, {name: _bits_per_byte(*of_bucket) for name, of_bucket in measured.items()}
-
-
-def in_nats(bits: float) -> float:
-    """Bits per token, which is what all of this gives for a tokenizer that does not know bytes, as
-    nats per token: the loss."""
-    return bits * math.log(2)
-
-
-def _bits_per_byte(row_nats: Iterable[float], num_bytes: int) -> float:
-    if num_bytes == 0:
-        raise ValueError(NO_BYTES)
-    return math.fsum(row_nats) / (math.log(2) * num_bytes)
+    together, _ = evaluate_buckets(model, {"": islice(batches, steps)}, token_bytes)
+    return together
 
 
 @torch.no_grad()
-def _measure(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
-    """(nats of each row, bytes of all of them), of all ranks. Collective; raises on all ranks if it
-    fails on one."""
-    everyone = gather_results(lambda: _measure_own(model, batches, token_bytes))
-    return [nats for row_nats, _ in everyone for nats in row_nats], sum(num_bytes for _, num_bytes in everyone)
+def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
+                     ) -> tuple[float, dict[str, float]]:
+    """(bits per byte of all buckets' batches together, bits per byte of each bucket); see `evaluate_bpb`."""
+    # for each bucket and rank: (nats of each row, bytes of all rows)
+    by_bucket = {name: gather_results(partial(_measure_own, model, batches, token_bytes))
+                 for name, batches in buckets.items()}
+    together = _bits_per_byte([measured for by_rank in by_bucket.values() for measured in by_rank])
+    return together, {name: _bits_per_byte(by_rank) for name, by_rank in by_bucket.items()}
+
+
+def in_nats(bits: float) -> float:
+    """Convert bits per token to nats per token, the loss. With a tokenizer that does not know bytes, this module
+    measures bits per token."""
+    return bits * math.log(2)
+
+
+def _bits_per_byte(measured: Sequence[tuple[list[float], int]]) -> float:
+    """The ratio of the two sums over several results of `_measure_own`."""
+    num_bytes = sum(num_bytes for _, num_bytes in measured)
+    if num_bytes == 0:
+        raise ValueError("nothing to evaluate: no target has bytes of text; check the validation data and `steps`")
+    return math.fsum(nats for row_nats, _ in measured for nats in row_nats) / (math.log(2) * num_bytes)
 
 
 def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
-    """`_measure` of this rank's batches."""
+    """(nats of each row, bytes of all rows) of this rank's batches."""
     counted: list[Tensor] = []  # losses of each batch, (B, T), 0 where a target does not count
     sizes: list[Tensor] = []  # bytes of each batch
     for batch in batches:
@@ -87,11 +78,12 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[
         extra = {} if doc_ids is None else {"masks": model.masks(doc_ids, getattr(batch, "num_docs", None))}
         losses: Tensor = model(x, y, loss_reduction="none", **extra)
         token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
-        of_targets = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0).clamp(min=0)
-        counted.append(losses.view(y.shape).masked_fill(of_targets == 0, 0))
-        off = torch.where(of_targets > 0, token_bytes[x], 0).clamp(max=0)
-        sizes.append(of_targets.sum() + off.sum())
-    # the device is waited for here and not in the loop, where it would wait for the next batch
+        target_bytes = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0).clamp(min=0)
+        counted.append(losses.view(y.shape).masked_fill(target_bytes == 0, 0))
+        # bytes that the previous token subtracts (negative entries)
+        corrections = torch.where(target_bytes > 0, token_bytes[x], 0).clamp(max=0)
+        sizes.append(target_bytes.sum() + corrections.sum())
+    # wait for the device only here: inside the loop, it would sit idle until the next batch
     row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
     return row_nats, sum(map(int, sizes))
 
@@ -99,16 +91,16 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[
 # ---- between the steps of a run ------------------------------------------------------------------
 
 def log_validation(run: Any) -> None:
-    """Collective. Bits per byte of a model in training, a `trainer.Trainer`, on validation data: of each
-    bucket and of all, printed and logged. Nats per token if the tokenizer does not know bytes. Raises
-    Stop on all ranks if one of them is asked to stop while it waits for data."""
+    """Collective. Evaluate the model of a `trainer.Trainer` on validation data, and print and log its bits per byte,
+    for all buckets together and for each one; nats per token if the tokenizer does not know bytes. Raises Stop on all
+    ranks if a stop is requested while one of them waits for data."""
     from nanochat.dataloader import validation_loader
     from nanochat.trainer import LONG_S, Stop
 
     settings, layout, progress = run.settings, run.loader.layout, run.progress
     run.dog.beat(progress.step, "evaluation", LONG_S)
     if progress.step == run.start.step:
-        print0(f"start: the first evaluation, of {settings.eval_tokens:,} tokens")
+        print0(f"start: the first evaluation, {settings.eval_tokens:,} tokens")
     batches = {bucket: validation_loader(
         source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
         num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
@@ -121,7 +113,7 @@ def log_validation(run: Any) -> None:
         raise Stop(join_reasons(gather_all(run.stop.requested()))) from None
     unit, record = "bits per byte", {"bpb": value}
     if run.data.tokenizer.knows_bytes:
-        progress.note_val(value)
+        progress.record_val(value)
     else:
         unit, value = "loss", in_nats(value)
         by_bucket = {name: in_nats(bits) for name, bits in by_bucket.items()}

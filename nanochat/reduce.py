@@ -1,69 +1,64 @@
 r"""
-In which order the gradients of a step are added: a fixed binary tree over K leaves, whatever the
-number of processes.
+The order in which the gradients of a step are added: a fixed binary tree over K leaves, for any number of processes.
 
-float32 addition commutes (a + b and b + a have the same bits) but does not associate: (a + b) + c
-and a + (b + c) differ in the last bit, and after a thousand steps they are different models. So the
-bracketing is fixed when a run starts, and W processes are W places where parts of the same tree are
-computed. Leaf j is block j of K; K = 8:
+float32 addition commutes (a + b and b + a have the same bits) but is not associative: (a + b) + c and a + (b + c)
+differ in the last bit, and after a thousand steps the models differ. So the brackets are fixed when a run starts, and
+each of W processes computes a part of the same tree. Leaf j is block j of K; K = 8:
 
     0   1   2   3   4   5   6   7        W = 1: one process adds all of it
      \ /     \ /     \ /     \ /         W = 2: {0 1 2 3} and {4 5 6 7} inside a rank, the last + across
       +       +       +       +          W = 4: the first row of + inside a rank, the other two across
-       \     /         \     /           W = 8: a leaf each, everything across
+       \     /         \     /           W = 8: one leaf on each rank, every + across ranks
           +               +
            \_____________/
                   +
 
-**In a leaf** micro-batches are added in order by `backward` itself: `.grad` is the first one's
-gradient (not 0 + it), then each later one is added to it.
+**In a leaf**, `backward` adds the micro-batches in order: `.grad` is the first one's gradient (not 0 + gradient), and
+each later gradient is added to it.
 
-**Inside a rank** finished leaves are added like a binary counter: a sum of 2^i leaves waits for the
-next sum of 2^i. m = K / W = 4, what is kept after each leaf:
+**Inside a rank**, finished leaves are added like a binary counter: a sum of 2^i leaves is pending until the next sum of
+2^i leaves is complete. With m = K / W = 4 leaves, the pending sums after each leaf are:
 
     leaf 0 -> [0]     leaf 1 -> [01]     leaf 2 -> [01, 2]     leaf 3 -> [01, 23] -> [0123] -> .grad
 
-While leaf j is computed, as many sums wait as j has 1-bits: at most log2(m) copies of the gradients,
-and none for m = 1, where nothing is done at all. A waiting sum is not a copy: it is the tensor that
-`.grad` was.
+While leaf j is computed, as many sums are pending as j has 1-bits: at most log2(m) tensors per parameter. With m = 1
+there are none, and nothing is added. A pending sum is not a copy: it is the tensor that `.grad` was.
 
-**Across ranks** each message of W equal chunks goes through an all-to-all, so that rank r has chunk r
-of everybody's message, in rank order, and adds the W parts as the upper rows of the tree. Each rank
-sends and receives what it would in a reduce-scatter, (W - 1) / W of a message. What it costs more is
-room for the parts that arrive, as large as what is sent.
+**Across ranks**, each message of W equal chunks goes through an all-to-all: rank r receives chunk r of every rank's
+message, in rank order, and adds the W parts as the upper rows of the tree. Each rank sends and receives as much as in a
+reduce-scatter, (W - 1) / W of a message. The extra cost is memory for the received parts, as large as the message.
 
-**Across nodes** the same sum is made in two goes, so that a network card carries 1/L of what the L
-ranks of its node hold. Two nodes of L = 2 (a digit is a chunk of the message):
+**Across nodes**, the same sum takes two stages, so that a network card carries 1/L of what the L ranks of its node
+hold. Two nodes of L = 2 ranks (each digit is a chunk of the message):
 
-    ranks 0 and 1   0123  0123   inside a node: rank 0 adds all of 02, rank 1 all of 13
-    ranks 2 and 3   0123  0123                  rank 2 adds all of 02, rank 3 all of 13
+    ranks 0 and 1   0123  0123   inside a node: rank 0 adds chunks 0 and 2, rank 1 adds 1 and 3
+    ranks 2 and 3   0123  0123                  rank 2 adds chunks 0 and 2, rank 3 adds 1 and 3
                                  across nodes: 0 and 2 exchange their 02, 1 and 3 their 13
 
-The tree is the same wherever L is a power of two: a node is then one of its branches. For any other
-L everything goes through the one all-to-all.
+If L is a power of two, the tree is the same, because a node is one of its branches. Any other L uses the single
+all-to-all.
 
-All sums are float32: the gradients of a bfloat16 parameter are widened (which is exact) before they
-are added, in a leaf (by `grad_dtype`), inside a rank and across ranks. So a step of many micro-batches
-on one GPU has the arithmetic of one on eight. Where a rank has a single micro-batch, there is nothing
-to add: its gradients travel as bfloat16 and are widened on arrival. A gradient of None counts as
-+0.0 in both places; -0.0 + 0.0 is 0.0, so it is added and not skipped.
+All sums are float32: the gradients of a bfloat16 parameter are widened (exactly) before they are added, in a leaf (by
+`grad_dtype`), inside a rank and across ranks. So a step of many micro-batches on one GPU has the arithmetic of a step
+on eight. A rank with a single micro-batch has nothing to add: its gradients travel as bfloat16 and are widened on
+arrival. A gradient of None counts as +0.0 inside a rank and across ranks; since -0.0 + 0.0 is 0.0, it is added and not
+skipped.
 
-A W that does not divide K owns a block per rank (dataloader.StepLayout). Then the same pairs are made
-with an odd part carried up: rank order, reproducible for this W, and no promise for another.
+If W does not divide K, each rank owns one block (dataloader.StepLayout). The ranks' parts are then added in pairs, and
+an odd part is carried up: the sum is reproducible for this W, but not equal to that of another W.
 
-**Messages.** Flattened tensors are laid out in messages of W equal chunks, and rank r owns chunk r
-of every message. With W = 2 (`.` is padding), an embedding E, matrices A B C, small tensors s and t:
+**Messages.** Flattened tensors are laid out in messages of W equal chunks, and rank r owns chunk r of every message.
+With W = 2 (`.` is padding), an embedding E, matrices A B C, small tensors s and t:
 
                  rank 0         rank 1
     message 1  | E E E E E E | E E E E E E |   a large tensor of AdamW is cut between its grains
-    message 2  | A A A A A   | B B B B .   |   whole tensors are dealt, the largest first, each to
-    message 3  | .           | C C         |   the rank that has least; a matrix is always whole
-    message 4  | s s s .     | t t t t     |   small ones are dealt as matrices are
+    message 2  | A A A A A   | B B B B .   |   whole tensors are dealt out, the largest first, each to
+    message 3  | .           | C C         |   the rank that has the least; a matrix is never cut
+    message 4  | s s s .     | t t t t     |   small tensors are dealt out in the same way
 
-Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks
-idle, W times the latency); an all-gather (W times the bytes); a reduce-scatter that is asked nicely
-(backends choose the order by topology and size); exact sums in fixed point (three words an element,
-and gradients have no bounded exponent).
+Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks are idle, and latency
+grows with log2(W)); an all-gather (W times the bytes); a plain reduce-scatter (backends choose the order by topology
+and size); exact sums in fixed point (three words per element, and gradients have no bounded exponent).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -77,8 +72,7 @@ from torch import Tensor
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in float32, written into one of them where that is float32. None counts as zeros
-    of +0.0."""
+    """left + right in float32, written into a float32 operand if possible. None counts as zeros (+0.0)."""
     if left is None:
         left, right = right, None
     if left is None:
@@ -87,79 +81,78 @@ def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 class LeafAccumulator:
-    """Adds a rank's leaves up, so that `.grad` of `params` becomes their sum in tree order.
+    """Adds up a rank's leaves: `.grad` of `params` becomes their sum in tree order.
 
         for i, batch in enumerate(micro_batches, start=1):
             loss(batch).backward()
             if i % micro_batches_per_leaf == 0:
                 leaves.leaf_done()
 
-    num_leaves: m, the rank's leaves a step, a power of two; anything else is a ValueError. Every
-    `.grad` has to be None when a step begins. A `.grad` to which several micro-batches add is float32,
-    also of a bfloat16 parameter. on_host: sums wait in the host's memory, pinned beside a GPU, which
-    costs the way there and back and no bit.
+    num_leaves: the rank's number of leaves in a step. Raises ValueError unless it is a power of two. Every `.grad` must
+    be None when a step begins. If several micro-batches are added, `.grad` is float32 even for a bfloat16 parameter.
+    on_host: keep pending sums in host memory (pinned, for a GPU). That costs two copies, and the bits are the same.
     """
 
     def __init__(self, params: Iterable[Tensor], num_leaves: int, *, micro_batches_per_leaf: int,
                  on_host: bool = False) -> None:
         if num_leaves < 1 or num_leaves & (num_leaves - 1):
-            raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose "
-                             "--leaves and the number of processes so that one divides the other")
+            raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose --leaves and the "
+                             f"number of processes so that one divides the other")
         self.num_leaves, self._on_host = num_leaves, on_host
         self._params = list(params)
-        self._done = 0
-        # sums of ever fewer leaves; each has a gradient (or None) for every parameter
-        self._waiting: list[list[Tensor | None]] = []
+        self._done = 0  # leaves of this step
+        # a stack of sums, of fewer and fewer leaves; each has one gradient (or None) per parameter
+        self._pending: list[list[Tensor | None]] = []
         for param in self._params if num_leaves * micro_batches_per_leaf > 1 else ():
             param.grad_dtype = torch.float32
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """To be called when the last micro-batch of a leaf has gone backward. Only the last leaf of
-        a step leaves a `.grad`."""
+        """Call this after the last micro-batch of each leaf. Only after a step's last leaf does `.grad` exist."""
         if self.num_leaves == 1:
             return
         self._done += 1
-        # the counter's carries: a sum of one leaf, of two, of four, ..., the nearest first
-        carries = (self._done & -self._done).bit_length() - 1
-        equals = [self._waiting.pop() for _ in range(carries)]
         last = self._done == self.num_leaves
+        # Counting the leaf carries as often as the count has trailing zeros: first a pending sum of one leaf is
+        # added, then one of two leaves, of four, ... These sums are on top of the stack, in this order.
+        carries = (self._done & -self._done).bit_length() - 1
+        carried = [self._pending.pop() for _ in range(carries)]
         sums = []
         for i, param in enumerate(self._params):
+            # take the leaf's gradient from the parameter; the next backward starts with None
             total, param.grad = param.grad, None
-            for older in equals:
-                mine, older[i] = older[i], None
-                total = merge(mine if mine is None else mine.to(param.device, non_blocking=True), total)
+            # add the older sums on the left, and free each of them at once
+            for older in carried:
+                left, older[i] = older[i], None
+                total = merge(left if left is None else left.to(param.device, non_blocking=True), total)
             if last:
                 param.grad = total
             elif self._on_host and total is not None:
-                total = total.to("cpu", non_blocking=total.is_cuda)  # of a GPU into pinned memory
+                total = total.to("cpu", non_blocking=total.is_cuda)  # from a GPU into pinned memory
             sums.append(total)
         if last:
             self._done = 0
         else:
-            self._waiting.append(sums)
+            self._pending.append(sums)
 
 
 def add_in_tree_order(parts: Tensor) -> Tensor:
-    """(W, n) float32 -> (n,): rows added in pairs, pairs of pairs, ...; an odd last one is carried
-    up. `parts` is scratch space: adding in place takes a fifth of the time that fresh memory does
-    on a CPU."""
+    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; an odd last row is carried up. Overwrites
+    `parts`: on a CPU, adding in place takes a fifth of the time that fresh memory does."""
     while len(parts) > 2:
         parts[0:len(parts) // 2 * 2:2].add_(parts[1::2])
         parts = parts[0::2]
-    # the sum is fresh, so that `parts` can be freed
+    # a new tensor, so `parts` can be freed
     return parts[0] + parts[1] if len(parts) == 2 else parts[0]
 
 
-# reduce(message, rank, world_size) starts adding the (W * chunk,) messages of all ranks, elementwise,
-# of one float dtype. What it returns waits for the sum and gives this rank's chunk of it, (chunk,)
-# float32.
+# reduce(message, rank, world_size) starts the elementwise sum of all ranks' messages, (W * chunk,) of one float dtype.
+# It returns a function that waits for the sum and returns this rank's chunk of it, (chunk,) float32.
 Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
 
 
 def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
-    """The `Reduce` in tree order. Collective; the message is only read."""
+    """The `Reduce` in tree order. Collective; it does not change the message."""
     if world_size == 1:
         return message.float
     received = torch.empty_like(message)
@@ -173,25 +166,25 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
 
 
 def reduce_over_nodes(ranks_per_node: int) -> Reduce:
-    """`tree_reduce` in two goes, first inside nodes of so many ranks, numbered node by node, then
-    across them. Its bits are those of `tree_reduce`, and it is that where two goes gain nothing or
-    would add in another order. Collective: it makes process groups."""
+    """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then across nodes. It has
+    the bits of `tree_reduce`, and returns that function if two stages gain nothing or would add in another order.
+    Collective: it creates process groups."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    everyones = [ranks_per_node] * world_size
+    sizes = [ranks_per_node] * world_size
     if world_size > 1:
-        dist.all_gather_object(everyones, ranks_per_node)
+        dist.all_gather_object(sizes, ranks_per_node)
     L, nodes = ranks_per_node, world_size // ranks_per_node
-    if set(everyones) != {L} or not 1 < L < world_size or L & (L - 1) or world_size % L:
+    if set(sizes) != {L} or not 1 < L < world_size or L & (L - 1) or world_size % L:
         return tree_reduce
     ranks = torch.arange(world_size).view(nodes, L)
     inside, across = (
-        # the watchdog finds who hangs long before this timeout
+        # the watchdog reports a rank that hangs long before this timeout
         dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(hours=1))[0]
         for groups in (ranks, ranks.T))
 
     def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
-        """A `Reduce` that waits for the sums inside the node when it is asked for its chunk."""
-        # chunks of the ranks with one place in their nodes, side by side
+        """A `Reduce` that starts the exchange across nodes only when its result is requested."""
+        # for each rank of this node, the chunks of all ranks with the same position in their nodes
         sent = message.view(nodes, L, -1).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=inside, async_op=True)
@@ -211,62 +204,62 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
 # ---- messages ------------------------------------------------------------------------------------
 
 SMALL_ELEMENTS = 1 << 16  # AdamW tensors below this are never cut
-GRAINS = 64  # of a tensor that may be cut
-ALIGNED = 64  # elements: where grains begin in a chunk
+GRAINS = 64  # number of grains of a tensor that may be cut
+ALIGNED = 64  # elements: the size of a grain is a multiple of this
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements start..stop of a flattened parameter: all of it, or what one rank owns of it."""
+    """Elements start..stop of a flattened parameter: all of them, or those that one rank owns."""
 
     name: str
     param: Tensor
-    group: dict[str, Any]  # its hyper-parameters
+    group: dict[str, Any]  # hyper-parameters
     start: int
     stop: int
 
     @property
     def grain(self) -> int:
-        """So many elements of the parameter stay together, whatever W is."""
+        """The number of consecutive elements of the parameter that are never separated, for any W."""
         n = self.param.numel()
         if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
             return n
         return -(-n // (GRAINS * ALIGNED)) * ALIGNED
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of the parameter, or of its gradient; flat."""
+        """These elements of the parameter or of its gradient, flat."""
         return tensor.detach().reshape(-1)[self.start:self.stop]
 
 
 @dataclass(frozen=True)
 class Message:
-    """A chunk of so many elements for each rank. It begins with the part that the rank owns, if
-    there is one for it; what is left is padding. The same on every rank."""
+    """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then padding. Messages are the
+    same on every rank."""
 
     parts: list[Part | None]  # by rank
     chunk: int
 
     def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
-        """Each part, and its place in a tensor of all chunks."""
+        """Each part with its elements in a message (W * chunk,)."""
         return [(part, chunk[:part.stop - part.start])
                 for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
 
     def gradients(self) -> Tensor:
-        """(W * chunk,), to be read only; of the type that a `.grad` has, see `LeafAccumulator`. A
-        missing gradient is zeros."""
+        """(W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for a gradient of None. Read only."""
         return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
-        """(W * chunk,), of the parameters' type."""
+        """(W * chunk,) in the parameters' dtype."""
         return self._pack(lambda param: param, self.first.param.dtype)
 
     @property
     def first(self) -> Part:
-        """The first part that there is; all are alike in kind and type, matrices in group and shape."""
+        """The first part. All parts of a message have the same kind and dtype, and matrices the same group and
+        shape."""
         return next(part for part in self.parts if part)
 
     def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """All chunks. Where that is one tensor and nothing else it is that tensor, not a copy."""
+        """Copy all parts into one message. A message that is exactly one tensor is that tensor, not a copy."""
         numel, first = self.chunk * len(self.parts), self.first.param
         alone = of(first) if first.numel() == numel else None
         if alone is not None:
@@ -278,34 +271,32 @@ class Message:
         return message
 
     def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
-        """Start the all-gather of every rank's chunk of a message of parameters; what is returned
-        waits for it and fills the parameters."""
+        """Start an all-gather of the ranks' chunks of a message of parameters. Returns a function that waits for it and
+        fills in the parameters."""
         work = None
         if len(self.parts) > 1:
-            mine = message.split(self.chunk)[rank]
-            # its name before PyTorch 2.13
+            # all_gather_into_tensor is the name before PyTorch 2.13
             all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-            work = all_gather(message, mine, async_op=True)
+            work = all_gather(message, message.split(self.chunk)[rank], async_op=True)
 
         def finish() -> None:
             if work is not None:
                 work.wait()
             for part, place in self.placed(message):
                 values = part.of(part.param)
-                if values.data_ptr() != place.data_ptr():  # else it is the parameter
+                if values.data_ptr() != place.data_ptr():  # else the message is the parameter
                     values.copy_(place)
 
         return finish
 
 
 def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """The messages of whole parameters, the largest first: so only a small one's all-gather has no
-    update to hide behind.
+    """Lay out whole parameters in messages. The largest comes first, so that only a small all-gather has no update to
+    overlap with.
 
-    Parameters of a single grain are dealt, matrices of one group and shape by themselves: the W
-    largest, one to each rank, then the next W, and so on; of each deal the larger goes to the rank
-    that has fewer elements so far. The others are cut: each is a message, with as many grains for
-    each rank (the last: fewer).
+    Parameters of a single grain are dealt out, separately for each group and shape of matrices: the W largest, one to
+    each rank, then the next W, and so on. In each deal, larger parameters go to the ranks with fewer elements so far.
+    Every other parameter is cut into a message of its own, with equally many grains for each rank (fewer for the last).
     """
     messages = []
     decks: dict[Any, list[Part]] = {}

@@ -1,36 +1,30 @@
 """
-How long to train, on how large batches, and how learning rate, momentum and weight decay move on
-the way.
+The number of steps and the batch size, and the schedules of learning rate, momentum and weight decay.
 
-Two pure pieces, so that both can be tested against numbers worked out by hand:
+Both parts are pure functions:
 
-    Horizon    from the size of the model: number of steps, batch size, and how far the base
-               learning rates and the weight decay, tuned at the reference model (depth 12, batches
-               of 2^19 tokens), must be moved
-    Schedule   from a step: multipliers
+    Horizon    model size -> number of steps, batch size, and factors for the base learning rates and the weight decay,
+               which are tuned at depth 12 with batches of 2^19 tokens
+    Schedule   step -> multipliers
 
     lr        1 |   ______             momentum .97 |     ________        weight decay 1 |--._
                 |  /      `--.__                    |   /         `--._                  |    `-.
               0 |_/_____________`.05            .85 |_/_______________`.90             0 |_______`-._
                 warmup    warmdown                   400 steps                             half a cosine
 
-What is known about scaling (constants and rules as in nanochat's scripts/base_train.py):
+The scaling rules and their constants are those of nanochat's scripts/base_train.py:
 
-  - good horizons are a fixed ratio of tokens to parameters, where matrices and the output head
-    count as parameters;
-  - the best batch size grows as D^0.383 with the tokens D (arxiv.org/abs/2505.13738);
-  - a batch of B tokens wants its learning rate multiplied by sqrt(B / B_ref);
-  - to keep the time scale of weight decay, B / (lr * wd * D), it follows as
-    sqrt(B / B_ref) * D_ref / D (arxiv.org/abs/2405.13698). Both horizons have the same ratio, so
-    D_ref / D is a ratio of parameters.
+  - the number of tokens is a fixed multiple of the parameters (matrices and output head);
+  - the best batch size grows as D^0.383 with the number of tokens D (arxiv.org/abs/2505.13738);
+  - the learning rate for batches of B tokens is multiplied by sqrt(B / B_ref);
+  - to keep the time scale of weight decay, B / (lr * wd * D), the decay is multiplied by sqrt(B / B_ref) * D_ref / D
+    (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameters, because tokens are a multiple of them.
 
-Where warmup and warmdown overlap (short runs), the lower of the two curves counts. If warmup won
-until its last step, the curve would jump there, and a run shorter than its warmup would end at a
-high rate.
+If warmup and warmdown overlap (short runs), the lower curve counts. If warmup won until its last step, the curve would
+jump there, and a run shorter than its warmup would end at a high rate.
 
-**Another schedule.** A field of `ScheduleSettings` is a flag of scripts.base_train, and a setting
-that a run keeps; runs that began without it have its default. `Schedule.lr` may use it. Nothing
-else needs to know.
+**Another schedule.** Add a field to `ScheduleSettings`, and use it in `Schedule.lr`. The field becomes a flag of
+scripts.base_train and a setting of the run; runs that began without it have its default.
 """
 
 import math
@@ -40,7 +34,7 @@ from typing import Any
 from nanochat.cli import setting
 
 REFERENCE_DEPTH = 12
-MOST_STEPS = 10**9  # of a run
+MOST_STEPS = 10**9
 REFERENCE_BATCH_TOKENS = 2**19
 BATCH_EXPONENT = 0.383
 
@@ -52,10 +46,10 @@ MOMENTUM_WARMUP_STEPS = 400
 
 @dataclass(frozen=True)
 class Horizon:
-    """What a run's size comes to."""
+    """The length and batch size of a run, and the scaling that follows from them."""
 
     num_iterations: int
-    total_batch_size: int  # tokens a step
+    total_batch_size: int  # tokens per step
     batch_lr_scale: float  # multiplies every base learning rate
     weight_decay_scaled: float
 
@@ -69,48 +63,45 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
                     total_batch_size: int, weight_decay: float, sequence_len: int,
                     scaling_params: int, reference_scaling_params: int, flops_per_token: float,
                     curriculum_tokens: int = 0) -> Horizon:
-    """Settle steps, batch size and scaling from the flags of the same names (-1 switches one off,
-    or asks for auto). The first horizon that is set counts: iterations, FLOPs, the curriculum's
-    phases, data:parameter ratio. Raises ValueError that names the flag.
+    """Compute steps, batch size and scaling from the flags of the same names. -1 turns a horizon off, and makes the
+    batch size automatic. The first horizon that is set counts: iterations, FLOPs, curriculum, data:parameter ratio.
+    Raises ValueError that names the flag.
 
-    `scaling_params` counts transformer matrices and the output head of the model,
-    `reference_scaling_params` those of the same model at REFERENCE_DEPTH; `curriculum_tokens` is
-    what all phases last (0: no curriculum).
+    scaling_params: parameters in the model's transformer matrices and output head. reference_scaling_params: those of
+    the same model at REFERENCE_DEPTH. curriculum_tokens: the length of all phases (0: no curriculum).
     """
     size_ratio = scaling_params / reference_scaling_params
     if total_batch_size == -1:
-        # a power of two rows, so that any usual number of lanes divides it; the nearest in the log
+        # the nearest power of two rows (in the logarithm), so that the usual numbers of lanes divide it
         tokens = REFERENCE_BATCH_TOKENS * size_ratio**BATCH_EXPONENT
         total_batch_size = sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
     if total_batch_size <= 0 or total_batch_size % sequence_len:
-        raise ValueError(f"--total-batch-size: got {total_batch_size:,} tokens, expected a "
-                         f"multiple of --max-seq-len {sequence_len:,} (or -1 for automatic)")
-    step_flops = flops_per_token * total_batch_size
+        raise ValueError(f"--total-batch-size: got {total_batch_size:,} tokens, expected a multiple of --max-seq-len "
+                         f"{sequence_len:,} (or -1 for automatic)")
     horizons = (("--num-iterations", num_iterations, 1),
-                ("--target-flops", target_flops, step_flops),
+                ("--target-flops", target_flops, flops_per_token * total_batch_size),
                 ("--curriculum", curriculum_tokens, total_batch_size),
                 ("--target-param-data-ratio", int(target_param_data_ratio * scaling_params), total_batch_size))
     chosen = next((horizon for horizon in horizons if horizon[1] > 0), None)
     if chosen is None:
         raise ValueError("no training horizon: set one of --num-iterations, --target-flops, "
                          "--target-param-data-ratio to a positive number")
-    flag, total, of_a_step = chosen
-    steps = round(total / of_a_step) if flag == "--target-flops" else int(total // of_a_step)
+    flag, total, per_step = chosen
+    steps = round(total / per_step) if flag == "--target-flops" else int(total // per_step)
     if steps < 1:
-        raise ValueError(f"{flag}: the horizon is less than one step of {total_batch_size:,} "
-                         "tokens; lower --total-batch-size or set --num-iterations")
+        raise ValueError(f"{flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
+                         f"--total-batch-size or set --num-iterations")
     if steps > MOST_STEPS:
         raise ValueError(f"{flag}: the horizon is {steps:.3g} steps, expected at most {MOST_STEPS:,}")
     batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
-    return Horizon(num_iterations=steps, total_batch_size=total_batch_size,
-                   batch_lr_scale=batch_lr_scale,
+    return Horizon(num_iterations=steps, total_batch_size=total_batch_size, batch_lr_scale=batch_lr_scale,
                    weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio)
 
 
 # ---- schedule ------------------------------------------------------------------------------------
 
 def _ramp(start: float, end: float, progress: float) -> float:
-    """The straight line from `start` at progress 0 to `end` at 1, flat outside; exact at both ends."""
+    """Linear from `start` at progress 0 to `end` at progress 1, constant outside; exact at both ends."""
     progress = min(1.0, max(0.0, progress))
     return start * (1 - progress) + end * progress
 
@@ -119,35 +110,33 @@ def _ramp(start: float, end: float, progress: float) -> float:
 class ScheduleSettings:
     """schedule"""
 
-    warmup_steps: int = setting(40, "steps over which rates rise", least=0, fixed="what a step computes")
-    warmdown_ratio: float = setting(0.65, "share of the run in which rates come down", least=0, most=1,
+    warmup_steps: int = setting(40, "steps over which learning rates rise", least=0, fixed="what a step computes")
+    warmdown_ratio: float = setting(0.65, "share of the run over which learning rates fall", least=0, most=1,
                                     fixed="what a step computes")
-    final_lr_frac: float = setting(0.05, "rates at the end, of the full rates", least=0, most=1,
+    final_lr_frac: float = setting(0.05, "learning rates at the end, as a fraction of the full rates", least=0, most=1,
                                    fixed="what a step computes")
 
 
 @dataclass(frozen=True)
 class Schedule(ScheduleSettings):
-    """Multipliers by step, pure functions of the fields. `step` counts optimizer steps already
-    done: 0 at first."""
+    """Multipliers by step, as pure functions of the fields. `step` is the number of optimizer steps already done."""
 
     num_iterations: int
-    peak_weight_decay: float = 0.0  # Muon's, already scaled; what `apply` multiplies
+    peak_weight_decay: float = 0.0  # Muon's, already scaled; `apply` multiplies it
 
     @classmethod
-    def of(cls, settings: ScheduleSettings, num_iterations: int, *,
-           peak_weight_decay: float) -> "Schedule":
-        """The schedule that a run's settings ask for."""
+    def of(cls, settings: ScheduleSettings, num_iterations: int, *, peak_weight_decay: float) -> "Schedule":
+        """The schedule of a run with these settings."""
         chosen = {f.name: getattr(settings, f.name) for f in fields(ScheduleSettings)}
         return cls(num_iterations, peak_weight_decay=peak_weight_decay, **chosen)
 
     @property
     def warmdown_steps(self) -> int:
-        """Steps over which the learning rate comes down to its final fraction."""
+        """Steps over which the learning rate falls to its final fraction."""
         return round(self.warmdown_ratio * self.num_iterations)
 
     def _warmdown(self, step: int) -> float:
-        """0 before the warmdown, 1 at the end of the run."""
+        """Progress of the warmdown: at most 0 before it, 1 at the end of the run."""
         start = self.num_iterations - self.warmdown_steps
         return (step - start) / self.warmdown_steps if self.warmdown_steps else 0.0
 
@@ -157,7 +146,7 @@ class Schedule(ScheduleSettings):
         return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))
 
     def momentum(self, step: int) -> float:
-        """Muon's momentum (itself, no multiplier)."""
+        """Muon's momentum itself, not a multiplier."""
         rise = _ramp(MOMENTUM_START, MOMENTUM_PEAK, step / MOMENTUM_WARMUP_STEPS)
         return min(rise, _ramp(MOMENTUM_PEAK, MOMENTUM_END, self._warmdown(step)))
 
@@ -166,8 +155,8 @@ class Schedule(ScheduleSettings):
         return 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.num_iterations)))
 
     def apply(self, optimizer: Any, step: int) -> None:
-        """Set `lr` in every group of `optimizer.param_groups` (from its `initial_lr`), and
-        `momentum` and `weight_decay` in those of kind "muon"."""
+        """Set `lr` in every group of `optimizer.param_groups` (from its `initial_lr`), and `momentum` and
+        `weight_decay` in groups of kind "muon"."""
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.lr(step)
             if group["kind"] == "muon":
@@ -175,5 +164,5 @@ class Schedule(ScheduleSettings):
                 group["weight_decay"] = self.peak_weight_decay * self.weight_decay(step)
 
     def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint, for people: a run goes on with its settings."""
+        """The schedule as plain values in a checkpoint, for reference: a resume uses the run's settings."""
         return {"format_version": 1, **asdict(self)}

@@ -1,26 +1,27 @@
 """
-Spikes: steps that are not applied, because their loss or gradient norm is far above that of the steps before.
+Spikes: steps that are not applied, because their loss or gradient norm is far above that of recent steps.
 
     loss    3.1  3.0  3.1  9.7  3.0  2.9 ...
                            ^ more than SIGMA deviations above the median of the last 128 applied steps
 
-Median and median absolute deviation stand in for mean and standard deviation, which a spike would move itself; 1.4826
-times the latter is the standard deviation where values are normal. What is far *below* is no spike.
+The median and the median absolute deviation replace the mean and the standard deviation, which a spike would distort.
+For normal values, 1.4826 times the median absolute deviation is the standard deviation. A value far *below* the median
+is not a spike.
 
-All ranks have the same totals of every step, so they have the same window and come to the same limits, which are known
-before the step: the device compares, and the host waits once. The window is in the checkpoint, so a resumed run decides
-as one that was never interrupted. A step that was skipped is not part of the window. So where the loss rises for good,
-every step is skipped; then the run has diverged, and it ends.
+All ranks have the same totals of every step, so they have the same window and the same limits. The limits are known
+before the step: the device compares, and the host waits only once. The window is saved in checkpoints, so a resumed run
+decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high, every step is
+skipped, until the run ends as diverged.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 
-WINDOW = 128  # applied steps that are remembered
-ENOUGH = 16  # applied steps before anything is judged
-MOST_IN_A_ROW = 10  # skipped steps before the run ends
-NORMAL = 1.4826  # standard deviations in a median absolute deviation
+WINDOW = 128  # recent applied steps in the window
+ENOUGH = 16  # with fewer steps in the window, no step is a spike
+MOST_IN_A_ROW = 10  # after this many skipped steps in a row the run ends
+NORMAL = 1.4826  # standard deviation / median absolute deviation of normal values
 
 Window = list[list[float]]  # [loss, gradient norm] of applied steps, oldest first
 
@@ -31,14 +32,13 @@ def remember(window: Window, loss: float, grad_norm: float) -> Window:
 
 
 def limits(window: Window, sigma: float) -> tuple[float, float]:
-    """The loss and the gradient norm above which the next step is a spike; infinite while too few steps are known."""
+    """The loss and the gradient norm above which the next step is a spike; infinite if the window has too few steps."""
     if len(window) < ENOUGH:
         return math.inf, math.inf
+
+    def limit(values: Sequence[float]) -> float:
+        median = statistics.median(values)
+        return median + sigma * NORMAL * statistics.median(abs(value - median) for value in values)
+
     losses, norms = zip(*window)
-    return _limit(losses, sigma), _limit(norms, sigma)
-
-
-def _limit(values: Sequence[float], sigma: float) -> float:
-    """`sigma` robust deviations above the median."""
-    median = statistics.median(values)
-    return median + sigma * NORMAL * statistics.median(abs(value - median) for value in values)
+    return limit(losses), limit(norms)

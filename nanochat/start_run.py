@@ -310,7 +310,7 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
         if room is None:
             return B <= MOST_ROWS
         parts = estimate_memory(replace(settings, device_batch_size=B))
-        return sum(parts.values()) - parts["leaves that wait"] <= room
+        return sum(parts.values()) - parts["pending leaves"] <= room
 
     B = 1
     while of_leaf >= 2 * B and fits(2 * B):

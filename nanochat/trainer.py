@@ -1,22 +1,20 @@
 """
-The parts of training that are not the loop: what a step of all ranks comes to, what a run carries
-from launch to launch, how it is saved, and how people are told.
+Training outside the loop: the totals of a step, the state that a run carries between launches, saves and the log.
 
-    a step     each rank: gradients of its rows, the loss and the live targets of each row, its part of the digest,
-               whether it has rows at all, whether it should stop, how the last save went
-               one small reduction brings together all but the first; loss of the step = sum of losses / live targets,
-               both global, and the same bits wherever the leaves are
+    a step     each rank has: the gradients of its rows, the loss and live targets of each row, its part of the digest,
+               and flags: out of rows, stop requested, the last save failed, a save is due
+               one small reduction adds up all of this except the gradients
+               loss of the step = sum of losses / live targets, over all ranks: the same bits wherever the leaves are
 
-So every step all ranks agree on whether to go on, for the price of a reduction that they need
-anyway. Nobody reads what it gave before the update is launched, so that a GPU never waits for
-Python:
+So all ranks agree after every step whether to continue, at the price of a reduction that the loss needs anyway. The
+host reads its result only after it has launched the update, so a GPU never waits for Python:
 
-    host    ... launch backward | reduction | factor, update | wait, read, tell | next step ...
+    host    ... launch backward | reduction | factor, update | wait, read, log | next step ...
     GPU        ... backward ............. reduction | update |
 
-A `Trainer` is what the loop in scripts/base_train.py hands around. Its `Journal` tells of a step
-three times: a line for people, a line of JSON for programs, and wandb or TensorBoard for those who
-ask for it (nanochat/integrations/trackers.py). On a terminal the lines scroll above a bar.
+The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step three times: a printed
+line, a line of JSON in the log, and wandb or TensorBoard for a run with trackers (nanochat/integrations/trackers.py).
+On a terminal, printed lines scroll above a progress bar.
 """
 
 import contextlib
@@ -27,7 +25,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,17 +64,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LONG_S = 1800.0  # what an evaluation or a save may take
+LONG_S = 1800.0  # time limit of an evaluation or a save
 BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
-DRY, FLAGS = 4, 8  # in a step's message: where it says that a rank is dry, and numbers before those of buckets
-NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it keeps
-SAVE_EVERY_S = 1800.0  # with --save-every=-1: how much training can be lost
+DRY, FLAGS = 4, 8  # in a step's message: the position of the dry flag, and how many numbers precede the buckets
+NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it stores
+SAVE_EVERY_S = 1800.0  # with --save-every=-1: the most training time that a crash can lose
 
 
 class Stop(Exception):
-    """The run ends before its horizon. All ranks raise it together, after the same step. `status`:
-    stopped, where it was asked to; halted, where a person must decide how it goes on. `more`: what
-    else its last checkpoint should tell."""
+    """The run ends before its horizon. All ranks raise it together, after the same step. `status`: "stopped" on
+    request, "halted" if a person must decide how to continue. `more`: extra entries for its last checkpoint."""
 
     def __init__(self, reason: str, status: str = "stopped", **more: Any) -> None:
         super().__init__(reason)
@@ -87,23 +84,23 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """What all ranks' rows of a step come to; the same on every rank, and for every W that divides
-    K. `nats`, `live` and `buckets` have an entry for each of the step's R rows."""
+    """The totals of a step over all ranks: the same on every rank, and for every W that divides K. `nats`, `live`
+    and `buckets` have one entry for each of the step's R rows."""
 
     digest: str  # 16 hex digits
-    dry: bool  # whether a rank could not give its rows
-    stop: bool  # whether a rank wants to stop
-    unsaved: bool  # whether the last save failed so that the run must end
-    save: bool  # whether a save is due by a rank's clock
-    dropped: list[int]  # how many lanes have dropped each bucket
+    dry: bool  # a rank did not have all of its rows
+    stop: bool  # a rank was asked to stop
+    unsaved: bool  # the last save failed, and the run must end
+    save: bool  # a save is due by a rank's clock
+    dropped: list[int]  # the number of lanes that have dropped each bucket
     nats: list[float]  # the sum of a row's token losses
     live: list[int]  # the live targets of a row
     buckets: list[int]  # the bucket of a row
-    spiked: bool = False  # whether it was a spike, for which nothing was updated
+    spiked: bool = False  # the step was a spike and was not applied
 
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
-        """From what `add_up` gave, fetched."""
+        """The totals in the message of `add_up`, after `fetch`."""
         counts, rows = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
         return cls(
             digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
@@ -112,12 +109,12 @@ class StepTotals:
 
     @property
     def loss(self) -> float:
-        """Mean loss of a live target, nats; NaN where there is none."""
+        """Mean loss of a live target in nats; NaN if the step has none."""
         return self._mean(range(len(self.nats)))[0]
 
     def of_bucket(self, bucket: int) -> tuple[float, int]:
-        """(mean loss of a live target, live targets) of a bucket's rows."""
-        return self._mean([row for row, its in enumerate(self.buckets) if its == bucket])
+        """(mean loss of a live target, number of live targets) of a bucket's rows."""
+        return self._mean([row for row, number in enumerate(self.buckets) if number == bucket])
 
     def _mean(self, rows: Sequence[int]) -> tuple[float, int]:
         live = sum(self.live[row] for row in rows)
@@ -125,21 +122,24 @@ class StepTotals:
 
 
 def new_row_table(layout: StepLayout, device: torch.device) -> torch.Tensor:
-    """(R, 3) zeros for the rows of a step: of each the sum of its token losses, its live targets and
-    the number of its bucket. Each rank fills in its own rows."""
+    """(R, 3) zeros, one row of the table for each row of a step: the sum of its token losses, its live targets and the
+    number of its bucket. Each rank fills in its own rows."""
     return torch.zeros((layout.rows_per_step, 3), dtype=wide_dtype(device), device=device)
 
 
 def add_up(rows: torch.Tensor, *, dropped: Sequence[int], digest: int, world_size: int = 1, dry: bool = False,
            stop: bool = False, unsaved: bool = False, save: bool = False) -> torch.Tensor:
-    """Collective. One reduction, in which nothing is rounded: each row of the table `rows` (see
-    `new_row_table`) is filled in by one rank and zero on the others. The digest travels as four 16-bit
-    parts; the rest is counts. The result stays on the device, for `grad_scale` and `StepTotals.read`.
-    `dropped`: lanes that have dropped each bucket; `dry`: this rank could not give its rows; `stop`: it
-    should stop; `unsaved`: it could not save, and the run must end; `save`: it is time for the next
-    save."""
+    """Collective. Add up the ranks' messages of a step, without any rounding. Returns the sum on the device, for
+    `grad_scale` and `StepTotals.read`.
+
+    rows: the rank's table, see `new_row_table`. dropped: the number of its lanes that have dropped each bucket.
+    digest: its part of the batch digest. dry: it did not have all of its rows. stop: it was asked to stop. unsaved:
+    its save failed, and the run must end. save: a save is due by its clock.
+    """
+    # the digest as four 16-bit parts, then flags and counts: integers, small enough to be added exactly
     flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, save, *dropped],
                          dtype=rows.dtype, pin_memory=rows.is_cuda)
+    # then the table: exactly one rank has filled in a row, and x + 0 is exact
     message = torch.cat([flags.to(rows.device, non_blocking=True), rows.view(-1)])
     if world_size > 1:
         dist.all_reduce(message)
@@ -147,16 +147,16 @@ def add_up(rows: torch.Tensor, *, dropped: Sequence[int], digest: int, world_siz
 
 
 def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a gradient of (sum of losses / num_targets) must be multiplied by to be that of the mean
-    loss, and the mean loss, from what `add_up` gave. The factor is NaN, with which the optimizer
-    takes no step, where a rank is dry or the loss is NaN or infinite."""
+    """(factor, mean loss) of a step, from the message of `add_up`. The factor turns the gradient of
+    (sum of losses / num_targets) into that of the mean loss. It is NaN, so that the optimizer takes no step, if a rank
+    is dry or the loss is NaN or infinite."""
     nats, live, _ = message[FLAGS + num_buckets:].view(-1, 3).sum(dim=0)
     good = (message[DRY] == 0) & nats.isfinite() & (live > 0)
     return torch.where(good, torch.full_like(live, num_targets) / live, math.nan), nats / live
 
 
 def fetch(values: torch.Tensor) -> list[float]:
-    """Wait for a few numbers from the device: asleep, and not in a loop that holds a core."""
+    """Copy a few numbers from the device. The host sleeps while it waits, instead of spinning on a core."""
     on_host = values.to("cpu", non_blocking=values.is_cuda)  # into pinned memory
     if values.is_cuda:
         arrived = torch.cuda.Event(blocking=True)
@@ -170,24 +170,22 @@ def fetch(values: torch.Tensor) -> list[float]:
 
 @dataclass
 class Progress:
-    """What a run has done so far; plain values, kept in trainer_state.json."""
+    """The progress of a run, as plain values. They are saved in trainer_state.json."""
 
     step: int = 0  # steps done
-    tokens: int = 0  # trained on, in all steps
-    smooth_loss: float = 0.0  # running mean, weight 0.1 for the newest; not yet corrected for its start at 0
+    tokens: int = 0  # tokens trained on, in all steps
+    smooth_loss: float = 0.0  # running mean, weight 0.1 for the newest; not corrected for its start at 0
     train_time_s: float = 0.0
     val_bpb: float | None = None
     first_val_bpb: float | None = None
     min_val_bpb: float | None = None
-    # buckets that lanes have dropped: how many lanes
-    dropped: dict[str, int] = field(default_factory=dict)
-    # with --skip-spikes: what spikes are judged by, and how many steps were not applied
-    window: Window = field(default_factory=list)
-    skipped: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  # bucket: the number of lanes that have dropped it
+    window: Window = field(default_factory=list)  # with --skip-spikes: recent applied steps, see spikes.py
+    skipped: int = 0  # steps that were not applied, because they were spikes
     skipped_in_a_row: int = 0
 
-    def note_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
-        """Count a step that is done. Returns the smoothed loss, of applied steps."""
+    def count_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
+        """Count a finished step. Returns the smoothed loss of the applied steps."""
         self.step += 1
         self.tokens += tokens
         self.train_time_s += step_s
@@ -195,17 +193,15 @@ class Progress:
             self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
         return self.smooth_loss / (1 - 0.9**(self.step - self.skipped))
 
-    def note_val(self, bpb: float) -> None:
-        """Take in a validation result, bits per byte."""
+    def record_val(self, bpb: float) -> None:
+        """Record a validation result in bits per byte."""
         self.val_bpb = bpb
         self.first_val_bpb = bpb if self.first_val_bpb is None else self.first_val_bpb
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
 
 
-def make_model(start: Start, schedule: Schedule, device: torch.device
-               ) -> tuple[GPT, MuonAdamW, Progress]:
-    """Collective. Model, optimizer and progress of a run: fresh, with another run's weights, or as
-    they were saved."""
+def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[GPT, MuonAdamW, Progress]:
+    """Collective. Model, optimizer and progress of a run: new, with another run's weights, or from its checkpoint."""
     settings, scale = start.settings, start.horizon.batch_lr_scale
     model = build_model(settings).to_empty(device=device)
     model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
@@ -215,7 +211,7 @@ def make_model(start: Start, schedule: Schedule, device: torch.device
         weight_decay=start.horizon.weight_decay_scaled)
     source, is_rank0 = start.checkpoint or start.origin, get_dist_info()[1] == 0
     if source is not None:
-        # rank 0 reads, so that no other machine need see the files
+        # rank 0 reads, so other machines need no access to the files
         agree(lambda: model.load_state_dict(source.model_state()) if is_rank0 else None)
         for tensor in model.state_dict().values():
             share(tensor)
@@ -223,21 +219,20 @@ def make_model(start: Start, schedule: Schedule, device: torch.device
             optimizer.load_state(agree(lambda: source.optimizer_state() if is_rank0 else {}))
     progress = Progress(**start.state.get("progress", {}))
     if (val := start.logged("val")) is not None and val.get("bpb") is not None:
-        progress.note_val(val["bpb"])  # measured after the save
+        progress.record_val(val["bpb"])  # measured after the save
     if progress.step > 0:
-        # rates are saved with the state: those of the step before
-        schedule.apply(optimizer, progress.step - 1)
+        schedule.apply(optimizer, progress.step - 1)  # a checkpoint stores the rates of its last step
     return model, optimizer, progress
 
 
 @dataclass
 class Trainer:
-    """What the parts of the loop share."""
+    """The parts of a run in training, and how it saves."""
 
     start: Start
     data: RunData
     model: GPT
-    compiled: Callable[..., torch.Tensor]  # the model, as it is called
+    compiled: Callable[..., torch.Tensor]  # the model, compiled or not
     optimizer: MuonAdamW
     leaves: LeafAccumulator
     schedule: Schedule
@@ -247,8 +242,8 @@ class Trainer:
     dog: Watchdog
     stop: StopWatch
     saver: Saver
-    saved_at: float = field(default_factory=time.monotonic)  # of this rank's clock: the last save, or the launch
-    all_agreed_to_save: bool = False  # in the last step, because a rank's clock said so
+    saved_at: float = field(default_factory=time.monotonic)  # this rank's time of the last save, or of the launch
+    all_agreed_to_save: bool = False  # the totals of the last step have `save`
 
     @property
     def settings(self) -> Settings:
@@ -256,27 +251,27 @@ class Trainer:
 
     @functools.cached_property
     def mfu_per_rate(self) -> float:
-        """Share of the devices' peak that 1 token/s takes; 0 where the peak is unknown."""
+        """The share of the devices' peak FLOPS that 1 token/s uses; 0 if the peak is unknown."""
         device = self.loader.device
         peak_flops = get_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else math.inf
         return self.flops_per_token / (peak_flops * self.loader.layout.world_size)
 
     @functools.cached_property
     def flops_per_token(self) -> int:
-        """Of training."""
+        """Training FLOPs per token."""
         return self.model.estimate_flops()
 
     def due(self, every: int, event: str) -> bool:
-        """Whether it is time for an evaluation that is due every so many steps. `event`: its name in the
-        log; what a launch before logged at the step where this one begins is not repeated."""
+        """Whether an evaluation with a period of `every` steps is due. At the first step of a launch it is not repeated
+        if the previous launch has logged it, under the name `event`."""
         step = self.progress.step
-        at = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
-        return at and (step > self.start.step or self.start.logged(event) is None)
+        is_due = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
+        return is_due and (step > self.start.step or self.start.logged(event) is None)
 
     def between_steps(self, what: str, function: Callable[["Trainer"], None]) -> None:
-        """Evaluate, and keep as much time for it in a run with a walltime. A failure is logged with its
-        reason, and the run continues: only a step can fail a run. `function` raises on all ranks, or
-        without any collective after it."""
+        """Run an evaluation, and record its duration, for which a run with a walltime reserves time. If it fails, the
+        reason is logged and the run continues: only a step can fail a run. `function` either raises on all ranks, or
+        has no collective after the point where it raises."""
         began = time.perf_counter()
         try:
             function(self)
@@ -289,22 +284,22 @@ class Trainer:
         self.stop.note(what, time.perf_counter() - began)
 
     def time_to_save(self) -> bool:
-        """Whether this rank's clock says that a save is due, with saves by time."""
+        """Whether a save is due by this rank's clock, with --save-every=-1."""
         return self.settings.save_every < 0 and time.monotonic() - self.saved_at >= SAVE_EVERY_S
 
     def save_is_due(self) -> bool:
-        """Whether to save before the next step: the same on all ranks."""
+        """Whether to save before the next step; the same on all ranks."""
         every = self.settings.save_every
         return self.all_agreed_to_save or (every > 0 and self.progress.step % every == 0)
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
-        """Collective. Collect all ranks' state in rank 0's memory and have it written as the
-        checkpoint `name`; with `last`, wait until it is. OSError on rank 0 if it cannot be."""
+        """Collective. Copy all ranks' state to rank 0's memory, and write it as the checkpoint `name` in the
+        background. With `last`, wait for the write; rank 0 raises OSError if it fails."""
         p, settings, run_dir = self.progress, self.settings, self.start.run_dir
         began, step, by_time = time.perf_counter(), p.step, self.all_agreed_to_save and not last
         self.saved_at, self.all_agreed_to_save = time.monotonic(), False
         self.dog.beat(step, "save", LONG_S)
-        on_rank0(self.finish_save)  # so that there is one copy of the state in memory at most
+        on_rank0(self.finish_save)  # so memory holds at most one copy of the state
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
         cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
         next_digest = self.next_digest(NEXT_STEP_S)
@@ -312,13 +307,13 @@ class Trainer:
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
-            trainer_state = {"progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
-                    "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                    "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest,
-                    **more}
+            trainer_state = {
+                "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+                "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
+                "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest, **more}
 
             def write() -> Path:
-                if lost := self.journal.lost():  # the place may be another launch's by now
+                if lost := self.journal.lost():  # another launch may own the run directory by now
                     raise ValueError(lost)
                 path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
                                        cursors=cursors, trainer_state=trainer_state)
@@ -332,28 +327,21 @@ class Trainer:
             on_rank0(self.finish_save)
 
     def next_digest(self, wait_s: float = math.inf) -> str | None:
-        """Collective. The digest of the next step; None if some of its rows cannot be had in time."""
+        """Collective. The digest of the next step; None if some of its rows are not ready within `wait_s`."""
         parts = gather_all(self.loader.next_digest(wait_s))
         known = [part for part in parts if part is not None]
         return f"{sum(known) % 2**64:016x}" if len(known) == len(parts) else None
 
     def check_next_step(self) -> None:
-        """Collective. Compare the next step with what it was when the checkpoint was saved. ValueError if it
-        has another digest: after a clean stop, no step is repeated that would show it."""
+        """Collective. Compare the digest of the next step with the one that the checkpoint predicts. ValueError if they
+        differ. After a clean stop no step is repeated, so nothing else would notice a change."""
         saved = self.start.state.get("next_digest")
         digest = None if saved is None else self.next_digest()
-
-        def compare() -> None:
-            if digest not in (None, saved):
-                raise ValueError(f"step {self.progress.step}: its batch has digest {digest}, but had {saved} when "
-                                 f"the checkpoint was saved: data or code changed; bring the old ones back, or "
-                                 f"start a new run (--model-tag NAME --init-from={self.start.run_dir.name})")
-
-        on_rank0(compare)
+        on_rank0(lambda: check_digest(self.start.run_dir, self.progress.step, digest, saved))
 
     def report_save(self, *, wait: bool = False) -> Exception | None:
-        """Tell people how the save in flight went, if it has ended (or as soon as it has). Returns
-        the error with which the run must end, if so. Rank 0 knows; nothing elsewhere."""
+        """On rank 0: print and log the outcome of the save in flight once it has ended; `wait` for that. Returns the
+        error that must end the run, if any."""
         outcome = self.saver.take(wait=wait)
         if outcome is None:
             return None
@@ -366,114 +354,106 @@ class Trainer:
             self.journal.event("save_failed", reason=outcome.message)
         return outcome.fatal
 
-    def note(self, totals: StepTotals, grad_norm: float) -> None:
-        """Keep what the next step is judged by, and tell of what is odd in this one: lanes that have
-        dropped a bucket, and a spike, which was not applied. ArithmeticError where too many in a row
-        were not."""
+    def check_totals(self, totals: StepTotals, grad_norm: float) -> None:
+        """Warn if lanes have dropped a bucket or the step was skipped as a spike, and update what spikes are judged by.
+        ArithmeticError after too many spikes in a row."""
         p, self.all_agreed_to_save = self.progress, totals.save
         for bucket, lanes in zip(self.loader.buckets, totals.dropped):
             if lanes > p.dropped.get(bucket, 0):
                 p.dropped[bucket] = lanes
-                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which go on with the others")
+                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which continue without it")
                 self.journal.event("dropped", bucket=bucket, lanes=lanes)
         p.skipped_in_a_row = p.skipped_in_a_row + 1 if totals.spiked else 0
         if not totals.spiked:
             p.window = remember(p.window, totals.loss, grad_norm) if self.settings.skip_spikes is not None else []
             return
         p.skipped += 1
-        print0(f"warning: step {p.step} is not applied: its loss is {totals.loss:.6f}, its gradient norm "
-               f"{grad_norm:.4f}, beyond --skip-spikes; that makes {p.skipped}")
+        print0(f"warning: step {p.step} is a spike beyond --skip-spikes and is not applied: loss {totals.loss:.6f}, "
+               f"gradient norm {grad_norm:.4f}; {p.skipped} step(s) skipped so far")
         self.journal.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
         if p.skipped_in_a_row == MOST_IN_A_ROW:
             raise ArithmeticError(f"step {p.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
                                   f"run has diverged")
 
     def finish_save(self) -> None:
-        """Wait for the save in flight. Raises the error with which the run must end, if so."""
+        """Wait for the save in flight. Raises the error that must end the run, if any."""
         if (error := self.report_save(wait=True)) is not None:
             raise error
 
 
 def take_step(run: Trainer, rows: torch.Tensor, *, dry: bool, stop: bool, unsaved: bool, save: bool
               ) -> tuple[StepTotals, float]:
-    """Collective. Add up what all ranks' rows come to, update the weights, and only then wait for
-    the device: once. Returns the totals and the norm of the gradient, before it is clipped. Where
-    a rank is dry, something is no number, or the step is a spike, nothing is updated. The arguments
-    are those of `add_up`."""
+    """Collective. Add up all ranks' rows, update the weights, and only then wait for the device, once.
+
+    Returns the totals and the gradient norm before clipping. Nothing is updated if a rank is dry, the loss or the norm
+    is NaN or infinite, or the step is a spike. The arguments are those of `add_up`.
+    """
     step, num_buckets, settings = run.progress.step, len(run.loader.buckets), run.settings
+    # launch the reduction; its result stays on the device
     run.dog.beat(step, "reduction")
     message = add_up(rows, dropped=list(run.loader.dropped().values()), digest=run.loader.digest,
                      world_size=run.loader.layout.world_size, dry=dry, stop=stop, unsaved=unsaved, save=save)
     run.dog.beat(step, "optimizer")
     run.schedule.apply(run.optimizer, step)
+    # the factor of the gradient, computed on the device: NaN makes the optimizer skip the step
     scale, loss = grad_scale(message, num_buckets, settings.total_batch_size)
+    # the largest gradient norm that is applied
     limit = torch.full_like(loss, math.inf)
     if settings.skip_spikes is not None:
         loss_limit, norm_limit = limits(run.progress.window, settings.skip_spikes)
-        # no norm is below 0: a spike of the loss is not applied, whatever its gradient
+        # a loss above its limit: every norm exceeds -1, so the step is not applied
         limit = torch.where(loss > loss_limit, -1.0, torch.full_like(loss, norm_limit))
+    # launch the update, and forget the gradients
     norm = run.optimizer.step(scale, max_norm=settings.max_grad_norm or math.inf, limit=limit)
     run.model.zero_grad(set_to_none=True)
+    # wait for the device: the only time in a step
     *values, grad_norm, limited = fetch(torch.cat([message, torch.stack([norm.to(limit.dtype), limit])]))
     totals = StepTotals.read(values, num_buckets)
     if totals.dry and step > 0:
-        run.schedule.apply(run.optimizer, step - 1)  # rates are saved: those of the step before
-    # by the device's own comparison; as long as nothing is judged, what is no number ends the run
+        run.schedule.apply(run.optimizer, step - 1)  # not applied: a checkpoint stores the rates of its last step
+    # the same comparison as on the device; while the limit is infinite, a NaN or infinite value is not a spike
     return replace(totals, spiked=limited < math.inf and not grad_norm <= limited), grad_norm
 
 
-# ---- telling people ------------------------------------------------------------------------------
+# ---- the log -------------------------------------------------------------------------------------
+
+def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | None) -> None:
+    """ValueError if the batch of a step has another digest than the run recorded for it. None: not known."""
+    if None not in (digest, expected) and digest != expected:
+        raise ValueError(f"step {step}: its batch has digest {digest}, but this run recorded {expected} for it: data "
+                         f"or code changed. Restore them, or start a new run (--model-tag NAME "
+                         f"--init-from={run_dir.name})")
+
 
 class Silence:
-    """Does nothing: the journal and the state on ranks other than 0, and the trackers of a run that has none."""
+    """Accepts every call and does nothing: the journal and the state on ranks other than 0, and the trackers of a run
+    without any."""
 
     wandb_id: str | None = None
 
-    def started(self, world_size: int, **record: Any) -> None: ...
-
-    def event(self, name: str, **record: Any) -> None: ...
-
-    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
-
-    def ending(self, reason: str) -> None: ...
-
-    def end(self, status: str, reason: str = "") -> None: ...
-
-    def close(self, status: str = "", reason: str = "") -> None: ...
-
-    def lost(self) -> str:
-        return ""
-
-    refresh = lost  # of a `RunState`
-
-    def log(self, values: Mapping[str, Any]) -> None: ...
-
-    def at(self, step: int) -> None: ...
-
-    def finish(self) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *args, **kwargs: ""
 
 
 class Journal:
-    """For rank 0: the log of a training run, its live state, its bar on a terminal, and what it asks for of
-    nanochat/integrations/trackers.py.
-
-    The log has the id of the wandb run from the first launch on, whatever becomes of that launch.
-    """
+    """On rank 0: the log of a run, its live state, the progress bar on a terminal, and its trackers
+    (nanochat/integrations/trackers.py). The first launch logs the id of the wandb run at once, so that a resume finds
+    it even if that launch crashes."""
 
     def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState) -> None:
         self.start, self.progress, self.device, self.state = start, progress, device, state
         settings, run_dir, step = start.settings, start.run_dir, progress.step
         path = run_dir / "logs" / "train.jsonl"
         newest = start.events
-        self.versions, before = {"code": code_version(), **versions(device)}, newest.get("started", {})
+        self.versions, previous = {"code": code_version(), **versions(device)}, newest.get("started", {})
         for name, value in self.versions.items():
-            if value != "" and before.get(name, value) not in ("", value):
-                print0(f"note: the launch before was of the {name} {before[name]}, this one is of {value}")
+            if value != "" and previous.get(name, value) not in ("", value):
+                print0(f"note: the previous launch ran {name} {previous[name]}, this one runs {value}")
         self.log = TrainLog(path, first_step=step, lost=state.owner.lost)
         self.rows = RowLosses(run_dir, num_rows=settings.total_batch_size // settings.max_seq_len,
                               T=settings.max_seq_len) if settings.row_losses else None
         self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
-                        dynamic_ncols=True, leave=False, disable=None)  # where stderr is no terminal
+                        dynamic_ncols=True, leave=False, disable=None)  # None: disabled if stderr is not a terminal
         if not self.bar.disable:
             LAUNCH.aside = tqdm.external_write_mode
         logged_id = newest.get("wandb", {}).get("id")
@@ -488,30 +468,27 @@ class Journal:
             self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
 
     def started(self, world_size: int, **record: Any) -> None:
-        """Log that this launch is about to take its first step, with a `record` of the command."""
+        """Log the start of this launch, with a `record` of its command."""
         self.event("started", world_size=world_size, device=self.device.type,
                    num_iterations=self.start.horizon.num_iterations, **self.versions, **record)
         self.trackers.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
-        """Something that happened before the next step."""
+        """Log an event before the next step."""
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
-        # CORE's values have the names that nanochat gives them
+        # trackers get the values of CORE under nanochat's names
         tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
         self.trackers.log({"step": step, **tracked})
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
         self.state.update(val_bpb=self.progress.val_bpb, **saved)
 
     def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Report the step that was just counted: `line` to people (as --log-every says), `record`
-        to the log and to the trackers, `totals` to the losses of rows, `state` to scripts.status and to the bar.
-        ValueError if it had another digest when this run was there before."""
+        """Report the step that was just counted: print `line` (every --log-every steps), write `record` to the log and
+        the trackers, the losses of rows in `totals` to their file, and `state` to scripts.status and the bar.
+        ValueError if the run took this step before with another digest."""
         p, last = self.progress, self.start.horizon.num_iterations
-        logged = self.log.digest_of(p.step - 1)
-        if logged not in (None, record["digest"]):
-            raise ValueError(f"step {p.step - 1}: its batch has digest {record['digest']}, but had {logged} when this "
-                             f"run was there before: data or code changed; go back to what it was")
+        check_digest(self.start.run_dir, p.step - 1, record["digest"], self.log.digest_of(p.step - 1))
         if p.step % self.start.settings.log_every == 0 or p.step == last:
             print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
         if (peak := peak_memory(self.device)) is not None:
@@ -529,15 +506,15 @@ class Journal:
         self.trackers.at(p.step)
 
     def lost(self) -> str:
-        """'' as long as this launch owns the run, otherwise a sentence for people."""
+        """'' while this launch owns the run, otherwise a sentence that says why it does not."""
         return self.state.owner.lost()
 
     def ending(self, reason: str) -> None:
-        """The run is about to end: what is left is to save it."""
+        """Record that the run ends after one more save."""
         self.state.update(status="stopping", reason=reason)
 
     def end(self, status: str, reason: str = "") -> None:
-        """The run has ended so."""
+        """Record the end of the run."""
         self.event(status, reason=reason)
         self.state.close(status, reason)
 
@@ -551,8 +528,7 @@ class Journal:
 
 @functools.cache
 def code_version() -> str:
-    """The commit of this code, with a "+" where files differ from it; empty where there is no
-    repository."""
+    """The commit of this code, with a "+" if files differ from it; empty outside a repository."""
     try:
         described = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
                               cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20)

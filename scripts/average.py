@@ -1,16 +1,15 @@
 """
-Average the weights of a run's last checkpoints, into a run that evaluates and exports.
+Average the weights of a run's last checkpoints into a new run, for evaluation and export.
 
     python -m scripts.average d12 --last=5               # runs/d12-average-5
     python -m scripts.base_eval d12-average-5
 
-Near the end of a run weights wander around a good place; their mean is often better than any of them, most so where
-the learning rate is still high (arXiv 1803.05407, 2306.03241). Sums are taken in float64, and rounded once.
+Near the end of a run, weights move around an optimum. Their mean is often better than any of them, above all while the
+learning rate is high (arXiv 1803.05407, 2306.03241). Sums are float64 and rounded once.
 
-The new run has the settings, tokenizer and pinned data of the old one, and a single checkpoint: `final`, at the newest
-step that is averaged. It has no optimizer, so training does not go on with it; a new run may begin from it
-(--init-from). It gets its name when it is whole.
-"""
+The new run has the settings, tokenizer and pinned data of the old one, and one checkpoint, `final`, at the newest
+averaged step. It has no optimizer state, so it cannot be resumed, but a new run can start from it (--init-from). It
+gets its name once it is complete. """
 
 import argparse
 import shutil
@@ -30,13 +29,13 @@ from scripts.export import new_folder
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
     p.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
-    p.add_argument("--last", type=whole(2), default=5, help="how many checkpoints, the newest ones")
+    p.add_argument("--last", type=whole(2), default=5, help="number of checkpoints to average, from the newest back")
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
     return p.parse_args(argv)
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
-    """The newest good checkpoints of so many different steps, newest first. ValueError where there are fewer."""
+    """The newest good checkpoints of `number` different steps, newest first. ValueError if there are fewer."""
     checkpoints: list[Checkpoint] = []
     paths = list_checkpoints(run_dir)
     while len(checkpoints) < number:
@@ -51,7 +50,7 @@ def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
 
 
 def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
-    """The mean of their weights, in the type of the newest. ValueError for different architectures."""
+    """The mean of the checkpoints' weights, in the dtypes of the first. ValueError for different architectures."""
     newest = checkpoints[0]
     for checkpoint in checkpoints:
         checkpoint.check_architecture(newest.model_config)
@@ -61,7 +60,7 @@ def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
 
 
 def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint]) -> None:
-    """Write into the folder of the new run, `tag`."""
+    """Write the files of the new run, `tag`, into its folder."""
     newest = checkpoints[0]
     progress = newest.trainer_state["progress"] | {"val_bpb": None, "min_val_bpb": None}
     kept = ("tokens", "phase", "K", "tokenizer_fingerprint")
@@ -77,7 +76,7 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Average, write, print. ValueError and OSError for bad flags and unreadable files."""
+    """Write the averaged run. ValueError and OSError for bad flags and unreadable files."""
     args = parse_args(argv)
     setup_logging()
     source = find_run(args.run)

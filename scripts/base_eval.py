@@ -6,11 +6,10 @@ Evaluate a trained model: bits per byte on validation and training data, samples
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval d24 --eval core
     python -m scripts.base_eval d12@1000 --json eval.json
 
-Everything comes from the run directory: the tokenizer, the pinned files, the length of a row. With
-the run's own --eval-tokens, the default, the validation result is the one that training printed at
-that step. The floor is a unigram model: it knows how often each token occurs in the first rows of
-training, and nothing else. CORE needs the eval_bundle folder, and nothing of the run but model and
-tokenizer (nanochat/integrations/core_eval.py). The result goes to RUN/eval.json, CORE's table to RUN/eval.csv too.
+Tokenizer, data files and row length come from the run directory. With the default --eval-tokens, the validation result
+equals the one that training printed at that step. It is compared with a unigram model, which only knows how often each
+token occurs in the first rows of training. CORE needs the eval_bundle folder, and only model and tokenizer of the run
+(nanochat/integrations/core_eval.py). The result is written to RUN/eval.json, and CORE's table to RUN/eval.csv.
 """
 
 import argparse
@@ -46,39 +45,36 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Evaluate a trained model.", epilog=__doc__)
     ask_for_model(p)
     p.add_argument("--eval", default="bpb,sample", metavar="MODES",
-                   help=f"which of {', '.join(MODES)}, with commas between them")
-    p.add_argument("--max-per-task", type=whole(1, also=-1), default=-1, help="items of each task of CORE; -1: all")
+                   help=f"comma-separated list of {', '.join(MODES)}")
+    p.add_argument("--max-per-task", type=whole(1, also=-1), default=-1, help="items per task of CORE; -1: all")
     p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
     p.add_argument("--eval-tokens", type=whole(1, also=-1), default=-1,
-                   help="tokens of each split; -1: as the run did")
+                   help="tokens of each split; -1: the run's --eval-tokens")
     p.add_argument("--unigram-tokens", type=whole(1), default=2**22,
-                   help="training tokens of which the unigram model knows how often each occurs")
+                   help="training tokens that the unigram model counts")
     p.add_argument("--device-batch-size", type=whole(1, also=-1), default=-1,
-                   help="rows in one forward pass; -1: as the run did")
-    p.add_argument("--json", type=Path, help="where the result goes (default: RUN/eval.json)")
+                   help="rows per forward pass; -1: the run's --device-batch-size")
+    p.add_argument("--json", type=Path, help="file for the result (default: RUN/eval.json)")
     args = p.parse_args(argv)
     args.eval = [mode.strip() for mode in args.eval.split(",")]
     if unknown := set(args.eval) - set(MODES):
-        raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected some of {', '.join(MODES)}, "
-                         f"with commas between them")
+        raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected a comma-separated list of "
+                         f"{', '.join(MODES)}")
     return args
 
 
-def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
-                 ) -> dict[str, list[str]]:
-    """The likeliest continuation of each prompt, and texts drawn from nothing but BOS."""
+def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
+    """The most likely continuation of each prompt, and texts sampled from BOS alone."""
     engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
     free, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
-    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0]
-                for prompt in prompts]
+    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0] for prompt in prompts]
     return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
             "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
 
 
 def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
-    """What each token costs a model that knows only how often each is a target in the first rows of the
-    run's stream, as many from each lane, together at least `num_tokens` tokens: (vocab_size,) float32.
-    Every token gets one occurrence more, so that none is impossible."""
+    """The loss of each token under the unigram model, (vocab_size,) float32. Counts targets in the first rows of the
+    run's stream, equally many from each lane, at least `num_tokens` tokens together; every count starts at 1."""
     counts = torch.ones(data.tokenizer.get_vocab_size(), dtype=torch.int64)
     steps = -(-num_tokens // (config.V * config.T))
     with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
@@ -90,9 +86,9 @@ def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
 
 def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
                   ) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation and on as much of each training bucket, and
-    of a unigram model on the same validation tokens; nats per token, under names of their own, where
-    the tokenizer does not know bytes."""
+    """Collective. Bits per byte of the model on validation data and on equally many tokens of each training bucket, and
+    of the unigram model on the validation data. Nats per token, under other keys, if the tokenizer does not know
+    bytes."""
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = opened
     tokenizer = stored.tokenizer
@@ -127,7 +123,7 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
 
 
 def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
-    """Collective. The CORE metric, told task by task; see `core_eval.summary`."""
+    """Collective. The CORE metric, see `core_eval.summary`. Prints the result of each task."""
     from nanochat.integrations.core_eval import evaluate_core, read_bundle, summary
 
     tasks, scores = on_rank0(lambda: read_bundle(args.eval_bundle, args.max_per_task)), []
@@ -139,7 +135,7 @@ def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]
 
 
 def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Collective. What --eval asks for."""
+    """Collective. Run the evaluations of --eval."""
     began, run_dir = time.perf_counter(), checkpoint.parent.parent
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     _, rank, _, world_size = get_dist_info()
@@ -158,7 +154,7 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, d
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON, and beside it CORE's table."""
+    """Write a result as JSON, and CORE's table beside it."""
     write_json(path, result)
     if "core" in result:
         from nanochat.integrations.core_eval import write_csv
@@ -167,26 +163,27 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def report(result: dict[str, Any], path: Path) -> None:
-    """Print a result, and where it is."""
-    for text in (text for kind in result["samples"].values() for text in kind):
-        print0(f"{'-' * 80}\n{visible(text)}")
-    rows = []
+    """Print a result and the path of its file."""
+    for texts in result["samples"].values():
+        for text in texts:
+            print0(f"{'-' * 80}\n{visible(text)}")
     key, unit = ("loss", "nats per token") if "val_loss" in result else ("bpb", "bits per byte")
+    title = f"{result['checkpoint']}, step {result['step']:,}"
+    lines = [title]
     if f"val_{key}" in result:
         buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
         rows = [("validation", result[f"val_{key}"]),
                 *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
                 *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items()),
                 ("validation, unigram model", result[f"unigram_{key}"])]
-    heading = f"{result['checkpoint']}, step {result['step']:,}", unit
-    lines = table(heading, [(name, f"{bpb:.6f}") for name, bpb in rows]) if rows else [heading[0]]
+        lines = table((title, unit), [(name, f"{bpb:.6f}") for name, bpb in rows])
     if "core" in result:
         lines.append(f"CORE metric: {result['core']['core_metric']:.4f}; table: {path.with_suffix('.csv')}")
     print0("-" * 80, *lines, f"result: {path}", sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate, print, write. ValueError and OSError for bad flags and what cannot be opened."""
+    """Evaluate a checkpoint, write the result and print it. ValueError and OSError for bad flags and files."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())

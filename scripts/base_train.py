@@ -1,20 +1,20 @@
 """
-Train a model. The same command starts a run and goes on with it.
+Train a model. The same command starts a run and resumes it.
 
     python -m scripts.base_train --depth=12
     torchrun --standalone --nproc_per_node=8 -m scripts.base_train --depth=24 --run=my-wandb-name
 
-A small one for a laptop or a test:
+A small run for a laptop or a test:
 
     python -m scripts.base_train --depth=4 --aspect-ratio=32 --head-dim=32 --max-seq-len=512 \\
         --device-batch-size=4 --total-batch-size=8192 --num-iterations=100 --eval-tokens=65536 \\
         --matrix-lr=0.16 --embedding-lr=2.4 --unembedding-lr=0.064 --data-path=DIR
 
-Rates are meant for batches of 2^19 tokens and are scaled by the square root of the batch: here by
-1/8, at which 100 steps barely learn. So the example gives eight times the defaults.
+The default learning rates suit batches of 2^19 tokens and are scaled by the square root of the batch size. Here the
+scale is 1/8, too low to learn much in 100 steps, so the example passes eight times the defaults.
 
-Everything the run writes is in one folder, <base dir>/runs/<model tag> (--model-tag, default
-d<depth>): configuration, log, checkpoints, tokenizer, and which files it reads.
+A run writes everything into one folder, <base dir>/runs/<model tag>: configuration, log, checkpoints, tokenizer and
+the list of its data files. --model-tag is d<depth> by default.
 """
 
 import argparse
@@ -67,20 +67,20 @@ from nanochat.watchdog import Watchdog, open_store
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags of a command line, by default of this one."""
+    """Parse command-line flags, by default those of this process."""
     return add_flags(Parser(description="Pretrain a base model.", epilog=__doc__)).parse_args(argv)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
 
 def loop(run: Trainer) -> int:
-    """Save, evaluate, step, until the horizon or a stop. Returns the exit code."""
+    """Save, evaluate and step until the horizon or a stop. Returns the exit code."""
     p, settings, last, is_final_saved = run.progress, run.settings, run.schedule.num_iterations, False
     try:
         print0("start: packing the first step")
         run.check_next_step()
         while True:
-            # the save comes first: an evaluation may fail, or be killed
+            # save first: an evaluation may fail or be killed
             if p.step >= last:
                 run.save("final", "completed", last=True)
                 is_final_saved = True
@@ -95,7 +95,7 @@ def loop(run: Trainer) -> int:
             if run.due(settings.sample_every, "samples") and p.step > 0 and run.loader.layout.rank == 0:
                 from nanochat.engine import log_samples
 
-                with suppress(StopAsked):  # the next step sees to it
+                with suppress(StopAsked):  # the next step handles the stop
                     run.between_steps("samples", log_samples)
             if p.step >= last:
                 break
@@ -108,88 +108,94 @@ def loop(run: Trainer) -> int:
             run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
         halted = e.status == "halted"
-        print0(f"{e.status}: {e.reason}; " + (
-            WAY_ON.format(tag=run.start.run_dir.name) if halted else
-            f"step {p.step:,} of {last:,} is saved, the same command goes on"))
+        remedy = (WAY_ON.format(tag=run.start.run_dir.name) if halted else
+                  f"step {p.step:,} of {last:,} is saved; the same command resumes the run")
+        print0(f"{e.status}: {e.reason}; {remedy}")
         return EXIT_HALTED if halted else 0
     except ArithmeticError as e:
         run.report_save(wait=True)
         run.journal.end("failed", str(e))
         if run.loader.layout.rank != 0:
-            raise SystemExit(1) from e  # all ranks know; one says so
-        kept = next((f"{path} is kept" for path in list_checkpoints(run.start.run_dir)),
-                    "nothing was saved before it")
-        raise ValueError(f"{e}; stopped, weights untouched by that step, and {kept}. Lower the "
-                         f"learning rates in a new run (--model-tag NAME), or begin one behind "
-                         f"these rows: --init-from, --skip-steps") from e
+            raise SystemExit(1) from e  # rank 0 prints the error
+        checkpoints = list_checkpoints(run.start.run_dir)
+        kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
+        raise ValueError(f"{e}. The run stopped without applying this step, and {kept}. Start a new run: with lower "
+                         f"learning rates (--model-tag NAME), or after these rows (--init-from, --skip-steps)") from e
     run.journal.end("completed")
     peak = peak_memory(run.loader.device)
     memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
     bpb = "" if p.val_bpb is None else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    print0(f"completed: {p.tokens:,} tokens in {duration(p.train_time_s)} of steps{bpb}{memory}; "
-           f"{run.start.run_dir}")
+    print0(f"completed: {p.tokens:,} tokens in {duration(p.train_time_s)} of steps{bpb}{memory}; {run.start.run_dir}")
     return 0
 
 
 def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
-    """This rank's rows of a step, leaf by leaf: gradients are left in the model. Returns the table of the
-    step's rows with this rank's rows filled in, whether it had all rows, and if its data
-    have run dry why, and whether all have."""
-    loader, settings, why = run.loader, run.settings, ("", False)
-    table = new_row_table(loader.layout, loader.device)
+    """Run this rank's micro-batches and leave the sum of their gradients in the model.
+
+    Returns (table, complete, dry): the (R, 3) table of the step with this rank's rows filled in, whether the rank had
+    all of its rows, and, if its data ran dry, the reason and whether every bucket is dry.
+    """
+    loader, settings = run.loader, run.settings
+    per_leaf, table = loader.layout.micro_batches_per_leaf, new_row_table(loader.layout, loader.device)
     try:
         for i in range(loader.micro_batches_per_step):
-            leaf, at = divmod(i, loader.layout.micro_batches_per_leaf)
+            leaf, at = divmod(i, per_leaf)
             batch = next(loader)
-            losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none",
-                                  masks=run.model.masks(batch.doc_ids, batch.num_docs)).sum(dim=1)
+            # one forward and backward pass: `backward` adds this micro-batch to the .grad of its leaf
+            masks = run.model.masks(batch.doc_ids, batch.num_docs)
+            losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none", masks=masks).sum(dim=1)
             (losses.sum() / settings.total_batch_size).backward()
-            if at + 1 == loader.layout.micro_batches_per_leaf:
+            # the leaf's last micro-batch: add the finished leaf to the rank's tree of leaves
+            if at + 1 == per_leaf:
                 run.leaves.leaf_done()
-            mine = loader.layout.rows_of(leaf, at)  # dead rows stand behind them
-            of_rows = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1)  # (B, 3)
-            table[mine.start:mine.stop] = of_rows[:len(mine)]
-        return table, True, why
+            # enter the loss, live targets and bucket of each row; the dead rows at the end of a batch have no place
+            rows = loader.layout.rows_of(leaf, at)
+            values = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1)  # (B, 3)
+            table[rows.start:rows.stop] = values[:len(rows)]
+        return table, True, ("", False)
     except Dry as e:
         return table, False, (str(e), e.bucket is None)
-    except StopAsked:  # it waited for a store
-        return table, False, why
+    except StopAsked:  # a stop was requested while the loader waited for object storage
+        return table, False, ("", False)
 
 
 def one_step(run: Trainer) -> None:
-    """One optimizer step. Raises Stop on all ranks where one has no rows, and where asked to."""
+    """Take one optimizer step. Raises Stop on all ranks if a stop was requested or a rank ran out of rows."""
     p, loader = run.progress, run.loader
     began, waited = time.perf_counter(), loader.wait_s
     run.dog.beat(p.step)
-    rows, whole, dry = forward_backward(run)
+    rows, complete, dry = forward_backward(run)
     if (p.step + 1) % RANKS_EVERY == 0:
         log_ranks(run, began)
 
-    # what all ranks must agree on, in one small reduction, and the update
+    # One small reduction carries what all ranks must agree on; then the weights are updated.
     reason = run.stop.check()
     unsaved = run.report_save()
-    totals, grad_norm = take_step(run, rows, dry=not whole, stop=bool(reason), unsaved=unsaved is not None,
+    totals, grad_norm = take_step(run, rows, dry=not complete, stop=bool(reason), unsaved=unsaved is not None,
                                   save=run.time_to_save())
+
+    # Every rank has the same totals, so all ranks take the same branch.
     if totals.unsaved:
-        raise unsaved or SystemExit(1)  # one rank says why
-    if totals.dry and totals.stop:
+        raise unsaved or SystemExit(1)  # the rank whose save failed prints the error
+    if totals.dry and totals.stop:  # an interrupted wait for data: this step was not applied
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        why, all_dry = next(reason for reason in gather_all(dry) if reason[0])
+        why, all_dry = next(entry for entry in gather_all(dry) if entry[0])
         raise Stop(why, "halted", all_dry=all_dry)
     if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
-    run.note(totals, grad_norm)
+
+    # The step counts from here on: it is recorded, logged and printed before a requested stop ends the run.
+    run.check_totals(totals, grad_norm)
     log_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
 
 
 def log_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: float, wait_s: float) -> None:
-    """Count a step, and tell of it: a value that is added to the record is logged, one that is
-    added to the line is printed."""
+    """Count a step, then log and print it. Add a value to `record` to log it, and to `line` to print it."""
     p, loader, tokens = run.progress, run.loader, run.settings.total_batch_size
-    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.note_step(totals, tokens, step_s)
+    lr, rate, smooth = run.schedule.lr(p.step), tokens / step_s, p.count_step(totals, tokens, step_s)
     eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
     record: dict[str, Any] = {
         "digest": totals.digest, "loss": totals.loss, "smooth_loss": smooth, "lr": lr,
@@ -211,8 +217,7 @@ def log_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: floa
 # ---- set-up --------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, or go on, until the horizon. Raises ValueError and OSError for bad input; see README
-    for exit codes."""
+    """Start or resume a run. Returns the exit code (README). Raises ValueError and OSError for bad input."""
     settings = from_flags(parse_args(argv))
     words = sys.argv[1:] if argv is None else argv
     launch = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
@@ -238,15 +243,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], rank: int, world_size: int,
           device: torch.device) -> int:
-    """Own the run, make everything, go through the loop. `launch`: "command" and "typed", the names of
-    the settings that it changed, for the log."""
+    """Claim the run, build its parts and enter the loop. `launch`, for the log: the "command", and the names of the
+    settings it changed as "typed"."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
     owner: Any = agree(lambda: claim_run(start, data) if rank == 0 else None)
     with ExitStack() as stack:
-        everyone = gather_all(identify())
+        identities = gather_all(identify())
         state: RunState | Silence = Silence() if rank > 0 else stack.enter_context(RunState(
-            owner, everyone, stop, num_iterations=num_steps, step=start.step,
+            owner, identities, stop, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
 
         def failed(verdict: str) -> None:
@@ -254,7 +259,7 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
             write_collectives(start.run_dir, rank)
 
         dog = stack.enter_context(Watchdog(
-            open_store(world_size), everyone, rank=rank, timeout_s=settings.collective_timeout_seconds,
+            open_store(world_size), identities, rank=rank, timeout_s=settings.collective_timeout_seconds,
             refresh=state.refresh, on_failure=failed))
 
         print0("start: building the model")
@@ -272,8 +277,7 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
             num_leaves=settings.leaves, cursors=start.cursors, start_step=progress.step,
             num_threads=settings.tokenizer_threads, with_doc_ids=settings.attention_mode != "causal",
             drop_dry=settings.allow_bucket_exhaustion))
-        # before the loader is closed, which waits for its threads
-        stack.callback(stop.ignore_stores)
+        stack.callback(stop.ignore_stores)  # runs before the loader closes, which waits for its threads
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
         print_summary(start, loader.layout, device, launch["typed"])

@@ -1,15 +1,14 @@
 """
-Measure how fast a model generates, and how much memory that takes.
+Measure how fast a model generates, and how much memory it needs.
 
     python -m scripts.infer_bench d12
 
-Two very different things are timed. *Prefill* computes the whole prompt at once, as large products:
-it is bound by arithmetic, and what one waits for before the first token is this. *Decoding* computes
-one position a row and step, for which all weights and the whole cache are read: it is bound by the
-memory's bandwidth, so that many rows take hardly longer than one. The prompt is computed once, and
+*Prefill* computes the whole prompt at once, in large matrix products. It is limited by arithmetic, and determines the
+time to the first token. *Decoding* computes one position per row and step, and reads all weights and the whole cache
+each time. It is limited by memory bandwidth, so many rows take hardly longer than one. The prompt is computed once, and
 its cache is copied to all B rows (nanochat/engine.py). After nanochat's scripts/infer_bench.py.
 
-Each line is the median of --rounds rounds, after one that does not count. Last line: one JSON object.
+Each line is the median of --rounds rounds, after a warm-up round. The last line is a JSON object.
 """
 
 import argparse
@@ -36,16 +35,17 @@ ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list) 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
     ask_for_model(p)
-    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="rows at once")
-    p.add_argument("--prompt-tokens", type=whole(1, also=-1), default=-1, help="-1: half a row of training")
-    p.add_argument("--decode-tokens", type=whole(2), default=128, help="drawn for each row")
-    p.add_argument("--rounds", type=whole(1), default=3, help="of which the median counts")
+    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="numbers of rows")
+    p.add_argument("--prompt-tokens", type=whole(1, also=-1), default=-1,
+                   help="length of the prompt; -1: half a training row")
+    p.add_argument("--decode-tokens", type=whole(2), default=128, help="tokens to generate for each row")
+    p.add_argument("--rounds", type=whole(1), default=3, help="rounds per batch size; the median is reported")
     return p.parse_args(argv)
 
 
 def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Iterator[float]:
-    """Generate with `rows` rows; yields the seconds of each column of tokens, of which the first waits for the prompt.
-    A column is read by the host before it is handed out, so nothing is under way between two of them."""
+    """Generate with `rows` rows, and yield the seconds that each column of tokens takes; the first includes the prompt.
+    The host reads each column before it is yielded, so no work is in flight between two columns."""
     columns = Engine(model, ENDLESS).generate(prompt, rows, max_tokens=decode_tokens, temperature=0.0)
     while True:
         began = time.perf_counter()
@@ -55,8 +55,8 @@ def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Itera
 
 
 def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, rounds: int = 3) -> dict[str, Any]:
-    """Figures of one batch size: time to first token, tokens/s of the prompt and of all rows' decoding, bytes of the
-    full cache, and on a GPU of all tensors at their peak."""
+    """The results of one batch size: time to first token, tokens/s of prefill and of decoding all rows, bytes of the
+    full cache and, on a GPU, peak memory."""
     first, step = [], []
     for _ in range(rounds + 1):
         to_first, *steps = times(model, [1] * prompt_tokens, rows, decode_tokens)
@@ -71,7 +71,7 @@ def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, ro
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print. Raises ValueError for bad flags and what `load_model` raises."""
+    """Measure and print. Raises ValueError for bad flags, and what `load_model` raises."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, _, meta = load_model(args.run, device, compute_dtype=dtype)
@@ -79,12 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
         parameters = sum(parameter.numel() for parameter in model.parameters())
         print(f"{meta['path']}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of "
-              f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} a row", flush=True)
+              f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} per row", flush=True)
         batches = [measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
                    for rows in args.batch_sizes]
         shown = [(one["rows"], one["first_token_s"] * 1e3, one["prefill_tokens_per_s"], one["decode_step_s"] * 1e3,
                   one["decode_tokens_per_s"], one["cache_bytes"] / 1e6) for one in batches]
-        header = "B", "first token, ms", "prefill tok/s", "a step, ms", "decode tok/s", "cache, MB"
+        header = "B", "first token, ms", "prefill tok/s", "step, ms", "decode tok/s", "cache, MB"
         print(*table(header, shown), sep="\n")
         print(json.dumps({"model": str(meta["path"]), "parameters": parameters, "device": hardware,
                           "dtype": str(dtype), "torch": torch.__version__, "prompt_tokens": prompt_tokens,

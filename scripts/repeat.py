@@ -1,13 +1,13 @@
 """
-Train one configuration with several seeds, and report whether a change beats the noise of seeds.
+Train one configuration with several seeds, and report whether a change exceeds the noise between seeds.
 
     python -m scripts.repeat --seeds=5 --name=base -- --depth=4 --num-iterations=500
     python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02
 
-The flags behind `--` are those of scripts.base_train. Each run has the name NAME-seedS. Finished runs are reused and
-unfinished ones are resumed, so the command can be repeated at any time, with more seeds, too.
+The flags after `--` are those of scripts.base_train. Each run is called NAME-seedS. Finished runs are reused and
+unfinished ones are resumed, so the command can be repeated at any time, also with more seeds.
 
-    --vary=weights    each run has its own --seed (of the weights); the order of the data is the same in all
+    --vary=weights    each run has its own --seed (of the weights); all have the same order of data
     --vary=data       each run has its own --data-seed; all start from the same weights
     --vary=both       both
 
@@ -16,12 +16,12 @@ interval, and the smallest difference that n seeds can show at 5 % (Student's t)
 
     unpaired    t(2n - 2) s sqrt(2 / n)           paired    t(n - 1) s_d / sqrt(n)
 
-s_d is the standard deviation of the differences between runs with equal seeds. Until there is a change to compare with,
-it is taken as s sqrt(2), as if equal seeds had nothing in common. `--against` trains the change with the seeds of BASE
-and reports the mean difference, its 95 % interval, and the exact p of the sign-flip permutation test: the share of
-all 2^n choices of signs of the differences whose mean is at least as far from 0. With 5 seeds, p is never below 2 / 32.
+s_d is the standard deviation of the differences between runs with equal seeds. Without a change to compare, it is taken
+as s sqrt(2), as if runs with equal seeds were independent. `--against` trains the change with the seeds of BASE and
+reports the mean difference, its 95 % interval, and the exact p of the sign-flip permutation test: the share of all 2^n
+choices of signs for the differences whose mean is at least as far from 0. With 5 seeds, p is at least 2 / 32.
 
-    <base dir>/repeats/NAME.json    figures, seeds, flags        NAME.png    a dot for each run, means and intervals
+    <base dir>/repeats/NAME.json    results, seeds, flags        NAME.png    a dot for each run, means and intervals
 """
 
 import argparse
@@ -48,15 +48,15 @@ from nanochat.run_dir import run_path
 from nanochat.run_reader import RunReader
 from scripts import base_train
 
-SEED_COUNTS = (5, 10, 20)  # for which the smallest difference is reported
-MOST_FLIPPED = 20  # seeds whose signs are flipped in all ways
+SEED_COUNTS = (5, 10, 20)  # numbers of seeds for which the smallest difference is reported
+MAX_SIGN_FLIPS = 20  # with more seeds, p is not computed
 RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_byte": [float]}
 
 
 # ---- statistics ----------------------------------------------------------------------------------
 
 def quantile(cdf: Callable[[float], float], p: float) -> float:
-    """The x at which a distribution function reaches p."""
+    """The x at which a cumulative distribution function reaches p."""
     low, high = -1e4, 1e4
     for _ in range(100):
         middle = (low + high) / 2
@@ -69,15 +69,15 @@ def student_t(p: float, degrees: int) -> float:
     norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
 
     def cdf(x: float) -> float:
-        at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)  # x = sqrt(degrees) tan: a finite range
+        at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)  # substitute x = sqrt(degrees) tan(at)
         return 0.5 + norm * math.sqrt(degrees) * float(np.trapezoid(np.cos(at) ** (degrees - 1), at))
 
     return quantile(cdf, p)
 
 
 def deviation_interval(s: float, n: int) -> tuple[float, float]:
-    """The 95 % interval of a standard deviation that n values gave."""
-    def cdf(x: float) -> float:  # of chi-squared
+    """The 95 % interval of a standard deviation s estimated from n values."""
+    def cdf(x: float) -> float:  # chi-squared distribution
         return float(torch.special.gammainc(torch.tensor((n - 1) / 2.0, dtype=torch.float64),
                                             torch.tensor(max(x, 0.0) / 2, dtype=torch.float64)))
 
@@ -97,33 +97,35 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     return float(np.mean(sums >= abs(sum(differences)) * (1 - 1e-12)))
 
 
+def smallest_differences(s: float, s_d: float) -> dict[str, dict[str, float]]:
+    """`smallest_difference` for each of SEED_COUNTS."""
+    return {str(n): dict(zip(("unpaired", "paired"), smallest_difference(s, s_d, n))) for n in SEED_COUNTS}
+
+
 def summarize(values: Sequence[float]) -> dict[str, Any]:
-    """The figures of one configuration."""
-    s, n = statistics.stdev(values), len(values)
-    low, high = deviation_interval(s, n)
-    return {"mean": statistics.fmean(values), "stdev": s, "stdev_interval": [low, high],
-            "smallest_difference": {str(k): dict(zip(("unpaired", "paired"), smallest_difference(s, s * 2**0.5, k)))
-                                    for k in SEED_COUNTS}}
+    """The statistics of one configuration."""
+    s = statistics.stdev(values)
+    return {"mean": statistics.fmean(values), "stdev": s, "stdev_interval": [*deviation_interval(s, len(values))],
+            "smallest_difference": smallest_differences(s, s * 2**0.5)}
 
 
 def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
-    """The figures of a change: each value is paired with the base's of the same seed."""
+    """The statistics of a change; each value is paired with the base's value of the same seed."""
     differences = [a - b for a, b in zip(values, base, strict=True)]
     n, s_d = len(differences), statistics.stdev(differences)
     half = student_t(0.975, n - 1) * s_d / math.sqrt(n)
     mean = statistics.fmean(differences)
     s = math.sqrt((statistics.variance(values) + statistics.variance(base)) / 2)
     return {"differences": differences, "mean_difference": mean, "interval": [mean - half, mean + half],
-            "p": sign_flip_p(differences) if n <= MOST_FLIPPED else None,
-            "smallest_difference": {str(k): dict(zip(("unpaired", "paired"), smallest_difference(s, s_d, k)))
-                                    for k in SEED_COUNTS}}
+            "p": sign_flip_p(differences) if n <= MAX_SIGN_FLIPS else None,
+            "smallest_difference": smallest_differences(s, s_d)}
 
 
 # ---- the runs ------------------------------------------------------------------------------------
 
 def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
               ) -> list[float]:
-    """Train with every seed; returns the final validation bits per byte of each. ValueError names a run that failed."""
+    """Train with every seed. Returns the final validation bits per byte of each run. ValueError names a failed run."""
     settings = from_flags(base_train.parse_args(flags))
     launcher = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
                                         if nproc > 1 else [])]
@@ -142,8 +144,7 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
             raise ValueError(f"{tag}: the run ended with exit code {code} before its last step"
                              f"{f', see {log}' if jobs > 1 else ''}; repeat this command to resume it")
         if not run.val_bpb:
-            raise ValueError(f"{tag}: it has no validation bits per byte; give --eval-every=N, and other runs of this "
-                             f"name another --name")
+            raise ValueError(f"{tag}: the run has no validation bits per byte; give --eval-every=N and a new --name")
         return list(run.val_bpb.values())[-1]
 
     (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
@@ -151,10 +152,10 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
         return list(pool.map(train, seeds))
 
 
-# ---- for people ----------------------------------------------------------------------------------
+# ---- report and picture --------------------------------------------------------------------------
 
 def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
-    """The runs, then the figures."""
+    """Print a table of the runs, then the statistics."""
     header = ["seed", "bits per byte", *(["base", "difference"] if base else [])]
     columns = [record["seeds"], record["bits_per_byte"]]
     if base:
@@ -164,14 +165,14 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
     n, (low, high) = len(record["seeds"]), record["stdev_interval"]
     print0(f"mean {record['mean']:.6f}, standard deviation {record['stdev']:.6f} (95 % interval {low:.6f} to "
            f"{high:.6f})")
-    figures = record
+    results = record
     if base:
-        figures = record["against"]
-        low, high = figures["interval"]
-        p = "" if figures["p"] is None else f", sign-flip p = {figures['p']:.4f}"
-        print0(f"mean difference to {base['name']}: {figures['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
+        results = record["against"]
+        low, high = results["interval"]
+        p = "" if results["p"] is None else f", sign-flip p = {results['p']:.4f}"
+        print0(f"mean difference to {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
                f"{high:+.6f}{p}, {n} pairs)")
-    smallest = figures["smallest_difference"]
+    smallest = results["smallest_difference"]
     rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
     print0("", *table(["seeds", "smallest difference, unpaired", "paired"], rows), sep="\n")
     if record.get("rerun_difference") is not None:
@@ -179,8 +180,8 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> str:
-    """A column of dots for each configuration, with its mean and the 95 % interval of the mean. Returns a line that
-    says where the picture is, or why there is none."""
+    """Draw a column of dots for each configuration, with the mean and its 95 % interval. Returns a line with the path
+    of the picture, or the reason why it is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -203,29 +204,30 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> str:
 # ---- the script ----------------------------------------------------------------------------------
 
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """(our flags, those of scripts.base_train behind `--`)."""
+    """(flags of this script, flags of scripts.base_train after `--`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
     p = Parser(description="Train one configuration with several seeds.", epilog=__doc__, usage="%(prog)s [flags] -- "
                "FLAGS OF base_train")
-    p.add_argument("--name", default="base", help="of this configuration; its runs are NAME-seedS")
-    p.add_argument("--seeds", type=whole(2), default=5, metavar="N", help="how many seeds: 1 to N")
-    p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="what the seeds decide")
-    p.add_argument("--against", metavar="BASE", help="compare with the runs of this name, with their seeds")
-    p.add_argument("--rerun", action="store_true", help="train the first seed once more: it must differ by 0")
-    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="runs at the same time; their output goes to "
-                   "<base dir>/repeats")
-    p.add_argument("--nproc", type=whole(1), default=1, metavar="N", help="processes of each run, started by torchrun")
+    p.add_argument("--name", default="base", help="name of this configuration; its runs are called NAME-seedS")
+    p.add_argument("--seeds", type=whole(2), default=5, metavar="N", help="number of seeds: seeds 1 to N are used")
+    p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="which seeds differ")
+    p.add_argument("--against", metavar="BASE", help="compare with the configuration BASE, using its seeds")
+    p.add_argument("--rerun", action="store_true", help="train the first seed once more, and report the difference, "
+                   "which must be 0")
+    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="number of runs at the same time; if N > 1, "
+                   "their output goes to files in <base dir>/repeats")
+    p.add_argument("--nproc", type=whole(1), default=1, metavar="N", help="processes per run, started by torchrun")
     return p.parse_args(words[:at]), words[at + 1:]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, compare, print, draw. ValueError and OSError for bad input and for a run that failed."""
+    """Train, compare, print and draw. ValueError and OSError for bad input and failed runs."""
     args, flags = parse_args(argv)
     folder, base = get_base_dir() / "repeats", None
-    run_path(f"{args.name}-seed1")  # ValueError for a name that cannot be one
+    run_path(f"{args.name}-seed1")  # ValueError for an invalid name
     if reserved := [word for word in flags if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed")]:
-        raise ValueError(f"{reserved[0]}: it is set for each run; leave it out, or give --name and --vary")
+        raise ValueError(f"{reserved[0]}: this script sets the flag for each run; use --name and --vary instead")
     seeds, vary = list(range(1, args.seeds + 1)), args.vary
     if args.against is not None:
         path = folder / f"{args.against}.json"
@@ -234,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                     f"with --name={args.against}")
         base = read_json(path, RECORD, way_out="train that configuration again with --name")
         if args.against == args.name:
-            raise ValueError(f"--against={args.against}: a change needs a --name of its own")
+            raise ValueError(f"--against={args.against}: --name has the same value; give the change another --name")
         seeds, vary = base["seeds"], base["vary"]
     values = train_all(args.name, flags, seeds, vary, jobs=args.jobs, nproc=args.nproc)
     record = {"name": args.name, "vary": vary, "seeds": seeds, "flags": flags, "bits_per_byte": values,
@@ -242,8 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if base is not None:
         record["against"] = {"name": base["name"], **compare(values, base["bits_per_byte"])}
     if args.rerun:
-        again = train_all(f"{args.name}-rerun", flags, seeds[:1], vary, jobs=1, nproc=args.nproc)
-        record["rerun_difference"] = again[0] - values[0]
+        [value] = train_all(f"{args.name}-rerun", flags, seeds[:1], vary, jobs=1, nproc=args.nproc)
+        record["rerun_difference"] = value - values[0]
     write_json(folder / f"{args.name}.json", record)
     print_report(record, base)
     shown = [record] if base is None else [{**base, **summarize(base["bits_per_byte"])}, record]

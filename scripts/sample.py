@@ -1,12 +1,11 @@
 """
-Let a trained model continue some text:
+Continue text with a trained model:
 
     python -m scripts.sample d12
     python -m scripts.sample d12@1000 -p "Water boils at"
 
-Without -p it continues the beginnings of some documents that the run was validated on: a model of
-code is asked for code. Temperature 0 takes the most likely token each time. A » stands where the prompt
-ends and the model goes on; on a terminal the prompt is dimmed instead.
+Without -p, the prompts are the beginnings of validation documents of the run, so a model of code gets code. A » marks
+the end of the prompt; on a terminal the prompt is dimmed instead.
 """
 
 import argparse
@@ -29,19 +28,18 @@ log = logging.getLogger(__name__)
 
 
 def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """Give a script the words that say which model it loads, and what computes in which type.
-    Returns the group of those that say which."""
+    """Add the arguments that choose model, device and compute dtype. Returns the group that chooses the model."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder: its newest good checkpoint; "
-                       "RUN@STEP or a checkpoint's folder for another (default: the only run)")
-    parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best)")
-    parser.add_argument("--dtype", default="auto", help="auto | bfloat16 | float32")
+    which.add_argument("run", metavar="RUN", nargs="?", help="name or folder of a run, for its newest good checkpoint; "
+                       "RUN@STEP or the folder of a checkpoint for another one (default: the only run)")
+    parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best available)")
+    parser.add_argument("--dtype", default="auto", help="compute dtype: auto | bfloat16 | float32")
     return which
 
 
 @contextmanager
 def device_of(args: argparse.Namespace) -> Iterator[tuple[torch.device, torch.dtype]]:
-    """What `ask_for_model` has asked for: a device, and the type that it computes in."""
+    """The device and compute dtype of the arguments that `ask_for_model` added."""
     setup_logging()
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
@@ -54,27 +52,26 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Continue text with a trained model.", epilog=__doc__)
     ask_for_model(parser)
     parser.add_argument("-p", "--prompt", action="append",
-                        help="text to continue; may be given several times (default: beginnings of "
-                             "the run's validation documents)")
+                        help="text to continue; repeatable (default: beginnings of the run's validation documents)")
     parser.add_argument("--num-samples", type=whole(1), default=1, help="continuations per prompt")
     parser.add_argument("--max-tokens", type=whole(1), default=64, help="tokens per continuation")
     parser.add_argument("--temperature", type=float, default=0.8,
-                        help="0 = most likely token, 1 = as the model says")
-    parser.add_argument("--top-k", type=int, default=50, help="draw from the k likeliest tokens")
-    parser.add_argument("--seed", type=int, default=42, help="of the draws")
+                        help="0: always the most likely token; 1: the model's probabilities")
+    parser.add_argument("--top-k", type=int, default=50, help="sample from the k most likely tokens")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the samples")
     return parser.parse_args(argv)
 
 
 def marked(prompt: str, text: str) -> str:
-    """A text that begins with a prompt, with a mark where the prompt ends. Where it ends inside of a character, that
-    character is the model's."""
+    """`text`, which begins with `prompt`, with a mark at the end of the prompt. A character that the prompt cuts in two
+    belongs to the continuation."""
     prompt = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
     begin, end = ("\033[2m", "\033[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("", "»")
     return f"{begin}{visible(prompt)}{end}{visible(text[len(prompt):])}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load, sample, print. Raises ValueError for bad flags and what `load_model` raises."""
+    """Load a model and print samples. Raises ValueError for bad flags, and what `load_model` raises."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, tokenizer, meta = load_model(args.run, device, compute_dtype=dtype)
@@ -85,15 +82,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 data, config, _ = open_run(meta["path"].absolute().parent.parent)
                 prompts = validation_prompts(data.val, tokenizer, config.T)
             except (ValueError, OSError) as e:
-                log.warning("no validation text, so samples begin with nothing (%s)", e)
+                log.warning("the validation text cannot be read, so samples start without a prompt (%s)", e)
         engine = Engine(model, tokenizer)
         for tokens in prompts or [[bos]]:
-            results, _ = engine.generate_batch(
-                tokens, args.num_samples, max_tokens=args.max_tokens,
-                temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+            results, _ = engine.generate_batch(tokens, args.num_samples, max_tokens=args.max_tokens,
+                                               temperature=args.temperature, top_k=args.top_k, seed=args.seed)
             for result in results:
-                begun, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))  # without <|bos|>
-                print(f"{'-' * 80}\n{marked(begun, text)}", flush=True)
+                prompt, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))  # without <|bos|>
+                print(f"{'-' * 80}\n{marked(prompt, text)}", flush=True)
     return 0
 
 

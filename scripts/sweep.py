@@ -4,23 +4,22 @@ Compare runs of many sizes: tables, power laws of size and data over compute, an
     python -m scripts.sweep --prefix=miniseries_ --out=results
     python -m scripts.sweep d12 d16 d20 --out=results
 
-Of each completed run a row of results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE where it was
-evaluated, tokens/s (the median step), peak memory on a GPU. Runs that are not completed are named and left out.
+Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE if it was evaluated,
+tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped with a note.
 
-    miniseries     one run for each size, at one ratio of tokens to parameters: each run is a point
-    scaling laws   several sizes for each budget of FLOPs (--target-flops): a parabola of bits per byte over the
-                   logarithm of the parameters gives the best size of that budget, which is a point
-                   (the second approach of 2203.15556)
+    miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
+    scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte over
+                   log(parameters) is the best size of that budget, and a point (the second approach of 2203.15556)
 
       bits |.       .                    N |            .
            | '.   .'   <- budget           |        .
            |   '-'                         |    .            log N = a log C + b,  a +- its standard error
            |____^______ N                  |_____________ C
 
-A power law of parameters and one of tokens over FLOPs is a straight line through the points' logarithms, by least
-squares. Through two points a line goes exactly, so its exponent has an error only from three budgets on. Parameters are
-those that scaling counts: matrices of the layers and the output head. Runs of fewer than three sizes, of one budget, or
-on different data are no sweep: they get the table and the pictures, and no laws.
+A power law, of parameters or of tokens over FLOPs, is a straight line through the logarithms of the points, by least
+squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more. The
+parameters of scaling laws are the matrices of the layers and the output head. Runs of fewer than three sizes, of one
+budget, or on different data get tables and pictures, but no laws.
 
     OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte over parameters
     OUT/points.csv    the best size of each budget      OUT/scaling.png    parameters, tokens and bits per byte over
@@ -48,7 +47,7 @@ COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens",
            "tokens_per_s", "train_time_s", "peak_memory_bytes")
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
 LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
-SAME = 0.01  # FLOPs that differ by less than this part of them are one budget
+SAME = 0.01  # FLOPs with a smaller relative difference count as one budget
 CONFIG = {"depth": int, "target_flops": float, "derived": {
     "params_total": int, "params_transformer_matrices": int, "params_lm_head": int, "flops_per_token": int}}
 Row = dict[str, Any]
@@ -57,20 +56,20 @@ Row = dict[str, Any]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Compare runs of many sizes.", epilog=__doc__)
     p.add_argument("runs", metavar="RUN", nargs="*", help="names or folders of runs")
-    p.add_argument("--prefix", help="all runs whose tags begin so")
-    p.add_argument("--out", type=Path, required=True, help="folder of the tables and the pictures")
+    p.add_argument("--prefix", help="add all runs whose names start with this")
+    p.add_argument("--out", type=Path, required=True, help="folder for tables and pictures")
     args = p.parse_args(argv)
     if args.prefix is not None:
         args.runs += [tag for tag in list_runs() if tag.startswith(args.prefix)]
     if not args.runs:
-        raise ValueError(f"no runs: expected tags, or a --prefix of some of {', '.join(list_runs()) or 'none'}")
+        raise ValueError(f"no runs: name some, or give a --prefix; existing runs: {', '.join(list_runs()) or 'none'}")
     return args
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 def read_row(run_dir: Path) -> Row | None:
-    """A run's row, None if it is not completed."""
+    """The row of a run; None if the run is not completed."""
     run = RunReader(run_dir)
     if run.outcome != "completed":
         return None
@@ -90,7 +89,7 @@ def read_row(run_dir: Path) -> Row | None:
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
-    """A line for each row; what is not known is empty."""
+    """Rows as CSV; unknown values are empty."""
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
@@ -101,8 +100,8 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 # ---- points and power laws -------------------------------------------------------------------------------------------
 
 def best_of_budget(rows: Sequence[Row]) -> Row:
-    """The size that one budget of FLOPs is best spent on: the minimum of a parabola through bits per byte over
-    log(parameters), where that lies between the sizes; else the best run."""
+    """The best size for one budget of FLOPs: the minimum of a parabola of bits per byte over log(parameters) if it lies
+    between the sizes, otherwise the best run."""
     best = min(rows, key=lambda row: row["val_bpb"])
     if len({row["params_scaling"] for row in rows}) < 3:
         return best | {"how": "the best run"}
@@ -110,14 +109,14 @@ def best_of_budget(rows: Sequence[Row]) -> Row:
     a, b, c = np.polyfit(x, [row["val_bpb"] for row in rows], 2)
     lowest = -b / (2 * a) if a > 0 else math.inf
     if not x.min() <= lowest <= x.max():
-        return best | {"how": "the best run, at the edge of the sizes: there is no minimum between them"}
+        return best | {"how": "the best run, at the edge of the sizes: no minimum lies between them"}
     tokens = np.exp(np.interp(lowest, np.sort(x), np.log([row["tokens"] for row in rows])[np.argsort(x)]))
     return {"flops": float(np.mean([row["flops"] for row in rows])), "params_scaling": float(np.exp(lowest)),
             "tokens": float(tokens), "val_bpb": float(np.polyval((a, b, c), lowest)), "how": "minimum of a parabola"}
 
 
 def points_of(rows: Sequence[Row]) -> list[Row]:
-    """What the laws are fitted to: a point for each budget, and each run without one."""
+    """The points of the fits: the best size of each budget, and each run without a budget."""
     budgets: dict[float, list[Row]] = {}
     for row in rows:
         if row["flops_budget"] is not None and row["val_bpb"] is not None:
@@ -128,29 +127,29 @@ def points_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def num_budgets(points: Sequence[Row]) -> int:
-    """How many different FLOPs points have."""
+    """The number of different FLOPs among the points."""
     return int((np.diff(np.sort(np.log([point["flops"] for point in points])), prepend=-np.inf) > SAME).sum())
 
 
 def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
-    """Why runs are no sweep that laws could be fitted to; "" if they are one."""
+    """The reason why no law can be fitted to the runs; "" if one can."""
     sizes = len({row["params_scaling"] for row in rows})
     if sizes < 3:
-        return f"the runs have {sizes} size(s), and a law needs at least 3"
+        return f"the runs have {sizes} size(s), but a law needs at least 3"
     for row in rows:
         if row["data"] != rows[0]["data"]:
             return f"{rows[0]['run']} and {row['run']} have different data or tokenizers"
     if num_budgets(points) < 2:
-        return "all points have the same FLOPs, and a law needs at least 2 budgets"
+        return "all points have the same FLOPs, but a law needs at least 2 budgets"
     return ""
 
 
 def power_law(points: Sequence[Row], what: str) -> Row:
-    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the exponent's standard error: None for two
-    budgets, where it would say how alike two runs of one budget are."""
+    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the standard error of the exponent: None for
+    two budgets, where it would only measure how similar the runs of one budget are."""
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
-    error = None
     exponent, level = np.polyfit(x, y, 1)
+    error = None
     if num_budgets(points) > 2:
         _, covariance = np.polyfit(x, y, 1, cov=True)
         error = float(covariance[0, 0]) ** 0.5
@@ -159,18 +158,17 @@ def power_law(points: Sequence[Row], what: str) -> Row:
 
 
 def describe_law(law: Row) -> str:
-    """A law for people."""
-    error = law["standard_error"]
-    spread = "two budgets: a line through two points has no error"
-    if error is not None:
-        spread = f"exponent ± {error:.2g}, one standard error"
+    """A law as a formula with its error."""
+    spread = "only two budgets, so no standard error"
+    if law["standard_error"] is not None:
+        spread = f"exponent ± {law['standard_error']:.2g}, one standard error"
     return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({spread})"
 
 
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: Path) -> list[Path]:
-    """isoflops.png and scaling.png. ValueError where matplotlib is not installed."""
+    """Write isoflops.png and scaling.png, and return their paths. ValueError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -207,15 +205,17 @@ def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: P
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, fit, tell, draw. ValueError and OSError for bad flags and what cannot be read."""
+    """Read the runs, fit laws, write tables and pictures. ValueError and OSError for bad flags and unreadable files."""
     args = parse_args(argv)
-    row_of = {run_dir: read_row(run_dir) for run_dir in map(find_run, dict.fromkeys(args.runs))}
-    for run_dir in [run_dir for run_dir, row in row_of.items() if row is None]:
-        print0(f"left out: {run_dir.name} is not completed; the command that began it resumes it")
-    rows = sorted((row for row in row_of.values() if row is not None),
-                  key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
+    rows = []
+    for run_dir in map(find_run, dict.fromkeys(args.runs)):
+        if (row := read_row(run_dir)) is not None:
+            rows.append(row)
+        else:
+            print0(f"skipped: {run_dir.name} is not completed; the command that started it resumes it")
     if not rows:
-        raise ValueError("no completed run among them; run the commands that began them to the end first")
+        raise ValueError("none of the runs is completed; repeat the commands that started them")
+    rows.sort(key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
     points = points_of(rows)
     why = why_no_laws(rows, points)
     laws = [] if why else [power_law(points, what) for what in ("params_scaling", "tokens")]

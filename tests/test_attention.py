@@ -1,4 +1,4 @@
-"""Every way of computing attention equals a softmax written out in float64."""
+"""Every implementation of attention equals a softmax written out in float64."""
 
 import itertools
 import sys
@@ -56,7 +56,7 @@ def assert_equals_oracle(y, expected):
        st.sampled_from([2, 8]), st.integers(-1, 22), st.sampled_from(["masked", "plain", "decoding"]), st.data())
 @settings(max_examples=examples(0.8))
 def test_sdpa_equals_the_written_out_softmax(seed, B, T, heads, D, window, case, data):
-    """When decoding there are fewer queries than keys: they are the last positions."""
+    """When decoding, the queries are the last of the keys' positions."""
     more = data.draw(st.integers(1, 20)) if case == "decoding" else 0
     q, k, v, documents = make(seed, B, T, *heads, D, Tk=T + more)
     doc_ids = documents if case == "masked" else None
@@ -77,7 +77,7 @@ def test_flex_equals_sdpa_and_the_written_out_softmax(T, heads, window):
 
 
 @pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
-def test_masks_are_made_once_for_windows_that_mean_the_same(mode):
+def test_equivalent_windows_share_a_mask(mode):
     doc_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])
     same_doc, by_window = make_masks(doc_ids, [3, -1, 7, 100, 3], mode=mode)
     assert same_doc.tolist() == [[False, True, True, False, True, False, True, True]]
@@ -102,7 +102,7 @@ def varlen_on_a_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, wind
     """The kernel exists on CUDA only; this stand-in does what its documentation says."""
     assert window_size[1] == 0 and torch.equal(cu_seq_q, cu_seq_k) and cu_seq_q.dtype == torch.int32
     assert max_q == max_k >= int(cu_seq_q.diff().max()) and cu_seq_q[-1] == len(query)
-    assert enable_gqa == (key.size(1) != query.size(1) and attention_module.SAYS_GROUPED)
+    assert enable_gqa == (key.size(1) != query.size(1) and attention_module.NEEDS_ENABLE_GQA)
     parts = [oracle(*(t[None, a:b] for t in (query, key, value)), window_size[0])[0]
              for a, b in itertools.pairwise(cu_seq_q.tolist())]
     return torch.cat(parts)
@@ -114,12 +114,12 @@ def varlen(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
 
 
-@pytest.mark.parametrize(("heads", "says_grouped"), [((4, 2), True), ((4, 2), False), ((3, 3), True)])
+@pytest.mark.parametrize(("heads", "needs_enable_gqa"), [((4, 2), True), ((4, 2), False), ((3, 3), True)])
 @pytest.mark.parametrize("window", [-1, 0, 4])
-def test_flash_hands_varlen_attn_rows_edges_and_window_that_mean_the_same(
-        varlen, monkeypatch, window, heads, says_grouped):
-    """Without `enable_gqa`, which PyTorch 2.11 does not have, there and where queries have as many heads as keys."""
-    monkeypatch.setattr(attention_module, "SAYS_GROUPED", says_grouped)
+def test_flash_passes_equivalent_rows_edges_and_window_to_varlen_attn(
+        varlen, monkeypatch, window, heads, needs_enable_gqa):
+    """It does not pass `enable_gqa` to PyTorch 2.11, which lacks it, or if queries have as many heads as keys."""
+    monkeypatch.setattr(attention_module, "NEEDS_ENABLE_GQA", needs_enable_gqa)
     q, k, v, documents = make(0, 3, 13, *heads, 8)
     assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
     for num_docs in (None, int(documents.diff(dim=1).sum()) + 3):
@@ -138,17 +138,17 @@ def test_flash_traces_through_the_real_operator_with_gradients():
 
 @pytest.mark.parametrize(("dtype", "masked", "heads"), [
     (torch.bfloat16, False, 2), (torch.bfloat16, True, 4), (torch.float32, False, 4)])
-def test_on_cuda_sdpa_gets_heads_that_one_of_its_fast_kernels_takes(monkeypatch, dtype, masked, heads):
-    """Grouped ones where that of flash runs, which wants no mask and narrow numbers, else as many as queries have."""
-    seen = []
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **given: seen.append((k, v)) or q)
+def test_on_cuda_sdpa_gets_heads_that_a_fast_kernel_accepts(monkeypatch, dtype, masked, heads):
+    """Grouped heads for flash, which accepts neither masks nor float32; otherwise as many heads as queries have."""
+    calls = []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **options: calls.append((k, v)) or q)
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 7, H, 8, dtype=dtype, device="cuda") for H in (4, 2, 2))
         attention_module._sdpa(q, k, v, torch.ones(7, 7, dtype=torch.bool) if masked else None)
-    assert [t.size(1) for t in seen[0]] == [heads, heads]
+    assert [t.size(1) for t in calls[0]] == [heads, heads]
 
 
-def test_cuda_takes_flash_only_where_its_kernel_runs():
+def test_cuda_uses_flash_only_for_tensors_that_its_kernel_accepts():
     def fits(*, dtype=torch.bfloat16, T=64, D=128, window=8):
         q, k = (types.SimpleNamespace(is_cuda=True, dtype=dtype, size=(2, n, 4, D).__getitem__) for n in (T, 64))
         return attention_module._flash_fits(q, k, window)
@@ -158,7 +158,7 @@ def test_cuda_takes_flash_only_where_its_kernel_runs():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU of compute capability 9.0, and what activates kernels there."""
+    """A fake GPU of compute capability 9.0; returns the list of activated kernels."""
     activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H100")
@@ -171,31 +171,31 @@ def activate(kernel, device_type="cuda", deterministic=True):
     attention_module.activate_kernel(kernel, device_type, deterministic=deterministic)
 
 
-def test_another_attention_kernel_is_activated_if_it_repeats_its_bits(hopper, monkeypatch):
+def test_another_attention_kernel_must_reproduce_its_bits(hopper, monkeypatch):
     activate("wheel", "cpu")
     activate("fa3")
     monkeypatch.setattr(attention_module, "repeats", lambda *_: False)
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: a repeated backward .*newer.*--no-deterministic"):
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: repeating a backward .*newer.*--no-deterministic"):
         activate("fa4")
     activate("fa3", deterministic=False)
     assert hopper == ["FA3", "FA4", "FA3"]
 
 
-def test_a_kernel_that_cannot_run_is_refused_in_one_sentence(hopper, monkeypatch):
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: it needs a GPU"):
+def test_an_unusable_attention_kernel_is_refused(hopper, monkeypatch):
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: this kernel needs a GPU"):
         activate("fa3", "cpu")
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     for kernel, package in (("fa3", "subdirectory=hopper"), ("fa4", "pip install flash-attn-4")):
-        with pytest.raises(ValueError, match=rf"{kernel}: its package is not installed, or too old .*{package}"):
-            activate(kernel)  # by PyTorch's own function
+        with pytest.raises(ValueError, match=rf"{kernel}: its package is not installed or too old .*{package}"):
+            activate(kernel)  # PyTorch's own function raises
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
-    with pytest.raises(ValueError, match=r"fa3: it does not run on A100, of compute capability 8.0"):
+    with pytest.raises(ValueError, match=r"fa3: this kernel does not run on A100 \(compute capability 8.0\)"):
         activate("fa3")
 
 
-def test_one_line_says_what_the_wheels_deterministic_kernel_costs_on_hopper(hopper, caplog):
+def test_a_note_states_the_cost_of_the_wheels_deterministic_kernel_on_hopper(hopper, caplog):
     caplog.set_level("INFO")
     activate("wheel", deterministic=False)
     assert not caplog.text
@@ -203,14 +203,14 @@ def test_one_line_says_what_the_wheels_deterministic_kernel_costs_on_hopper(hopp
     assert len(caplog.records) == 1 and "6 to 9 % of a step" in caplog.text and hopper == []
 
 
-def test_attention_that_adds_in_another_order_each_time_does_not_repeat(monkeypatch):
+def test_repeats_detects_changing_bits(monkeypatch):
     device, noise = torch.device("cpu"), iter(range(100))
     assert attention_module.repeats(device, torch.float32, times=2)
     monkeypatch.setattr(attention_module, "attention", lambda q, k, v, **_: q * k + v + 1e-3 * next(noise))
     assert not attention_module.repeats(device, torch.float32, times=2)
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_shapes_are_refused():
     q, k, v, documents = make(0, 1, 6, 4, 2, 8)
     with pytest.raises(AssertionError):
         attention(q, k[:, :5], v[:, :5])

@@ -1,4 +1,4 @@
-"""The average of a run's last checkpoints is a run that evaluates, and a bad one is passed over."""
+"""The average of a run's last checkpoints can be evaluated, and corrupt checkpoints are skipped."""
 
 import json
 
@@ -19,13 +19,13 @@ def run(copied):
     return training.run_dir()
 
 
-def test_the_mean_of_the_newest_good_ones(run, caplog):
+def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
     assert average.main(["run", "--last=3"]) == 0
     assert "checkpoint-6 is skipped" in caplog.text
-    found, states = find_checkpoint("run-average-3"), [
+    averaged, states = find_checkpoint("run-average-3"), [
         load_checkpoint(run / "checkpoints" / name).model_state() for name in ("checkpoint-2", "checkpoint-4", "final")]
-    assert found.step == 8 and found.path.name == "final" and len(found.trainer_state["averaged"]) == 3
-    for name, tensor in found.model_state().items():
+    assert averaged.step == 8 and averaged.path.name == "final" and len(averaged.trainer_state["averaged"]) == 3
+    for name, tensor in averaged.model_state().items():
         mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
     state = RunReader(run.with_name("run-average-3")).status()

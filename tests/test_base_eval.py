@@ -1,4 +1,4 @@
-"""Evaluation of a run: its bits per byte are training's, and neither batch size nor processes move them."""
+"""Evaluating a run gives the bits per byte of training, for any batch size and number of processes."""
 
 import json
 import shutil
@@ -35,18 +35,14 @@ def run(base):
 
 @pytest.fixture(scope="module")
 def first_result(base):
-    # more than one group, so that two ranks share a task; of the tasks those with short prompts
+    # more than one group of items, so that two ranks share a task; only the tasks with short prompts
     make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8, labels=KINDS)
     assert base_eval.main(["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}",
                            "--device-batch-size=8"]) == 0
     return json.loads((training.run_dir() / "eval.json").read_text())
 
 
-def figures(result):
-    return {k: v for k, v in result.items() if k not in ("seconds", "world_size", "core")}
-
-
-def test_it_says_what_training_said(run, first_result):
+def test_the_result_equals_that_of_training(run, first_result):
     vals = [r for r in read_log(run / "logs" / "train.jsonl") if r.get("event") == "val"]
     assert vals[-1]["step"] == STEPS and first_result["val_bpb"] == vals[-1]["bpb"]
     assert first_result["step"] == STEPS and first_result["checkpoint"] == str(run / "checkpoints" / "final")
@@ -54,10 +50,11 @@ def test_it_says_what_training_said(run, first_result):
 
 
 @pytest.mark.parametrize("B, processes", [(5, 1), (1, 2)])
-def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, processes):
+def test_results_do_not_depend_on_batch_size_or_processes(base, run, first_result, B, processes):
+    """Nor on how the checkpoint is named."""
     path = base / f"other-{B}.json"
-    argv = ["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}",
-            f"--json={path}"]
+    argv = ["run" if processes > 1 else str(run / "checkpoints" / "final"), "--device-type=cpu",
+            "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}", f"--json={path}"]
     if processes == 1:
         assert base_eval.main(argv) == 0
     else:
@@ -68,18 +65,18 @@ def test_neither_batch_size_nor_processes_move_anything(base, first_result, B, p
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
     assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
     assert len(other["core"]["results"]) == 3
-    for exact in ("unigram_bpb", "samples", "core"):
+    for exact in ("unigram_bpb", "samples", "core", "checkpoint", "step", "dtype"):
         assert other[exact] == first_result[exact]
     assert path.with_suffix(".csv").read_bytes() == (base / "runs" / "run" / "eval.csv").read_bytes()
 
 
-def test_the_unigram_model_is_the_one_of_the_first_training_rows(run, first_result):
+def test_the_unigram_model_counts_the_first_training_rows(run, first_result):
     data, config, _ = open_run(run)
     steps, sizes = -(-2000 // (config.V * T)), data.tokenizer.token_bytes().numpy()
     with closing(open_stream(config, data.train, range(config.V), tokenizer=data.tokenizer.fingerprint)) as stream:
-        seen = np.concatenate([row.tokens[1:] for row in stream.next_rows(steps)])
-    assert len(seen) == steps * config.V * T
-    counts = np.bincount(seen, minlength=len(sizes)) + 1
+        counted = np.concatenate([row.tokens[1:] for row in stream.next_rows(steps)])
+    assert len(counted) == steps * config.V * T
+    counts = np.bincount(counted, minlength=len(sizes)) + 1
     nats = -np.log(counts / counts.sum())
     batches = base_eval.validation_loader(data.val["data"], tokenizer=data.tokenizer, T=T, device_batch_size=3,
                                           num_tokens=EVAL_TOKENS, device="cpu")
@@ -88,22 +85,22 @@ def test_the_unigram_model_is_the_one_of_the_first_training_rows(run, first_resu
     assert first_result["unigram_bpb"] == pytest.approx(bits, rel=1e-6)
 
 
-def test_samples_begin_as_documents_of_the_runs_own_validation_data_do(base, first_result, capsys):
-    """Regression: every model, one of code too, was asked to go on with the same six English sentences."""
+def test_default_prompts_come_from_the_runs_validation_documents(base, first_result, capsys):
+    """Regression: the prompts were the same six English sentences for every model, even a model of code."""
     samples = first_result["samples"]
     held_out = training.texts(96, seed=3)
     assert len(samples["unprompted"]) == 4 and len(samples["prompted"]) == 6
     begins = [next(n for n in range(len(text), -1, -1) if any(d.startswith(text[:n]) for d in held_out))
               for text in samples["prompted"]]
-    assert min(begins) > 5, "a sample does not begin as one of the documents"
+    assert min(begins) > 5, "every sample begins like a document"
     assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     texts = [text.strip("\n") for text in capsys.readouterr().out.split("-" * 80)[1:]]
     assert len(texts) == 6 and all(any(d.startswith(text[:5]) for d in held_out) for text in texts)
 
 
-def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_prompts_given(base, capsys, monkeypatch):
-    args = sample.parse_args([])
-    assert (args.temperature, args.top_k) == (0.8, 50)
+def test_sample_continues_each_given_prompt(base, capsys, monkeypatch):
+    defaults = sample.parse_args([])
+    assert (defaults.temperature, defaults.top_k) == (0.8, 50)
     assert sample.main(["--device-type=cpu", "-p", "Water", "-p", "Air", "--num-samples=2", "--max-tokens=4"]) == 0
     texts = [text.strip("\n")[:3] for text in capsys.readouterr().out.split("-" * 80)[1:]]
     assert texts == ["Wat", "Wat", "Air", "Air"]
@@ -112,16 +109,7 @@ def test_samples_are_drawn_at_temperature_0_8_from_the_50_likeliest_and_of_the_p
     assert capsys.readouterr().out.count("-" * 80) == 1
 
 
-def test_a_checkpoint_can_be_named_and_its_model_is_used(base, run, first_result):
-    path = base / "named.json"
-    assert base_eval.main([f"{run / 'checkpoints' / 'final'}", "--unigram-tokens=2000", f"--json={path}",
-                           "--device-type=cpu", "--device-batch-size=8"]) == 0
-    assert figures(json.loads(path.read_text())) == figures(first_result)
-    model, _, meta = load_model(run / "checkpoints" / "final", "cpu")
-    assert meta["step"] == STEPS and not model.training
-
-
-def test_without_a_name_the_only_run_is_meant(base, run):
+def test_the_default_run_is_the_only_one(base, run):
     assert find_run(None) == run
     second = base / "runs" / "second"
     (second / "checkpoints" / "checkpoint-1").mkdir(parents=True)
@@ -132,13 +120,13 @@ def test_without_a_name_the_only_run_is_meant(base, run):
         shutil.rmtree(second)
 
 
-def test_speed_is_measured_for_each_number_of_rows(base, capsys):
+def test_infer_bench_measures_each_number_of_rows(base, capsys):
     flags = ["--device-type=cpu", "--decode-tokens=3", "--prompt-tokens=4", "--rounds=1"]
     assert infer_bench.main([*flags, "run", "--batch-sizes", "1", "2"]) == 0
     out = capsys.readouterr().out
-    assert "a prompt of 4 tokens, then 3 a row" in out and "decode tok/s" in out
+    assert "a prompt of 4 tokens, then 3 per row" in out and "decode tok/s" in out
     one, two = json.loads(out.splitlines()[-1])["batches"]
     model, _, _ = load_model(base / "runs" / "run", "cpu")
     assert (one["rows"], one["cache_bytes"]) == (1, KVCache(1, 7, model=model).k.nbytes * 2)
     assert two["cache_bytes"] == 2 * one["cache_bytes"] and two["decode_tokens_per_s"] == 2 / two["decode_step_s"]
-    assert len([*infer_bench.times(model, [1, 2, 3], 2, 5)]) == 5, "no token ends a row"
+    assert len([*infer_bench.times(model, [1, 2, 3], 2, 5)]) == 5, "stop tokens are ignored"

@@ -1,4 +1,4 @@
-"""The main job: it learns, logs, evaluates and ends as it says, on one process and on several alike."""
+"""Training runs: learning, logging, evaluation and errors, on one process and on several."""
 
 import json
 import math
@@ -56,7 +56,7 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
 
 # ---- flags, configuration, log --------------------------------------------------------------------------------------
 
-def test_what_a_run_leaves(workplace):
+def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
     records = steps()
     assert sorted(records) == [0, 1, 2, 3]
@@ -73,7 +73,7 @@ def test_what_a_run_leaves(workplace):
                  "1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaves"):
         assert word in outcome.out, word
     lines = [line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line]
-    assert len(lines) == 4 and "mfu" not in lines[0], "of a CPU nobody knows the peak"
+    assert len(lines) == 4 and "mfu" not in lines[0], "the peak of a CPU is unknown"
     for word in ("loss", "lr", "grad norm", "ms", "tok/s", "data wait", "eta"):
         assert word in lines[0], word
     state = load_checkpoint(final()).trainer_state
@@ -85,7 +85,8 @@ def test_what_a_run_leaves(workplace):
 
 @pytest.mark.parametrize(("depth", "world_size", "card_gb", "rows"), [
     (20, 1, 85, 16), (24, 1, 85, 16), (24, 8, 150, 32), (12, 8, 85, 32), (20, 1, None, 32), (24, 1, 12, 1)])
-def test_a_batch_is_the_largest_power_of_two_that_fits_and_a_leaf_has(depth, world_size, card_gb, rows):
+def test_the_automatic_batch_is_the_largest_power_of_two_that_fits_into_memory_and_leaf(
+        depth, world_size, card_gb, rows):
     settings = replace(Settings(), depth=depth, world_size=world_size, device_type="cuda", vocab_size=32768)
     room = None if card_gb is None else int(0.92e9 * card_gb)
     resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
@@ -94,7 +95,7 @@ def test_a_batch_is_the_largest_power_of_two_that_fits_and_a_leaf_has(depth, wor
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would make the host wait for a GPU: a value becomes Python's, or decides a shape."""
+    """Counts operations that make the host wait for a GPU, because a value becomes Python's or decides a shape."""
 
     def __init__(self):
         super().__init__()
@@ -107,70 +108,69 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("flags", [{}, {"skip_spikes": 9.0, "max_grad_norm": 0.1}], ids=["plain", "judged"])
-def test_a_step_waits_for_the_device_once_when_all_of_it_is_launched(flags, monkeypatch):
-    told = []
+def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, monkeypatch):
+    calls = []
     one_step, fetch, update = base_train.one_step, trainer.fetch, optim.MuonAdamW.step
 
-    def watched(run):
+    def counted(run):
         with Waits() as waits:
             one_step(run)
-        told.append(f"{waits.count} more waits")
+        calls.append(f"{waits.count} more waits")
 
-    monkeypatch.setattr(base_train, "one_step", watched)
-    monkeypatch.setattr(trainer, "fetch", lambda values: told.append("fetch") or fetch(values))
-    monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args, **how: told.append("update") or update(*args, **how))
+    monkeypatch.setattr(base_train, "one_step", counted)
+    monkeypatch.setattr(trainer, "fetch", lambda values: calls.append("fetch") or fetch(values))
+    monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args, **how: calls.append("update") or update(*args, **how))
     succeed(num_iterations=3, leaves=4, save_every=-1, **flags)
-    assert told == ["update", "fetch", "0 more waits"] * 3
+    assert calls == ["update", "fetch", "0 more waits"] * 3
     with Waits() as waits:
         float(torch.ones(()))
-    assert waits.count == 1, "it does count"
+    assert waits.count == 1, "the counter works"
 
 
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_where_something_is_not_finite_the_step_that_was_launched_changes_nothing(bad, monkeypatch):
-    """Also where the gradients are fine and only the loss is not."""
-    kept = []
+def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing(bad, monkeypatch):
+    state = []
     forward_backward = base_train.forward_backward
 
-    def spoilt(run):
+    def spoiled(run):
         sums, *rest = forward_backward(run)
         if run.progress.step == 1:
-            kept.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
+            state.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
             if bad == "loss":
                 sums[0, 0] = math.inf
             else:
                 run.model.lm_head.weight.grad[0, 0] = math.nan
         return sums, *rest
 
-    monkeypatch.setattr(base_train, "forward_backward", spoilt)
-    assert "weights untouched by that step" in refuse(num_iterations=3, save_every=-1)
-    model, optimizer, before = kept
+    monkeypatch.setattr(base_train, "forward_backward", spoiled)
+    assert "without applying this step" in refuse(num_iterations=3, save_every=-1)
+    model, optimizer, before = state
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.gather_state()["step"] == 1
 
 
-def test_another_version_of_code_or_machine_is_told_at_a_resume(monkeypatch):
+def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     compared = []
     monkeypatch.setattr(start_run, "same", compared.append)
     monkeypatch.setattr(trainer, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
     assert [event["code"] for event in events("started")] == ["abc"]
     assert events("started")[0].items() >= {"torch": torch.__version__, "gpu": None, "cudnn": None}.items()
-    assert "the launch before was" not in succeed(num_iterations=2, save_every=-1).out
+    assert "previous launch ran" not in succeed(num_iterations=2, save_every=-1).out
     monkeypatch.setattr(trainer, "code_version", lambda: "def+")
-    assert "before was of the code abc, this one is of def+" in succeed(num_iterations=3, save_every=-1).out
+    assert "the previous launch ran code abc, this one runs def+" in succeed(num_iterations=3, save_every=-1).out
     for module in (trainer, start_run):
         monkeypatch.setattr(module, "versions", lambda device: {"torch": "2.99", "gpu": "H100"})
     out = succeed(num_iterations=4, save_every=-1).out
-    assert f"before was of the torch {torch.__version__}, this one is of 2.99" in out
-    assert "before was of the gpu None, this one is of H100" in out
+    assert f"the previous launch ran torch {torch.__version__}, this one runs 2.99" in out
+    assert "the previous launch ran gpu None, this one runs H100" in out
     assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
 
 
-def test_importing_does_nothing_and_only_what_is_asked_for_is_imported(workplace):
-    """In a process of its own: what touches files and text alone starts without torch; the files that an import makes,
-    the environment it reads, and what a run from text imports: no wandb, no module for token files, no object storage
-    or package for it, no trainer of tokenizers."""
+def test_importing_does_nothing_and_optional_modules_are_imported_on_demand(workplace):
+    """In a separate process: modules for files and text do not import torch. Importing creates no files and reads no
+    environment variables. A run from text imports no trackers, token files, FP8, object storage or tokenizer
+    trainer."""
     program = f"""
 import os, runpy, sys
 from pathlib import Path
@@ -189,13 +189,13 @@ os.environ = watched
 import nanochat.tokenizer, nanochat.pretokenize, nanochat.sources, nanochat.dataset, scripts.tok_shards
 assert 'torch' not in sys.modules
 for name in [name for name in sys.modules if name.startswith(('nanochat', 'scripts'))]:
-    del sys.modules[name]  # a run from text does not need all of them
+    del sys.modules[name]  # a run from text imports only some of them
 os.environ = kept
 import torch
 os.environ = watched
 import nanochat.common, scripts.base_train
 os.environ = kept
-assert nanochat.common.autodetect_device_type is nanochat.dist.autodetect_device_type, 'which comes when asked for'
+assert nanochat.common.autodetect_device_type is nanochat.dist.autodetect_device_type, 'a lazy attribute'
 assert not [key for key in read if key.startswith(('NANOCHAT', 'RANK', 'WORLD', 'LOCAL', 'HF_', 'WANDB'))], read
 assert listing() == before and not torch.distributed.is_initialized()
 assert 'torch._inductor.config' not in sys.modules, 'it reads what nanochat.dist.prepare_cuda sets later'
@@ -205,9 +205,10 @@ try:
 except SystemExit as end:
     code = end.code
 assert code == 0 and listing() != before
-assert not {{'wandb', 'nanochat.tokens', 'nanochat.plan', 'nanochat.curriculum'}} & set(sys.modules), 'of a text run'
+unneeded = {{'wandb', 'nanochat.tokens', 'nanochat.plan', 'nanochat.curriculum', 'nanochat.fp8'}}
+assert not unneeded & set(sys.modules), 'of a text run'
 loaded = {{name for name in sys.modules if name.startswith('nanochat.integrations.')}}
-assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # that one only where fastokens is installed
+assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # only if fastokens is installed
 import nanochat.integrations.object_storage, scripts.tok_train
 assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 """
@@ -219,7 +220,7 @@ assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 # ---- on one process and on several ----------------------------------------------------------------------------------
 
 def live_targets(W, steps):
-    """(steps, W): live targets of each rank in each of the first steps of a run that was made."""
+    """(steps, W): live targets of each rank in each of a run's first steps."""
     data, config, _ = start_run.open_run(training.run_dir())
     counts = np.zeros((steps, W), np.int64)
     for rank in range(W):
@@ -232,13 +233,13 @@ def live_targets(W, steps):
 
 
 def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
-    """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows: neither
-    may move loss or gradient. Weights at step 0 are the same, so bits per byte must be too."""
+    """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows. Neither
+    changes loss or gradient. Weights at step 0 are equal, so bits per byte are, too."""
     settings = {"long_docs": "split", "overlap": 48, "num_iterations": 4, "eval_every": 4, "save_every": -1}
     succeed(**settings)
     on_one, on_two, on_three = (live_targets(W, 4) for W in (1, 2, 3))
     assert (on_one[:, 0] == on_two.sum(1)).all() and (on_one[:, 0] == on_three.sum(1)).all()
-    assert abs(on_two[:, 0] - on_two[:, 1]).max() > 40, "the ranks have as many: a mean of means would pass"
+    assert abs(on_two[:, 0] - on_two[:, 1]).max() > 40, "the case: a mean of means would differ"
     assert "dead" not in training.finish(2, model_tag="two", device_batch_size=2, **settings)
     assert "dead" in training.finish(3, model_tag="three", **settings)
     for tag in ("two", "three"):
@@ -263,7 +264,7 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
                     cursors=saved.cursors) as loader:
         batch = next(loader)
     live = int((batch.targets != OFF).sum())
-    assert live < 0.9 * batch.targets.numel(), "too many are live to tell"
+    assert live < 0.9 * batch.targets.numel(), "the case: many targets are off"
     loss = model(batch.inputs, batch.targets, loss_reduction="sum") / live
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
@@ -273,7 +274,7 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
-def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(workplace, monkeypatch):
+def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(workplace, monkeypatch):
     forward, calls = GPT.forward, iter(range(100))
 
     def broken(self, *args, **kwargs):
@@ -287,7 +288,7 @@ def test_a_loss_that_is_not_a_number_stops_and_keeps_the_last_good_checkpoint(wo
     assert checkpoints() == ["checkpoint-2", "checkpoint-4"] and sorted(steps()) == [0, 1, 2, 3, 4]
     assert [event["step"] for event in events("failed")] == [5]
     monkeypatch.setattr(GPT, "forward", forward)
-    succeed(num_iterations=8, save_every=2)  # as if it had not happened
+    succeed(num_iterations=8, save_every=2)
     succeed(num_iterations=8, save_every=2, model_tag="whole")
     assert training.state_of(final()) == training.state_of(final("whole"))
 
@@ -296,13 +297,13 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace)
     group = training.start(2, num_iterations=8, matrix_lr=1e6, weight_decay=1e30, save_every=0)
     assert group.wait() == [1, 1]
     text = group.text()
-    assert text.count("error: ") == 1 and "the loss is nan" in text and "nothing was saved before it" in text
+    assert text.count("error: ") == 1 and "the loss is nan" in text and "no checkpoint exists yet" in text
     assert "Traceback" not in text and checkpoints() == []
 
 
 @pytest.mark.parametrize("fail_at", ["init", "log", "finish", "nothing"])
 def test_a_failure_of_wandb_never_stops_a_run(workplace, monkeypatch, fail_at):
-    """That a run which goes on has the same wandb run: tests/test_resume.py."""
+    """tests/test_resume.py checks that a resumed run has the same wandb run."""
     fake, calls, given = types.ModuleType("wandb"), [], {}
 
     def call(name, /, *records, **kwargs):
@@ -316,8 +317,8 @@ def test_a_failure_of_wandb_never_stops_a_run(workplace, monkeypatch, fail_at):
     monkeypatch.setitem(sys.modules, "wandb", fake)
     outcome = succeed(run="name", num_iterations=2, save_every=1, eval_every=2)
     assert len(steps()) == 2 and checkpoints() == ["checkpoint-1", "final"]
-    told = [line for line in outcome.err.splitlines() if "continuing without it" in line]
-    assert len(told) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in told)
+    warnings = [line for line in outcome.err.splitlines() if "continuing without it" in line]
+    assert len(warnings) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in warnings)
     logged = sum(name.startswith('["log"') for name in calls)  # steps, val, saved: 2 each; 2 others
     assert logged == {"init": 0, "log": 1}.get(fail_at, 8)
     assert load_checkpoint(final()).trainer_state["wandb_id"] == (None if fail_at == "init" else "id-of-this-run")

@@ -1,5 +1,5 @@
-"""The promise to the bit: for every W that divides K a run has the same weights, optimizer state, losses, gradient
-norms and validation results, whatever happened to it in between; and each way in which that breaks is seen."""
+"""The promise to the bit: for every W that divides K, a run has the same weights, optimizer state, losses, gradient
+norms and validation results, however it is killed, stopped and moved. Mutations that break the promise are detected."""
 
 import contextlib
 import os
@@ -30,11 +30,11 @@ RUN = {  # 44 columns: embeddings have 55 grains, so that their messages are pad
     "depth": 2, "aspect_ratio": 22, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
     "total_batch_size": T * ROWS, "overlap": 4, "eval_every": 10, "eval_tokens": T * 40, "save_every": 10}
 THOROUGH = settings.get_current_profile_name() == "thorough"
-if not THOROUGH:  # what differs at all differs in the first steps
+if not THOROUGH:  # a difference shows in the first steps
     RUN |= {"num_iterations": 12, "eval_every": 3, "save_every": 6, "eval_tokens": T * 16}
-BATCHES = {1: 8, 2: 4, 3: 3, 8: 1}  # micro-batches of a leaf, which has 8 rows: B. The third has a dead row
+BATCHES = {1: 8, 2: 4, 3: 3, 8: 1}  # {micro-batches per leaf of 8 rows: B}; with 3 there is a dead row
 CASES = {f"{number}, {dtype}": {"device_batch_size": B, "dtype": dtype}
-                                    for number, B in BATCHES.items() for dtype in ("float32", "bfloat16")}
+         for number, B in BATCHES.items() for dtype in ("float32", "bfloat16")}
 if not THOROUGH:
     CASES = {case: {**CASES[case], "num_iterations": num} for case, num in (
         ("1, float32", 2), ("3, bfloat16", 3), ("8, float32", 2))}
@@ -44,50 +44,44 @@ if not THOROUGH:
 
 @contextlib.contextmanager
 def everything():
-    """Fewer heads for keys than for queries; tensors that are cut and such that are not, in several messages."""
+    """Fewer key heads than query heads, and both cut and uncut tensors, in several messages."""
     from_depth = gpt.GPTConfig.from_depth
     def with_fewer(*args, **kwargs):
         return replace(from_depth(*args, **kwargs), n_kv_head=1)
 
-    with mock.patch.object(gpt.GPTConfig, "from_depth", with_fewer), \
-            mock.patch.multiple(reduce, SMALL_ELEMENTS=8192):
+    with mock.patch.object(gpt.GPTConfig, "from_depth", with_fewer), mock.patch.object(reduce, "SMALL_ELEMENTS", 8192):
         yield
-
-
-def enter_everything():
-    """`everything`, for the rest of a process."""
-    everything().__enter__()
 
 
 # ---- several runs in one set of processes ---------------------------------------------------------------------------
 
-Job = tuple[str, dict[str, Any]]  # what is done to the code (a name in MUTATIONS, or ""), and what of RUN is changed
+Job = tuple[str, dict[str, Any]]  # a name in MUTATIONS or "", and changes to RUN
 
 
 def _main(jobs, ports, argv):
     for (mutation, flags), port in zip(jobs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        torch.manual_seed(random.SystemRandom().getrandbits(32))  # nothing may depend on it
+        torch.manual_seed(random.SystemRandom().getrandbits(32))  # results must not depend on it
         with everything(), MUTATIONS[mutation][0]() if mutation else contextlib.nullcontext():
             assert base_train.main(training.flags(**flags)) == 0
     return 0
 
 
 def run_jobs(world_size, jobs):
-    """All jobs, one after another, in one set of processes, which takes far less time than a set for each."""
+    """Run all jobs, one after another, in one set of processes: far faster than a set for each."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in jobs]
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         ports = [s.getsockname()[1] for s in sockets]
-    merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]  # here: a child knows no profile
+    merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]  # here, because a child lacks the profile
     group = training.launch(partial(_main, merged, ports), [[]] * world_size, [{}] * world_size)
     assert group.wait() == [0] * world_size, group.text()
     return group.text()
 
 
 def result(tag):
-    """All that must be equal, tensors as bytes."""
+    """Everything that must be equal, with tensors as bytes."""
     final = load_checkpoint(training.run_dir(tag) / "checkpoints" / "final")
     log = list(iter_log(training.run_dir(tag) / "logs" / "train.jsonl"))
     of_steps = [steps(tag)[step] for step in sorted(steps(tag))]
@@ -97,8 +91,8 @@ def result(tag):
             "validation": {record["step"]: record["bpb"] for record in log if record.get("event") == "val"}}
 
 
-def parted(tag, other):
-    """In what two runs differ."""
+def differences(tag, other):
+    """The keys in which the results of two runs differ."""
     a, b = result(tag), result(other)
     return {key for key in a if a[key] != b[key]}
 
@@ -113,8 +107,8 @@ def no_environment():
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Every case on every number of processes, and every mutation on one and on several: runs "W CASE" and
-    "W MUTATION". What was printed, by W."""
+    """Every case on every number of processes, and every mutation on one and on several: the runs "W CASE" and
+    "W MUTATION". Returns the output by W."""
     with training.workplace(tmp_path_factory.mktemp("bitwise")):
         yield {world_size: run_jobs(world_size, [*jobs(world_size)]) for world_size in WORLD_SIZES}
 
@@ -131,23 +125,23 @@ def jobs(world_size):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES[1:])
 def test_every_bit_is_the_same_on_any_number_of_processes(printed, case, world_size):
-    assert parted(f"1 {case}", f"{world_size} {case}") == set()
+    assert differences(f"1 {case}", f"{world_size} {case}") == set()
 
 
-def test_the_cases_are_what_they_say(printed):
+def test_the_cases_have_their_stated_shapes(printed):
     for case, changed in CASES.items():
-        found = result(f"1 {case}")
+        run = result(f"1 {case}")
         num_steps, every = changed.get("num_iterations", RUN["num_iterations"]), RUN["eval_every"]
-        assert len(set(found["digests"])) == len(set(found["losses"])) == num_steps
-        assert sorted(found["validation"]) == sorted({*range(0, num_steps + 1, every), num_steps})
-        assert found["losses"][-1] < found["losses"][0]
-        dtypes = {dtype for dtype, _, _ in found["weights"].values()}
+        assert len(set(run["digests"])) == len(set(run["losses"])) == num_steps
+        assert sorted(run["validation"]) == sorted({*range(0, num_steps + 1, every), num_steps})
+        assert run["losses"][-1] < run["losses"][0]
+        dtypes = {dtype for dtype, _, _ in run["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
-        told = [line for line in printed[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
-                and f" from {V} lanes; 1 process(es) x " in line]
-        number = K * int(case[0])
-        assert any(f" x {number} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves" in t for t in told)
-    weights = found["weights"]
+        lines = [line for line in printed[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
+                 and f" from {V} lanes; 1 process(es) x " in line]
+        part = f" x {K * int(case[0])} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves"
+        assert any(part in line for line in lines)
+    weights = run["weights"]
     shapes = [shape for _, shape, _ in weights.values()]
     assert any(name.startswith("value_embeds") for name in weights)
     assert weights["transformer.h.0.attn.c_q.weight"][1] == (44, 44) != weights["transformer.h.0.attn.c_k.weight"][1]
@@ -160,16 +154,18 @@ def test_the_cases_are_what_they_say(printed):
         assert all(2 * message.chunk > part.stop for message, part in zip(reduce.lay_out(cut, 2), cut)), "padded"
 
 
-# ---- whatever happened in between ------------------------------------------------------------------------------------
+# ---- killed, stopped and moved ---------------------------------------------------------------------------------------
 
 def chain(*hooks):
-    for hook in (enter_everything, *hooks):
+    """Enter `everything` for the rest of a process, then call other hooks."""
+    everything().__enter__()
+    for hook in hooks:
         hook()
 
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Flags of the two kinds of data: streamed parquet, and shards under a curriculum."""
+    """Flags for two kinds of data: streamed parquet, and shards under a curriculum."""
     with training.workplace(tmp_path) as path:
         for i, bucket in enumerate(("code", "web")):
             for j, documents in enumerate((80, 80, 8)):
@@ -203,11 +199,11 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus, kind):
     four = training.start(4, hook=chain, **flags)
     assert four.wait() == [0] * 4 and "completed" in four.text(), four.text()
 
-    assert len(training.checkpoints()) > 3 and parted("straight", "run") == set()
+    assert len(training.checkpoints()) > 3 and differences("straight", "run") == set()
     assert compare_runs.main(["straight", "run"]) == 0
 
 
-# ---- each guarantee, broken on purpose -------------------------------------------------------------------------------
+# ---- mutations: each guarantee, broken on purpose --------------------------------------------------------------------
 
 def in_rank_order(parts):
     """((0 + 1) + 2) + 3."""
@@ -223,7 +219,7 @@ def wrong_pairs(parts):
 
 
 def plain_reduce(message, rank, world_size):
-    """An all-reduce, of which each rank keeps its chunk."""
+    """An all-reduce; each rank then keeps its own chunk."""
     message = message.float().clone()
     if world_size > 1:
         dist.all_reduce(message)
@@ -235,8 +231,8 @@ def in_parameters_dtype(self):
 
 
 def batched(G, steps=5):
-    """polar_express of a matrix in a batch of several. A batched kernel may round differently from a single one,
-    depending on the CPU; this one does on every CPU, because it computes in float64."""
+    """Stands for polar_express in a batch, whose kernel rounds differently on some CPUs. Computing in float64 rounds
+    differently on every CPU."""
     return POLAR(G.double(), steps).to(G.dtype)
 
 
@@ -247,7 +243,7 @@ def batched_update(self, part, param, grad, **scalars):
 
 
 def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
-    """An elementwise update whose vectorized and scalar forms round differently, as those of `pow` do on some CPUs: the
+    """An elementwise update whose vectorized and scalar forms round differently, as `pow` does on some CPUs: the
     elements after the last whole vector differ in their last bits."""
     exp_avg.add_(grad)
     exp_avg[len(exp_avg) // 8 * 8:] *= 1 + 2 ** -20
@@ -255,21 +251,21 @@ def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
 
 
 def rounded(total):
-    """An odd multiple of 2**-9 near a number. Two such numbers never add up to a third, so rounding each rank's share
-    and rounding the total differ on every CPU."""
+    """An odd multiple of 2**-9 near `total`. The sum of two such numbers is never another one, so rounding each rank's
+    share differs from rounding the total on every CPU."""
     return (2 * torch.floor(total.double() * 2 ** 8) + 1) / 2 ** 9
 
 
 def sums_by_rank(rows, *args, **kwargs):
-    """Losses added up and rounded by each rank."""
+    """Each rank adds up and rounds its own losses."""
     total = torch.zeros_like(rows)
-    total[0] = rows.sum(dim=0)  # there is one bucket, number 0
-    total[0, 0] = rounded(total[0, 0])  # beside it, in [0, 1], is the number of targets
+    total[0] = rows.sum(dim=0)  # the only bucket has number 0
+    total[0, 0] = rounded(total[0, 0])  # total[0, 1] is the number of targets
     return ADD_UP(total, *args, **kwargs)
 
 
 def norm_by_rank(self, chunks):
-    """Sums of squares added up and rounded by each rank."""
+    """Each rank adds up and rounds its own sums of squares."""
     total = rounded(torch.stack([chunk.square().sum() for chunk in chunks]).sum())
     if self._world_size > 1:
         dist.all_reduce(total)
@@ -282,7 +278,7 @@ def from_global_generator(name, shape, *, seed, n_embd):
 
 @contextlib.contextmanager
 def odd_cuts():
-    """Large tensors are cut where no vector ends: 61 grains of 231 elements."""
+    """Large tensors are cut inside vectors: 61 grains of 231 elements."""
     with patch(reduce, "GRAINS", 61), patch(reduce, "ALIGNED", 1):
         yield
 
@@ -296,11 +292,11 @@ def odd_cuts_and_tails():
 GRADIENTS, UPDATE, ADD_UP, POLAR = (
     reduce.Message.gradients, optim.MuonAdamW._update, trainer.add_up, optim.polar_express)
 patch = mock.patch.object
-SHORT = {  # three layers have two gates of 1 x 12
+SHORT = {  # three layers, so that there are two gates of 1 x 12
     "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
     "aspect_ratio": 14}
-TRAINED = {"weights", "optimizer"}  # a few steps later the losses differ too, in the last bits, or round alike
-MUTATIONS = {  # how; on how many processes; what must differ
+TRAINED = {"weights", "optimizer"}  # after a few steps, losses may differ in the last bits, or round to equal values
+MUTATIONS = {  # name: (context manager, number of processes, what must differ)
     "ranks in a row": (lambda: patch(reduce, "add_in_tree_order", in_rank_order), 4, TRAINED),
     "wrong pairs of ranks": (lambda: patch(reduce, "add_in_tree_order", wrong_pairs), 4, TRAINED),
     "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
@@ -312,12 +308,12 @@ MUTATIONS = {  # how; on how many processes; what must differ
     "losses by rank": (lambda: patch(trainer, "add_up", sums_by_rank), 2, {"losses"}),
     "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 2, {"norms"}),
     "weights from the global generator": (lambda: patch(gpt, "initial_weight", from_global_generator), 2, TRAINED),
-    "odd cuts": (odd_cuts, 2, set()),  # break nothing: updates do not know where a tensor was cut
+    "odd cuts": (odd_cuts, 2, set()),  # breaks nothing: updates do not depend on cuts
 }
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_what_breaks_a_guarantee_is_seen(printed, name):
-    _, world_size, differs = MUTATIONS[name]
-    found = parted(f"1 {name}", f"{world_size} {name}")
-    assert found >= differs and (found == differs or "optimizer" in differs)
+def test_a_broken_guarantee_is_detected(printed, name):
+    _, world_size, expected = MUTATIONS[name]
+    actual = differences(f"1 {name}", f"{world_size} {name}")
+    assert actual >= expected and (actual == expected or "optimizer" in expected)

@@ -1,4 +1,4 @@
-"""Generation with a cache gives what the full forward gives."""
+"""Generation with a cache equals the full forward."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ BOS = 69
 
 
 class ByteTokenizer:
-    """Ids 0..66 are letters, the last are special."""
+    """Ids 0..66 are letters, the last ids are special."""
 
     def __init__(self, *special):
         self.special = {name: BOS - i for i, name in enumerate(("<|bos|>", *special))}
@@ -42,7 +42,7 @@ class ByteTokenizer:
 
 @pytest.fixture(scope="module")
 def model():
-    """Random weights in every part, so that windows, gates, smear and backout all matter."""
+    """A model with random weights in every part, so that windows, gates, smear and backout all matter."""
     model = GPT(CONFIG).eval()
     model.init_weights(seed=0, compute_dtype=torch.float32)
     rng = torch.Generator().manual_seed(1)
@@ -53,7 +53,7 @@ def model():
 
 
 def naively(model, tokens, max_tokens, seed=42, **sampling):
-    """What follows `tokens`, by running the whole sequence anew for each token."""
+    """The continuation of `tokens`, with a full forward of the whole sequence for each token."""
     rng, ids = torch.Generator().manual_seed(seed), torch.tensor([tokens])
     for _ in range(max_tokens):
         ids = torch.cat((ids, sample_next_token(model(ids)[:, -1], rng, **sampling)), dim=1)
@@ -73,13 +73,13 @@ def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model
     parts = [model(part, kv_cache=cache) for part in x.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), full, atol=1e-4, rtol=0)
     assert cache.get_pos() == 200 and full.std() > 0.5
-    with pytest.raises(ValueError, match="201 tokens, room for 200"):
+    with pytest.raises(ValueError, match="201 tokens do not fit into 200"):
         model(x[:, :1], kv_cache=cache)
     cache.reset()
     torch.testing.assert_close(model(x[:, :9], kv_cache=cache), full[:, :9], atol=1e-4, rtol=0)
 
 
-def test_samples_equal_those_of_running_the_whole_sequence_anew(model):
+def test_samples_equal_those_without_a_cache(model):
     engine = Engine(model, ByteTokenizer())
     for samples, prompt, sampling in ((3, tokens(1, 170)[0].tolist(), {"temperature": 0}),
                                       (1, [1, 2, 3], {"temperature": 0.7, "top_k": 20, "seed": 9})):
@@ -90,11 +90,12 @@ def test_samples_equal_those_of_running_the_whole_sequence_anew(model):
         assert masks == [[0] * len(prompt) + [1] * 20] * samples
 
 
-def test_same_seed_same_samples_and_samples_differ_from_the_first_token_on(model):
+def test_a_seed_determines_the_samples_and_samples_differ_from_the_first_token(model):
     engine = Engine(model, ByteTokenizer())
 
     def draw(**kwargs):
         return [column for column, _ in engine.generate([BOS, 1, 2], 8, max_tokens=6, temperature=2.0, **kwargs)]
+
     torch.manual_seed(0)
     first = draw(seed=5)
     torch.manual_seed(1)
@@ -105,7 +106,7 @@ def test_same_seed_same_samples_and_samples_differ_from_the_first_token_on(model
 
 
 class Scripted:
-    """A stand-in for a model that says, row by row, what was written down: greedy decoding follows the script."""
+    """A fake model: greedy decoding of row i yields row i of the script."""
 
     config = CONFIG
     compute_dtype = torch.float32
@@ -117,18 +118,18 @@ class Scripted:
         return torch.device("cpu")
 
     def __call__(self, idx, kv_cache):
-        said = self.script[:idx.size(0), self.calls]
+        column = self.script[:idx.size(0), self.calls]
         self.calls += 1
         kv_cache.advance(idx.size(1))
-        return torch.nn.functional.one_hot(said, 70).float()[:, None].expand(-1, idx.size(1), -1)
+        return torch.nn.functional.one_hot(column, 70).float()[:, None].expand(-1, idx.size(1), -1)
 
 
-def test_stop_tokens_end_a_row_and_all_rows_end_the_generation():
+def test_stop_tokens_end_a_row_and_generation_ends_with_the_last_row():
     end = BOS - 1
     script = [[5, 6, BOS, 7, 8, 9], [5, end, 1, 2, 3, 4], [5, 6, 7, 8, BOS, 4]]
     with_end, without = ByteTokenizer("<|assistant_end|>"), ByteTokenizer()
     columns = [c for c, _ in Engine(Scripted(script), with_end).generate([1], 3, max_tokens=6, temperature=0)]
-    assert columns == [list(c) for c in zip(*script, strict=True)][:5]  # all rows have ended after the fifth
+    assert columns == [list(c) for c in zip(*script, strict=True)][:5]  # all rows end within five columns
     rows, masks = Engine(Scripted(script), with_end).generate_batch([1], 3, max_tokens=6, temperature=0)
     assert rows == [[1, 5, 6], [1, 5], [1, 5, 6, 7, 8]]
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1, 1]]
@@ -163,7 +164,7 @@ def run(copied):
 
 
 def masters(run, dtype):
-    """The final model as it was trained."""
+    """The final model with float32 masters, as in training."""
     checkpoint = load_checkpoint(run / "checkpoints" / "final")
     model = GPT(GPTConfig(**checkpoint.model_config))
     model.init_weights(seed=0, compute_dtype=dtype)
@@ -172,7 +173,7 @@ def masters(run, dtype):
     return model
 
 
-def test_a_model_is_rebuilt_from_the_run_alone(run):
+def test_load_model_rebuilds_a_model_from_its_run(run):
     expected = masters(run, torch.float32)(torch.arange(8)[None])
     for path in ("run", run, run / "checkpoints" / "final"):
         model, tokenizer, meta = load_model(path, "cpu", compute_dtype=torch.float32)
@@ -181,7 +182,7 @@ def test_a_model_is_rebuilt_from_the_run_alone(run):
         assert meta["step"] == STEPS and meta["model_config"]["n_embd"] == 24
 
 
-def test_load_model_refuses_what_does_not_fit(run):
+def test_load_model_refuses_mismatched_and_missing_files(run):
     final = run / "checkpoints" / "final"
     shutil.rmtree(run / "tokenizer")
     RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(run / "tokenizer")
@@ -199,23 +200,25 @@ def test_load_model_refuses_what_does_not_fit(run):
         load_model("run", "cpu")
 
 
-def test_weights_are_cast_once_and_the_bits_are_those_of_casting_them_each_time(run):
+def test_casting_weights_once_has_the_bits_of_casting_them_each_time(run):
     model, _, _ = load_model("run", "cpu", compute_dtype=torch.bfloat16)
     trained = masters(run, torch.bfloat16)
     assert model.lm_head.weight.dtype == torch.bfloat16 != trained.lm_head.weight.dtype
-    assert model.resid_lambdas.dtype == torch.float32, "only what matrices are multiplied by"
+    assert model.resid_lambdas.dtype == torch.float32, "only matrices are cast"
     tokens = torch.arange(8)[None]
     assert torch.equal(model(tokens), trained(tokens))
 
 
-def test_generation_takes_two_kernels_and_leaves_the_others_as_they_were(model, monkeypatch):
-    """Flash and efficient: neither cuDNN's nor the plain one."""
-    cuda = torch.backends.cuda
-    seen, forward = [], model.forward
-    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: (
-        seen.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(),
-                     cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled())),
-        forward(*args, **kwargs))[1])
+def test_generation_enables_only_two_kernels_and_restores_the_others(model, monkeypatch):
+    """Flash and memory-efficient attention are enabled, cuDNN's and the plain one are not."""
+    cuda, enabled, forward = torch.backends.cuda, [], model.forward
+
+    def recorded(*args, **kwargs):
+        enabled.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
+                        cuda.math_sdp_enabled()))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", recorded)
     for _ in Engine(model, ByteTokenizer()).generate([1, 2], max_tokens=3, temperature=0):
         assert cuda.cudnn_sdp_enabled() and cuda.math_sdp_enabled()
-    assert set(seen) == {(True, True, False, False)}
+    assert set(enabled) == {(True, True, False, False)}

@@ -1,4 +1,4 @@
-"""The model: its shape, initial bits, what can see what, and that it learns."""
+"""The model: shapes, initial bits, visibility between positions and documents, learning, memory estimates."""
 
 import itertools
 import shutil
@@ -22,7 +22,7 @@ def build(config=SMALL, *, seed=0, dtype=torch.float32, **kwargs):
 
 
 def shake(model, *, seed=0):
-    """Random weights everywhere: fresh ones have zeros that would hide what flows where."""
+    """Make all weights random: the zeros of initial weights would hide errors."""
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
@@ -51,7 +51,7 @@ def test_parameters_have_nanochats_names_and_shapes():
     assert set(build().state_dict()) == set(expected)  # the rotary tables are not saved
 
 
-def test_depth_is_the_one_dial():
+def test_from_depth_sets_the_shape():
     config = GPTConfig.from_depth(24, vocab_size=32768, sequence_len=2048)
     assert (config.n_layer, config.n_embd, config.n_head, config.n_kv_head) == (24, 1536, 12, 12)
     rounded = GPTConfig.from_depth(5, vocab_size=300, sequence_len=64, window_pattern="L")
@@ -59,7 +59,7 @@ def test_depth_is_the_one_dial():
     assert GPTConfig.from_depth(2, vocab_size=9, sequence_len=8, aspect_ratio=5, head_dim=4).n_embd == 12
 
 
-def test_windows_tile_the_pattern_and_long_ones_and_the_last_layers_reach_back_sequence_len():
+def test_windows_tile_the_pattern_and_long_windows_and_the_last_have_sequence_len():
     def windows(**kwargs):
         return GPTConfig(**kwargs).window_sizes
     assert windows(n_layer=6) == [512, 512, 512, 2048, 512, 2048]
@@ -78,7 +78,7 @@ def test_impossible_shapes_are_refused():
 
 # ---- initial weights ------------------------------------------------------------------------------------------------
 
-def test_initial_bits_depend_on_seed_and_name_only():
+def test_initial_bits_depend_only_on_seed_and_name():
     straight = build(seed=7)
     with torch.device("meta"):
         empty = GPT(SMALL)
@@ -87,10 +87,10 @@ def test_initial_bits_depend_on_seed_and_name_only():
     torch.manual_seed(123)
     state = torch.random.get_rng_state()
     empty.to_empty(device="cpu").init_weights(seed=7, compute_dtype=torch.float32)
-    assert torch.equal(torch.random.get_rng_state(), state)  # no global draw
+    assert torch.equal(torch.random.get_rng_state(), state)  # the global generator is not used
     for (name, a), (_, b) in zip(straight.named_parameters(), empty.named_parameters(), strict=True):
         assert torch.equal(a, b), name
-    assert torch.equal(straight(tokens(1, 9)), empty(tokens(1, 9)))  # so the rotary tables are right, too
+    assert torch.equal(straight(tokens(1, 9)), empty(tokens(1, 9)))  # the rotary tables are equal, too
 
     deeper = build(GPTConfig(**{**SMALL.__dict__, "n_layer": 7}), seed=7)
     name = "transformer.h.1.mlp.c_fc.weight"
@@ -102,7 +102,7 @@ def test_initial_bits_depend_on_seed_and_name_only():
     assert len(drawn) > 20 and not any(torch.equal(other[n], straight.get_parameter(n)) for n in drawn)
 
 
-def test_initial_weights_have_their_spread():
+def test_initial_weights_have_their_standard_deviations():
     def std(name, shape):
         return initial_weight(name, torch.Size(shape), seed=1, n_embd=256).std().item()
     assert std("transformer.wte.weight", (2048, 256)) == pytest.approx(0.8, rel=0.01)
@@ -119,7 +119,7 @@ def test_initial_weights_have_their_spread():
     assert not any(p.any() for n, p in model.named_parameters() if n.endswith("c_proj.weight"))
 
 
-def test_compute_type_is_that_of_the_embeddings_and_masters_stay_float32():
+def test_embeddings_have_the_compute_dtype_and_masters_stay_float32():
     model = build(dtype=torch.bfloat16)
     assert model.compute_dtype == torch.bfloat16 == model.cos.dtype
     assert {n for n, p in model.named_parameters() if p.dtype != torch.float32} == {
@@ -138,12 +138,12 @@ def test_compute_type_is_that_of_the_embeddings_and_masters_stay_float32():
 # ---- documents ------------------------------------------------------------------------------------------------------
 
 T_DOCS = 200
-EDGES = [[0, 150, 151, 160, 200], [0, 40, 190, 200]]  # of the documents of two rows; the last of each is padding
-LAYERS = {"windows": "SSL", "all": "L"}  # a window is 128: a document of 150 is longer
+EDGES = [[0, 150, 151, 160, 200], [0, 40, 190, 200]]  # of the documents in two rows; the last one is padding
+LAYERS = {"windows": "SSL", "all": "L"}  # a short window is 128, less than the document of 150
 
 
 def documents():
-    """(inputs, targets, doc_ids), each (2, T): padding has a document id of its own and no targets."""
+    """(inputs, targets, doc_ids), each (2, T). Padding has its own document id and no targets."""
     x, y = tokens(2, T_DOCS), tokens(2, T_DOCS, seed=1)
     lengths = [torch.tensor(edges).diff() for edges in EDGES]
     doc_ids = torch.stack([torch.repeat_interleave(torch.arange(len(n)), n) for n in lengths]).int()
@@ -162,7 +162,7 @@ def docs_model(pattern, mode, n_layer=4):
 
 
 def alone(model, x, y, **kwargs):
-    """The losses (2, T) of each document by itself, without masks."""
+    """The losses (2, T) when each document is computed by itself, without masks."""
     return torch.stack([torch.cat([model(x[row:row + 1, a:b], y[row:row + 1, a:b], **kwargs)[0]
                                    for a, b in itertools.pairwise(edges)]) for row, edges in enumerate(EDGES)])
 
@@ -170,14 +170,14 @@ def alone(model, x, y, **kwargs):
 @pytest.mark.parametrize("pattern", LAYERS)
 @pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_with_masks_the_loss_of_each_token_is_that_of_its_document_alone(pattern, mode):
+def test_with_masks_each_token_has_the_loss_of_its_document_alone(pattern, mode):
     model = docs_model(pattern, mode).requires_grad_(False)
     x, y, doc_ids = documents()
     together = model(x, y, masks=model.masks(doc_ids), loss_reduction="none")
     expected = alone(model, x, y, loss_reduction="none")
     torch.testing.assert_close(together, expected, atol=2e-3, rtol=0)
     assert (y == -100).sum() == 50 and not together[y == -100].any() and (expected[y >= 0] > 0).all()
-    without = model(x, y, loss_reduction="none")  # without them the documents do mix
+    without = model(x, y, loss_reduction="none")  # without masks, documents mix
     assert (without - expected)[0, :150].abs().max() < 2e-3 < 1 < (without - expected).abs().max()
 
 
@@ -195,7 +195,7 @@ def test_flex_has_the_gradients_of_the_explicit_mask():
 
 def test_attention_modes():
     assert build().attention_mode == "causal" and build().masks(documents()[2]) is None is build().masks(None)
-    with pytest.raises(ValueError, match="--attention-mode varlen: got no doc_ids"):
+    with pytest.raises(ValueError, match="--attention-mode varlen: the batch has no doc_ids"):
         build(attention_mode="varlen").masks(None)
     with pytest.raises(ValueError, match=r"--attention-mode: got 'auto', expected one of causal, .*, flex"):
         GPT(SMALL, attention_mode="auto")
@@ -204,7 +204,7 @@ def test_attention_modes():
 # ---- the whole forward, written out ---------------------------------------------------------------------------------
 
 def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, vocab=70, short=128, long=160):
-    """Logits (T, vocab) of one row in NumPy float64: one position and head at a time, positions as complex turns."""
+    """Logits (T, vocab) of one row in NumPy float64: one position and head at a time, with complex rotations."""
     w = {name: p.detach().double().numpy() for name, p in weights.items()}
     head = width // n_head
     sigmoid = lambda z: 1 / (1 + np.exp(-z))
@@ -249,10 +249,10 @@ def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, voc
     return 15 * np.tanh(x @ w["lm_head.weight"][:vocab].T / 15)
 
 
-def test_the_forward_is_the_one_written_out_in_numpy():
+def test_the_forward_equals_the_one_written_out_in_numpy():
     model = shake(build(), seed=4)
     ids = tokens(1, 180, seed=6)
-    assert model.config.window_sizes == [128, 128, 128, 160, 160], "the last positions are beyond every window"
+    assert model.config.window_sizes == [128, 128, 128, 160, 160], "the case: a row longer than every window"
     expected = written_out(dict(model.named_parameters()), ids[0].tolist())
     ours = model(ids)[0].detach().double().numpy()
     assert expected.std() > 1
@@ -261,7 +261,7 @@ def test_the_forward_is_the_one_written_out_in_numpy():
 
 # ---- loss -----------------------------------------------------------------------------------------------------------
 
-def test_losses_leave_out_targets_that_are_off():
+def test_losses_exclude_targets_that_are_off():
     model, x, targets = shake(build()), tokens(2, 30), tokens(2, 30, seed=1)
     targets[0, :20] = -100
     each = model(x, targets, loss_reduction="none")
@@ -277,7 +277,7 @@ def test_losses_leave_out_targets_that_are_off():
 
 # ---- learning -------------------------------------------------------------------------------------------------------
 
-def test_one_batch_is_overfitted_and_every_parameter_has_a_gradient():
+def test_the_model_overfits_one_batch_and_every_parameter_has_a_gradient():
     model = build(GPTConfig(**{**SMALL.__dict__, "n_layer": 3}), seed=3)
     x, y = tokens(2, 24, seed=1), tokens(2, 24, seed=2)
     optimizer = model.setup_optimizer(embedding_lr=0.1)
@@ -285,7 +285,7 @@ def test_one_batch_is_overfitted_and_every_parameter_has_a_gradient():
     for step in range(60):
         loss = model(x, y)
         loss.backward()
-        if step == 3:  # what starts behind a zero matrix is reached after the first steps
+        if step == 3:  # at first, zero matrices block some gradients
             assert all(p.grad.any() for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -295,8 +295,8 @@ def test_one_batch_is_overfitted_and_every_parameter_has_a_gradient():
 
 @pytest.mark.parametrize("mode", ["causal", "sdpa_mask", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_a_compiled_forward_is_one_graph_and_masks_made_outside_go_into_it_without_compiling_again(mode):
-    """Also where layers are computed again in the backward pass, here those of causal attention."""
+def test_a_compiled_forward_is_one_graph_for_all_masks(mode):
+    """Also with activation checkpointing (in causal mode here)."""
     from torch._dynamo.testing import CompileCounter  # takes half a second
 
     counter = CompileCounter()
@@ -311,7 +311,7 @@ def test_a_compiled_forward_is_one_graph_and_masks_made_outside_go_into_it_witho
 
 
 def test_one_graph_serves_any_number_of_documents_in_varlen_mode():
-    """The real operator, on the meta device: it has no kernel on a CPU."""
+    """With the real operator, on the meta device, because it has no CPU kernel."""
     from torch._dynamo.testing import CompileCounter
 
     counter = CompileCounter()
@@ -326,8 +326,8 @@ def test_one_graph_serves_any_number_of_documents_in_varlen_mode():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
-def test_a_compiled_embedding_has_the_eager_ones_gradient_to_the_bit():
-    """Tokens that come often, whose gradients are sums of many; both types in one graph, to save half the time."""
+def test_a_compiled_embedding_has_the_bits_of_the_eager_gradient():
+    """Tokens occur often, so gradients are sums of many terms. One graph has both dtypes, which saves time."""
     dtypes = torch.float32, torch.bfloat16
     ours, theirs = ([kind(40, 24, dtype=dtype) for dtype in dtypes] for kind in (Embedding, torch.nn.Embedding))
     for mine, other in zip(ours, theirs):
@@ -335,51 +335,51 @@ def test_a_compiled_embedding_has_the_eager_ones_gradient_to_the_bit():
     idx = tokens(8, 65, vocab=40)
     factor = torch.randn(8, 65, 24, generator=torch.Generator().manual_seed(1))
 
-    def looked_up(modules):
+    def look_up(modules):
         return [module(idx) for module in modules]
 
-    found = []
-    for run, modules in ((looked_up, ours), (torch.compile(looked_up, fullgraph=True), ours), (looked_up, theirs)):
+    results = []
+    for run, modules in ((look_up, ours), (torch.compile(look_up, fullgraph=True), ours), (look_up, theirs)):
         rows = run(modules)
         sum((y.float() * factor).sum() for y in rows).backward()
-        found.append([*(y.detach() for y in rows), *(module.weight.grad for module in modules)])
+        results.append([*(y.detach() for y in rows), *(module.weight.grad for module in modules)])
         for module in modules:
             module.weight.grad = None
-    eager, *others = found
+    eager, *others = results
     assert [grad.dtype for grad in eager[2:]] == [*dtypes] and eager[0].any()
     assert all(torch.equal(a, b) for other in others for a, b in zip(eager, other, strict=True))
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-def test_layers_that_are_computed_again_have_the_same_loss_and_gradients():
+def test_activation_checkpointing_does_not_change_loss_and_gradients():
     x, y = tokens(2, 48), tokens(2, 48, seed=1)
-    found, calls = [], []
+    results, calls = [], []
     for activation_checkpointing in (False, True):
         model = shake(build(activation_checkpointing=activation_checkpointing))
         model.transformer["h"][0].attn.register_forward_hook(lambda *_: calls.append(1))
         loss = model(x, y)
         loss.backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*found)) and len(calls) == 1 + 2
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results)) and len(calls) == 1 + 2
     with torch.no_grad():
         model(x, y)
-    assert len(calls) == 4, "without gradients it is computed once"
+    assert len(calls) == 4, "without gradients, each layer is computed once"
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_a_loss_in_chunks_is_the_whole_one(reduction, monkeypatch):
-    """Losses of tokens to the bit; gradients of the head are sums in another order."""
+def test_a_loss_in_chunks_equals_the_whole_loss(reduction, monkeypatch):
+    """Losses of tokens have the same bits; gradients of the head are added in another order."""
     x, y = tokens(3, 40), tokens(3, 40, seed=1)
     y[1, 5:30] = -100
-    found = []
+    results = []
     for chunk in (1000, 16):
         monkeypatch.setattr(gpt, "LOSS_CHUNK", chunk)
         model = shake(build())
         loss = model(x, y, loss_reduction=reduction)
         loss.sum().backward()
-        found.append([loss.detach(), *(p.grad for p in model.parameters())])
-    (whole, *grads), (chunked, *others) = found
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    (whole, *grads), (chunked, *others) = results
     assert torch.equal(whole, chunked) if reduction == "none" else torch.allclose(whole, chunked)
     for a, b in zip(grads, others):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
@@ -387,7 +387,7 @@ def test_a_loss_in_chunks_is_the_whole_one(reduction, monkeypatch):
 
 @pytest.mark.parametrize(("depth", "B", "world_size", "traced_gb"),
                          [(12, 32, 1, 37), (20, 16, 1, 52), (20, 32, 1, 93), (24, 16, 1, 73), (24, 16, 8, 65)])
-def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth, B, world_size, traced_gb):
+def test_the_memory_estimate_equals_traces_of_compiled_steps(depth, B, world_size, traced_gb):
     with torch.device("meta"):
         model = GPT(GPTConfig.from_depth(depth, vocab_size=32768, sequence_len=2048))
     parts = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size)
@@ -395,16 +395,16 @@ def test_the_estimate_of_memory_is_what_compiled_steps_were_traced_to_take(depth
     with_leaves = model.estimate_memory(B, dtype=torch.bfloat16, compiled=True, world_size=world_size, num_leaves=8,
                                         micro_batches=8)
     total = model.num_scaling_params()["total"]
-    # of B * 6 * depth / 12 blocks there are as many as multiprocessors, or more: one float32 sum of dq
+    # B * n_head blocks, at least as many as multiprocessors: one float32 sum of dq
     assert parts["sums of dq"] == 4 * B * 2048 * model.config.n_embd
     few = model.estimate_memory(1, dtype=torch.bfloat16, compiled=True)
     assert few["sums of dq"] == 4 * 2048 * model.config.n_embd * -(-132 // model.config.n_head)
-    assert with_leaves["leaves that wait"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
+    assert with_leaves["pending leaves"] == 3 * 4 * total and with_leaves["gradients"] == 4 * total
 
 
-def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):
+def test_the_memory_estimate_of_eager_layers_equals_the_tensors_that_autograd_keeps(monkeypatch):
     monkeypatch.setattr(gpt, "LOSS_CHUNK", 16)
-    kept = []
+    measured = []
     for n_layer in (2, 4):
         config = GPTConfig(sequence_len=64, vocab_size=64, n_layer=n_layer, n_head=2, n_kv_head=2, n_embd=128,
                            window_pattern="L")
@@ -413,7 +413,7 @@ def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):
         held = []
 
         def pack(tensor, sizes=sizes, held=held):
-            held.append(tensor)  # so that no two have one place in memory
+            held.append(tensor)  # so that no memory is reused
             storage = tensor.untyped_storage()
             sizes.setdefault(storage.data_ptr(), storage.nbytes())
             return tensor
@@ -421,25 +421,25 @@ def test_the_estimate_of_eager_layers_is_what_autograd_keeps(monkeypatch):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(tokens(2, 64, vocab=64), tokens(2, 64, vocab=64))
         estimate = model.estimate_memory(2, dtype=torch.bfloat16, compiled=False)["layers"]
-        kept.append((sum(sizes.values()), estimate))
-    (small, of_small), (large, of_large) = kept
-    assert large - small == pytest.approx(of_large - of_small, rel=0.08)
+        measured.append((sum(sizes.values()), estimate))
+    (small, small_estimate), (large, large_estimate) = measured
+    assert large - small == pytest.approx(large_estimate - small_estimate, rel=0.08)
 
 
 # ---- accounting and groups ------------------------------------------------------------------------------------------
 
-def test_parameter_and_flop_counts_are_those_done_by_hand():
+def test_parameter_and_flop_counts_equal_manual_counts():
     config = GPTConfig(sequence_len=1024, vocab_size=1000, n_layer=4, n_head=4, n_kv_head=2, n_embd=64)
     model = GPT(config)
     layers = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 8 * 64 * 64) + 2 * (2 * 12)
     assert model.num_scaling_params() == {
         "wte": 1024 * 64, "value_embeds": 2 * 1024 * 32, "lm_head": 1024 * 64, "transformer_matrices": layers,
         "scalars": 4 + 4 + 24 + 1 + 1, "total": 3 * 1024 * 64 + layers + 34}
-    matmuls = 1024 * 64 + layers + 24  # nanochat: the elements of all its Linear modules, the gate of smear among them
+    matmuls = 1024 * 64 + layers + 24  # as in nanochat: all Linear modules, including the smear gate
     assert model.estimate_flops() == 6 * matmuls + 12 * 64 * (3 * 256 + 1024)
 
 
-def test_every_parameter_is_in_one_group_with_the_settings_it_needs():
+def test_every_parameter_is_in_one_group_with_its_settings():
     model = build()
     groups = model.param_groups(unembedding_lr=1.0, embedding_lr=2.0, matrix_lr=3.0, weight_decay=0.1, scalar_lr=4.0)
     names = [n for g in groups for n in g["names"]]
@@ -458,20 +458,20 @@ def test_every_parameter_is_in_one_group_with_the_settings_it_needs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_matrices_are_orthogonalized_in_the_type_that_the_model_computes_in(dtype, monkeypatch):
-    """Regression: the type was the device's own, so that a run in float32 had bfloat16 updates on a GPU."""
-    model, seen = shake(build(dtype=dtype)), set()
+def test_matrices_are_orthogonalized_in_the_compute_dtype(dtype, monkeypatch):
+    """Regression: a run in float32 had bfloat16 updates on a GPU, because the dtype was the device's default."""
+    model, dtypes = shake(build(dtype=dtype)), set()
     polar_express = optim.polar_express
 
     def spy(G, steps):
-        seen.add(G.dtype)
+        dtypes.add(G.dtype)
         return polar_express(G, steps)
 
     monkeypatch.setattr(optim, "polar_express", spy)
     optimizer = model.setup_optimizer()
     model(tokens(2, 24), tokens(2, 24, seed=1)).backward()
     optimizer.step()
-    assert seen == {dtype}
+    assert dtypes == {dtype}
 
 
 # ---- sampling -------------------------------------------------------------------------------------------------------

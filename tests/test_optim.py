@@ -1,4 +1,4 @@
-"""optim.py against torch.optim.AdamW, an SVD, Muon in float64, and itself on 1, 2, 3 and 4 processes."""
+"""MuonAdamW against torch.optim.AdamW, an SVD, Muon in float64, and itself on 1, 2, 3 and 4 processes."""
 
 import datetime
 import math
@@ -16,12 +16,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from nanochat import optim, reduce
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import (
-    POLAR_EXPRESS,
-    MuonAdamW,
-    muon_update,
-    polar_express,
-)
+from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
 from tests import training
 
 
@@ -78,17 +73,17 @@ def test_polar_express_equals_svd(shape):
     X = polar_express(G)
     U, S, Vh = torch.linalg.svd(G, full_matrices=False)
     assert X.shape == G.shape and X.dtype == G.dtype
-    inner = U.mT @ X @ Vh.mT  # diagonal exactly if X has G's singular vectors
-    gained = inner.diagonal()
-    strong = 2e-3 * S.norm() < S  # five iterations cannot lift what is nearly zero
+    inner = U.mT @ X @ Vh.mT  # diagonal if and only if X has G's singular vectors
+    values = inner.diagonal()
+    strong = 2e-3 * S.norm() < S  # five iterations cannot lift singular values near 0
     assert strong.sum() > 0.9 * len(S)
-    assert (gained[strong] - 1).abs().max() < 0.15
-    assert (inner - torch.diag(gained)).abs().max() < 1e-4
+    assert (values[strong] - 1).abs().max() < 0.15
+    assert (inner - torch.diag(values)).abs().max() < 1e-4
     assert torch.equal(polar_express(torch.zeros(shape)), torch.zeros(shape))
 
 
 def muon_in_float64(param, grads, *, lr, weight_decay):
-    """Steps of Muon with momentum 0.9 and beta2 0.8, written out in numpy."""
+    """Muon with momentum 0.9 and beta2 0.8, written out in NumPy."""
     rows, cols = param.shape
     velocity, variance = np.zeros_like(param), np.zeros((rows, 1) if rows >= cols else (1, cols))
     for grad in grads:
@@ -112,26 +107,26 @@ def muon_in_float64(param, grads, *, lr, weight_decay):
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e-8])
 @pytest.mark.parametrize("shape", [(6, 12), (40, 24), (24, 40)])
 def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape, scale):
-    """Tiny gradients, as those of small gates, feel the floors of the norms."""
+    """The floors of the norms affect tiny gradients, such as those of small gates."""
     grads = [randn(*shape, seed=step) * scale * torch.logspace(-1, 0, shape[0])[:, None] for step in range(4)]
     param, start = randn(*shape, seed=9), randn(*shape, seed=9).double().numpy()
     state = torch.zeros(shape), torch.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1]))
     for grad in grads:
         muon_update(param, grad, *state, lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.3,
                     grad_scale=torch.ones(()), live=torch.ones(()))
-    wanted, unscaled, undecayed = (
+    expected, unscaled, undecayed = (
         muon_in_float64(start, [g.double().numpy() / by for g in grads], lr=0.1, weight_decay=decay)
         for by, decay in ((1, 0.3), (scale, 0.3), (1, 0)))
-    np.testing.assert_allclose(param.numpy(), wanted, rtol=0, atol=1e-4)
-    assert np.abs(undecayed - wanted).max() > 0.01
-    assert scale == 1 or np.abs(unscaled - wanted).max() > 0.01, "the floors matter here"
+    np.testing.assert_allclose(param.numpy(), expected, rtol=0, atol=1e-4)
+    assert np.abs(undecayed - expected).max() > 0.01
+    assert scale == 1 or np.abs(unscaled - expected).max() > 0.01, "the case: the floors matter"
 
 
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
-def test_non_finite_gradient_changes_nothing(bad):
-    """Also at the first step, and for finite gradients whose scaled norm overflows."""
+def test_a_non_finite_gradient_changes_nothing(bad):
+    """Also at the first step, and if only the scaled norm overflows."""
     params = [torch.nn.Parameter(randn(12, 8)), torch.nn.Parameter(randn(5))]
     optimizer = MuonAdamW([muon_group(params[:1], weight_decay=0.1), adamw_group(params[1:])])
     for step in range(3):
@@ -148,7 +143,7 @@ def test_non_finite_gradient_changes_nothing(bad):
             assert_states_equal(after, state)
 
 
-def test_gradients_are_left_alone_none_is_zeros_and_the_reduction_is_what_was_handed_in():
+def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction():
     params = [torch.nn.Parameter(randn(12, 8)), torch.nn.Parameter(randn(5)), torch.nn.Parameter(randn(5))]
     optimizer = MuonAdamW([muon_group(params[:1]), adamw_group(params[1:], weight_decay=0.0)],
                           reduce=lambda message, rank, world_size: lambda: 2 * message)
@@ -164,9 +159,9 @@ def test_bad_groups_and_states_of_another_model_are_refused():
     matrix, vector = torch.nn.Parameter(randn(3, 4)), torch.nn.Parameter(randn(3))
     for groups, message in [
             ([muon_group([vector])], r"param_0: Muon takes matrices, got shape \(3,\)"),
-            ([{"kind": "sgd", "params": [matrix]}], r"group 0 \(sgd\) lacks a kind that is known"),
+            ([{"kind": "sgd", "params": [matrix]}], r"group 0 \(sgd\) lacks a known kind"),
             ([{"kind": "adamw", "params": [matrix], "lr": 0.1}], "lacks betas, eps, weight_decay"),
-            ([adamw_group([torch.nn.Parameter(randn(3, 4).mT)])], "param_0: its elements do not lie side by side"),
+            ([adamw_group([torch.nn.Parameter(randn(3, 4).mT)])], "param_0: the tensor is not contiguous"),
             ([muon_group([matrix], names=["a"]), adamw_group([vector], names=["a"])], "not unique")]:
         with pytest.raises(ValueError, match=message):
             MuonAdamW(groups)
@@ -189,8 +184,8 @@ TO_COMPILE = {"w": (520, 160), "m0": (24, 16), "m1": (24, 16), "m2": (24, 16)}
 
 
 def three_steps(rank, world_size, compiled):
-    """Parameters and, on rank 0, their state after them: one of AdamW, which two ranks cut, and three matrices. The
-    gradients are in 64ths, so that the sum over the ranks is exact."""
+    """Parameters and, on rank 0, their state after three steps: one tensor of AdamW, cut between two ranks, and three
+    matrices. Gradients are multiples of 1/64, so that their sum over ranks is exact."""
     params = {name: torch.nn.Parameter(randn(*shape, seed=i)) for i, (name, shape) in enumerate(TO_COMPILE.items())}
     w, *matrices = params.values()
     optimizer = MuonAdamW([adamw_group([w], names=["w"], eps=1e-10),
@@ -198,16 +193,16 @@ def three_steps(rank, world_size, compiled):
                           compiled=compiled)
     for step in range(3):
         for i, param in enumerate(params.values()):
-            of_all = torch.randint(-8, 9, (2, *param.shape), generator=torch.Generator().manual_seed(100 * step + i))
-            param.grad = (of_all[rank] if world_size == 2 else of_all.sum(dim=0)).to(param.dtype) / 64
+            by_rank = torch.randint(-8, 9, (2, *param.shape), generator=torch.Generator().manual_seed(100 * step + i))
+            param.grad = (by_rank[rank] if world_size == 2 else by_rank.sum(dim=0)).to(param.dtype) / 64
         optimizer.step(grad_scale=0.7)
     state = optimizer.gather_state().get("state", {})
     return {**values(params), **{f"{name}.{key}": tensor for name, of in state.items() for key, tensor in of.items()}}
 
 
 def take_from_eager():
-    """Inductor calls eager's own kernels for roots, norms and means: a root of MKL, which eager takes on a CPU, is off
-    in its last bit in one of six, and compiled code adds up a sum in another order. All else is compiled."""
+    """Make Inductor call eager kernels for roots, norms and means. On a CPU, eager roots come from MKL, which is off in
+    the last bit for one in six, and compiled sums have another order. Everything else is compiled."""
     from torch._inductor import decomposition, lowering
     for kernel in (torch.ops.aten.sqrt.default, torch.ops.aten.linalg_vector_norm.default,
                    torch.ops.aten.mean.default, torch.ops.aten.mean.dim):
@@ -222,17 +217,17 @@ def compiled_on_one_of_two(rank, folder):
 
 
 def compiled_on_one_and_two(folder):
-    """The two are forked from the one, so that they need not compile what it has."""
+    """Fork the two processes from the one, so that they reuse its compiled code."""
     torch.set_num_threads(1)
     take_from_eager()
-    with torch.compiler.config.patch(force_disable_caches=True):  # they do not know of what is taken from eager
+    with torch.compiler.config.patch(force_disable_caches=True):  # caches ignore `take_from_eager`
         torch.save(three_steps(0, 1, compiled=True), f"{folder}/one.pt")
     mp.start_processes(compiled_on_one_of_two, (folder,), nprocs=2, start_method="fork")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
-def test_compiled_steps_have_the_same_bits_on_one_process_and_two_and_those_of_eager_ones(tmp_path):
-    """By Inductor, where sums and roots are those of eager kernels: see `take_from_eager`."""
+def test_compiled_steps_have_the_bits_of_eager_steps_on_one_process_and_two(tmp_path):
+    """With Inductor, and sums and roots from eager kernels, see `take_from_eager`."""
     process = training.server().Process(target=compiled_on_one_and_two, args=(str(tmp_path),))
     process.start()
     eager = three_steps(0, 1, compiled=False)
@@ -250,11 +245,11 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
     """Regression: on CUDA, compiled AdamW contracted to FMA and divided approximately."""
     from torch._inductor import config
 
-    asked = {}
-    monkeypatch.setattr(torch, "compile", lambda function, **given: asked.setdefault(function, given) and function)
+    calls = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: calls.setdefault(function, kwargs) and function)
     MuonAdamW([adamw_group([torch.nn.Parameter(torch.ones(3))])], compiled=True)
-    options = asked[optim.adamw_update]["options"]
-    assert "options" not in asked[optim.muon_update]
+    options = calls[optim.adamw_update]["options"]
+    assert "options" not in calls[optim.muon_update]
     with config.patch(options):
         assert config.emulate_precision_casts
         assert config.eager_numerics.division_rounding and config.eager_numerics.disable_ftz
@@ -262,10 +257,10 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
 
 @pytest.mark.parametrize(("rank", "world_size", "expected"), [
     (0, 1, [9] * 4 + [12, 13, 13]), (2, 3, [9] * 4 + [13, 14, 14]), (5, 8, [9] * 2 + [13, 14, 14])])
-def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(rank, world_size, expected,
-                                                                                monkeypatch):
-    """Three of AdamW's for six groups (four for ranks whose parts begin inside a message), and one for each shape of a
-    matrix; a schedule needs none. Told apart by their number of arguments: fewer where a size is the number 1."""
+def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(rank, world_size, expected, monkeypatch):
+    """AdamW has three graphs for six groups (four on ranks whose parts begin inside a message), and each shape of
+    matrix has one; a schedule adds none. `expected` lists the graphs' numbers of arguments: fewer if a size is the
+    number 1."""
     monkeypatch.setattr(optim, "get_rank_and_world_size", lambda: (rank, world_size))
     monkeypatch.setattr(dist, "all_reduce", lambda table: None)
     monkeypatch.setattr(reduce.Message, "gather", lambda *args: lambda: None)
@@ -298,13 +293,13 @@ def test_few_graphs_serve_all_parameters_and_more_than_torch_keeps_are_an_error(
         steps()
 
 
-# ---- many processes: the same scenario on W = 2, 1, 4 and 3 of them in turn -----------------------------------------
+# ---- many processes: the same scenario with W = 2, 1, 4 and 3 -------------------------------------------------------
 
-WORLD_SIZES = (2, 1, 4, 3)  # 2 first: the others load what it saves
-SAMPLES = 12  # gradients per step; every W above divides it
+WORLD_SIZES = (2, 1, 4, 3)  # W = 2 comes first, because the others load its saved state
+SAMPLES = 12  # gradients per step; every W divides it
 SHAPES = {
     "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
-    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, divisible by no W; the second by all
+    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
     "small": [(5,), (), (3,), (1,), (37, 3)],
 }
 GROUPS = {
@@ -326,8 +321,8 @@ def make():
 
 
 def set_gradients(params, step, rank, world_size):
-    """This rank's share of the step's samples; at step 1 three parameters have no gradient. A gradient is in 64ths
-    with |g| <= 1/8, so that sums of 12 are exact in any order, in bfloat16 too."""
+    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient. Gradients are multiples
+    of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in bfloat16."""
     share = SAMPLES // world_size
     for name, param in params.items():
         param.grad = torch.zeros_like(param)
@@ -353,7 +348,8 @@ def values(params):
 
 
 def scenario(rank, world_size, folder):
-    """Two steps, (W = 2: save), two more; load what W = 2 saved and repeat the last two; a step with one NaN."""
+    """Two steps (W = 2 saves here) and two more; then load the state from W = 2 and repeat the last two steps; then a
+    step with one NaN."""
     params, optimizer = make()
     owned = sum(tensor.numel() for state in optimizer.state.values() for tensor in state.values())
     norms = run_steps(params, optimizer, range(2), rank, world_size)
@@ -402,7 +398,7 @@ def assert_states_equal(a, b):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By (W, rank)."""
+    """The results of `scenario` by (W, rank)."""
     folder = tmp_path_factory.mktemp("optim")
     training.server()  # imports torch once for all four processes
     mp.start_processes(work, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
@@ -411,7 +407,7 @@ def results(tmp_path_factory):
 
 
 def test_parameters_and_norms_do_not_depend_on_world_size(results):
-    """The gradients' sums are exact here, so even the bits agree: nothing else may depend on W."""
+    """Sums of gradients are exact here, so all bits must be equal."""
     start, _ = make()
     for (W, _), result in results.items():
         for name, value in results[1, 0]["params"].items():
@@ -424,7 +420,7 @@ def test_parameters_and_norms_do_not_depend_on_world_size(results):
         torch.testing.assert_close(results[1, 0]["norms"][step], 0.5 * torch.cat(grads).norm())
 
 
-def test_state_is_sharded_evenly_and_whole_on_rank_0_where_it_knows_no_world_size(results):
+def test_state_is_sharded_evenly_and_gathered_independently_of_world_size(results):
     whole = results[1, 0]["owned"]
     grains = sum(2 * -(-math.prod(shape) // 4096) * 64 for shape in SHAPES["large"])
     for W in WORLD_SIZES:
@@ -442,7 +438,7 @@ def test_state_is_sharded_evenly_and_whole_on_rank_0_where_it_knows_no_world_siz
     assert state["state"]["muon.0"]["second_momentum_buffer"].shape == (24, 1)
 
 
-def test_state_saved_on_two_loads_on_any_world_size_and_a_nan_on_one_rank_changes_nothing(results):
+def test_state_saved_with_two_ranks_loads_on_any_world_size_and_a_nan_on_one_rank_changes_nothing(results):
     for (_, rank), result in results.items():
         if rank == 0:
             assert result["reloaded"]["step"] == 2

@@ -1,4 +1,4 @@
-"""reduce.py against a tree that NumPy adds up, on 1, 2, 4 and 8 places: simulated ones, and gloo processes."""
+"""Sums of gradients against a tree added up by NumPy, on 1, 2, 4 and 8 ranks: simulated ones and gloo processes."""
 
 import datetime
 from unittest import mock
@@ -18,22 +18,22 @@ from tests.toy import examples
 
 SHAPES = {"matrix": (48, 40), "cut": (67, 61), "tail": (13,), "scalar": (), "narrow": (67, 31), "absent": (5,)}
 WORLD_SIZES = (1, 2, 4, 8)
-NODES = [(1, 1), (2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2)]  # W, ranks of a node
-CASES = [(4, 1), (4, 3), (8, 1), (8, 8)]  # K leaves, micro-batches of each
+NODES = [(1, 1), (2, 2), (4, 4), (4, 2), (8, 8), (8, 4), (8, 2)]  # (W, ranks per node)
+CASES = [(4, 1), (4, 3), (8, 1), (8, 8)]  # (K leaves, micro-batches per leaf)
 Params = dict[str, torch.nn.Parameter]
 
 
 # ---- gradients and the oracle ---------------------------------------------------------------------------------------
 
 def wild(shape, seed, *, spread=12):
-    """float32 with random bits in the fraction, exponents of -spread .. spread, and zeros of both signs."""
+    """Random float32 values with exponents from -spread to spread, and negative zeros."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(shape) * 2.0 ** rng.integers(-spread, spread + 1, shape)
     return np.where(rng.random(shape) < 0.1, -0.0, values).astype(np.float32)
 
 
 def gradient(name, K, leaf, micro):
-    """A micro-batch's gradient; 'narrow' is bfloat16, 'absent' has none in most leaves and -0.0 else."""
+    """The gradient of a micro-batch. 'narrow' is bfloat16; 'absent' is -0.0 in leaf 2 and None in other leaves."""
     if name == "absent":
         return torch.full(SHAPES[name], -0.0) if leaf == 2 else None
     values = torch.from_numpy(wild(SHAPES[name], [sum(map(ord, name)), K, leaf, micro]))
@@ -46,7 +46,7 @@ def make_params():
 
 
 def backward(params, K, leaf, micro):
-    """What a micro-batch's backward does: its gradients go into `.grad` as autograd puts them there."""
+    """The backward pass of a micro-batch: autograd adds its gradients to `.grad`."""
     grads = {name: gradient(name, K, leaf, micro) for name in params}
     inputs = [param for name, param in params.items() if grads[name] is not None]
     outputs = [param.view_as(param) for param in inputs]
@@ -63,7 +63,7 @@ def accumulate(params, K, micros, leaves):
 
 
 def leaf_sum(name, K, micros, leaf):
-    """Micro-batches in order, in float32 for every parameter."""
+    """The sum of a leaf's micro-batches in order, in float32 for every parameter."""
     grads = [gradient(name, K, leaf, micro) for micro in range(micros)]
     if grads[0] is None:
         return np.zeros(SHAPES[name], np.float32)
@@ -75,7 +75,7 @@ def leaf_sum(name, K, micros, leaf):
 
 
 def tree(parts):
-    """The definition, by halves from the top."""
+    """The definition of the tree, by recursive halving."""
     half = len(parts) // 2
     return parts[0] if half == 0 else tree(parts[:half]) + tree(parts[half:])
 
@@ -92,17 +92,8 @@ def bits(values):
 
 # ---- inside a rank --------------------------------------------------------------------------------------------------
 
-def test_the_first_micro_batch_is_not_added_to_zero():
-    param = torch.nn.Parameter(torch.ones(3))
-    accumulator = LeafAccumulator([param], 2, micro_batches_per_leaf=1)
-    for _ in range(2):
-        torch.autograd.backward([param.view_as(param)], [torch.full((3,), -0.0)])
-        accumulator.leaf_done()
-    assert torch.signbit(param.grad).all()
-
-
 @pytest.mark.parametrize("bad", [0, 3, 6, -4])
-def test_leaves_that_are_no_power_of_two_are_refused(bad):
+def test_the_number_of_leaves_must_be_a_power_of_two(bad):
     with pytest.raises(ValueError, match=f"leaves of a rank: got {bad}, expected a power of two"):
         LeafAccumulator([], bad, micro_batches_per_leaf=1)
 
@@ -111,7 +102,7 @@ def test_leaves_that_are_no_power_of_two_are_refused(bad):
 
 @settings(max_examples=examples(1.2))
 @given(log_k=st.integers(0, 5), n=st.integers(1, 70), seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_every_split_of_the_tree_gives_its_bits(log_k, n, seed, data):
+def test_every_split_of_the_tree_has_the_same_bits(log_k, n, seed, data):
     K = 1 << log_k
     leaves = [wild((n,), [seed, leaf], spread=40) for leaf in range(K)]
     expected = bits(tree(leaves))
@@ -129,7 +120,7 @@ def test_every_split_of_the_tree_gives_its_bits(log_k, n, seed, data):
 
 
 @pytest.mark.parametrize("W", range(1, 12))
-def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W):
+def test_ranks_are_added_in_pairs_and_an_odd_rank_is_carried_up(W):
     rows = [wild((37,), [W, rank]) for rank in range(W)]
     expected = list(rows)
     while len(expected) > 1:
@@ -141,7 +132,7 @@ def test_ranks_are_added_in_pairs_and_an_odd_one_is_carried(W):
 # ---- across processes -----------------------------------------------------------------------------------------------
 
 def exchange(params, rank, world_size, reduce):
-    """This rank's slices of two messages in flight at once: one is a `.grad` itself, one has all others, padded."""
+    """This rank's slices of two messages in flight at once: one is a `.grad`, the other packs all other gradients."""
     flat = [torch.zeros(param.numel()) if param.grad is None else param.grad.reshape(-1).float()
             for name, param in params.items() if name != "matrix"]
     packed = torch.cat([*flat, torch.zeros(-sum(map(len, flat)) % world_size)])
@@ -154,7 +145,7 @@ def exchange(params, rank, world_size, reduce):
 
 
 def process(rank, folder):
-    """Slices of every case, for every W that has this rank."""
+    """Save the slices of every case, for every W that includes this rank."""
     torch.set_num_threads(1)
     for W in WORLD_SIZES:
         if rank >= W:
@@ -178,7 +169,7 @@ def process(rank, folder):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By W and ranks of a node, then rank."""
+    """{(W, ranks per node): the results of each rank}."""
     folder = tmp_path_factory.mktemp("reduce")
     training.server()  # imports torch once for all eight processes
     mp.start_processes(process, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
@@ -187,22 +178,22 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("K, micros, W, L", [(K, micros, W, L) for K, micros in CASES for W, L in NODES if K % W == 0])
-def test_slices_are_the_tree_for_every_W_and_any_nodes(results, W, L, K, micros):
+def test_slices_equal_the_tree_for_every_W_and_number_of_nodes(results, W, L, K, micros):
     expected = oracle(K, micros)
+    leaves = [leaf_sum("matrix", K, micros, leaf) for leaf in range(K)]
+    assert (bits(tree(leaves[1:] + leaves[:1])) != bits(expected["matrix"])).any(), "the case: order matters"
     for message, names in {"direct": ["matrix"], "packed": [name for name in SHAPES if name != "matrix"]}.items():
-        slices = [of_rank[K, micros][message] for of_rank in results[W, L]]
+        slices = [by_case[K, micros][message] for by_case in results[W, L]]
         assert len({len(part) for part in slices}) == 1
-        got, wanted = bits(torch.cat(slices)), np.concatenate([bits(expected[name]) for name in names])
-        leaves = [leaf_sum("matrix", K, micros, leaf) for leaf in range(K)]
-        assert (bits(tree(leaves[1:] + leaves[:1])) != bits(expected["matrix"])).any(), "the case: order matters"
-        assert (got[:len(wanted)] == wanted).all() and len(got) - len(wanted) < W, message
+        actual, wanted = bits(torch.cat(slices)), np.concatenate([bits(expected[name]) for name in names])
+        assert (actual[:len(wanted)] == wanted).all() and len(actual) - len(wanted) < W, message
 
 
-def test_odd_nodes_are_one_exchange():
+def test_a_single_node_uses_one_exchange():
     assert reduce_over_nodes(1) is tree_reduce and reduce_over_nodes(8) is tree_reduce
 
 
-def test_gradients_travel_as_their_parameters_unless_they_are_sums():
+def test_gradients_have_the_dtype_of_their_parameters_unless_they_are_sums():
     params = [torch.nn.Parameter(torch.ones(5).bfloat16()) for _ in range(2)]
     parts = [Part(f"p{i}", param, {"kind": "adamw"}, 0, 5) for i, param in enumerate(params)]
     message, = lay_out(parts, 2)
@@ -215,8 +206,8 @@ def test_gradients_travel_as_their_parameters_unless_they_are_sums():
     assert message.gradients().dtype == torch.float32
 
 
-def test_an_older_torch_gathers_under_the_older_name(monkeypatch):
-    """`all_gather_single` came with PyTorch 2.13."""
+def test_gather_works_with_the_name_of_older_torch(monkeypatch):
+    """`all_gather_single` is new in PyTorch 2.13."""
     def into(output, mine, *, async_op):
         output.copy_(torch.cat([mine, mine + 1]))
         return mock.Mock()

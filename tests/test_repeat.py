@@ -1,14 +1,32 @@
 """Several seeds of one configuration: the statistics against published tables, and the command on tiny runs."""
 
 import math
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from nanochat.common import read_json
-from scripts import repeat
+from scripts import base_train, repeat
 from tests import training
 
 workplace = training.in_workplace(**training.SMALL, num_iterations=2, save_every=-1, eval_every=2)
+
+
+@pytest.fixture
+def warm_processes(monkeypatch):
+    """Start the runs in processes that have already imported torch."""
+    real_run = subprocess.run
+
+    def run(command, **kwargs):
+        if "scripts.base_train" not in command:
+            return real_run(command, **kwargs)
+        group = training.launch(base_train.main, [command[command.index("scripts.base_train") + 1:]], [{}])
+        [code] = group.wait()
+        print(group.text())
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr(subprocess, "run", run)
 
 
 def test_quantiles_are_those_of_the_tables():
@@ -19,7 +37,7 @@ def test_quantiles_are_those_of_the_tables():
     assert (low, high) == pytest.approx((math.sqrt(4 / 11.143), math.sqrt(4 / 0.4844)), rel=1e-3)
 
 
-def test_signs_are_flipped_in_all_ways():
+def test_p_counts_all_sign_flips():
     assert repeat.sign_flip_p([0.3, 0.1, 0.2, 0.5, 0.4]) == 2 / 32
     assert repeat.sign_flip_p([1.0, -1.0]) == 1.0 and repeat.sign_flip_p([0.0, 0.0, 0.0]) == 1.0
     assert repeat.sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8  # |sum| of 4 or more: +++, ++-, and their mirror images
@@ -40,7 +58,7 @@ def command(capsys, *words, **changed):
     return read_json(training.run_dir().parents[1] / "repeats" / f"{name}.json"), capsys.readouterr().out
 
 
-def test_seeds_of_weights_and_data_vary_apart_and_a_rerun_differs_by_nothing(capfd):
+def test_seeds_of_weights_and_data_vary_separately_and_a_rerun_is_equal(warm_processes, capfd):
     weights, out = command(capfd, "--name=w", "--seeds=2", "--vary=weights", "--rerun")
     assert weights["rerun_difference"] == 0.0 and "a rerun of seed 1 differs by 0" in out
     assert training.digests("w-seed1") == training.digests("w-seed2") == training.digests("w-rerun-seed1")
@@ -50,11 +68,14 @@ def test_seeds_of_weights_and_data_vary_apart_and_a_rerun_differs_by_nothing(cap
     assert training.losses("d-seed1") != training.losses("w-seed1")
 
 
-def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reused(capfd):
-    base, _ = command(capfd, "--name=base", "--seeds=2")
-    twice, out = command(capfd, "--name=base", "--seeds=2")
-    assert f"{base['bits_per_byte'][0]:.6f}" in out, "noise is in the digits that a table of three leaves out"
-    assert twice == base and "completed" in out and len(training.events("started", "base-seed1")) == 1
+def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reused(capfd, request):
+    base, _ = command(capfd, "--name=base", "--seeds=2", "--jobs=2")  # the real processes
+    repeats = training.run_dir().parents[1] / "repeats"
+    assert all("completed" in (repeats / f"base-seed{seed}.log").read_text() for seed in (1, 2))
+    request.getfixturevalue("warm_processes")
+    same, out = command(capfd, "--name=base", "--seeds=2")
+    assert f"{base['bits_per_byte'][0]:.6f}" in out, "three digits would not show the noise"
+    assert same == base and "completed" in out and len(training.events("started", "base-seed1")) == 1
     change, out = command(capfd, "--name=lr", "--against=base", matrix_lr=0.1)
     differences = [a - b for a, b in zip(change["bits_per_byte"], base["bits_per_byte"], strict=True)]
     assert change["against"]["differences"] == differences and change["against"]["p"] in (0.5, 1.0)

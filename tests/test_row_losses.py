@@ -1,4 +1,4 @@
-"""The loss of every row of every step: its file, and what a run writes into it."""
+"""The losses of rows: their file, and the values that a run writes."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def files(tag: str = "run") -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_they_are_those_of_the_rows_and_the_same_on_any_number_of_processes_through_a_kill():
+def test_losses_of_rows_are_right_and_equal_on_one_process_and_two_and_after_a_kill():
     training.succeed(model_tag="one")
     training.finish(2, model_tag="two")
     assert training.start(model_tag="killed", hook=partial(training.die_after_step, 2)).wait() != [0]
@@ -57,8 +57,8 @@ def test_they_are_those_of_the_rows_and_the_same_on_any_number_of_processes_thro
         assert logged[step]["loss"] == pytest.approx(float(nats.sum(dtype=np.float64)) / live.sum(), rel=1e-12)
 
 
-def test_verify_reads_those_of_every_logged_step(capsys):
-    """Regression: it took logs/rows for a folder of token files."""
+def test_verify_checks_the_losses_of_every_logged_step(capsys):
+    """Regression: verify took logs/rows for a folder of token files."""
     training.succeed(model_tag="verified")
     folder = training.run_dir("verified") / "logs" / "rows"
     assert verify.main(["verified"]) == 0
@@ -73,7 +73,7 @@ def test_verify_reads_those_of_every_logged_step(capsys):
     assert f"losses of the rows of {STEPS - 1} steps OK" in out
 
 
-def test_without_them_a_run_has_the_same_weights():
+def test_a_run_without_losses_of_rows_has_the_same_weights():
     training.succeed(model_tag="with")
     training.succeed(model_tag="without", row_losses=False)
     assert weights("with") == weights("without")
@@ -81,7 +81,7 @@ def test_without_them_a_run_has_the_same_weights():
         losses("without").read(0)
 
 
-def test_records_are_found_by_step_and_damage_is_one_sentence(tmp_path):
+def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
     (tmp_path / "logs" / "rows").mkdir(parents=True)
     kept = RowLosses(tmp_path, num_rows=3, T=70_000)
     for step in (0, 9_999, 10_001, 9_999):
@@ -90,12 +90,12 @@ def test_records_are_found_by_step_and_damage_is_one_sentence(tmp_path):
     for step in (0, 9_999, 10_001):
         nats, live = kept.read(step)
         assert nats.tolist() == [step, 0.5, 2.0] and live.tolist() == [70_000, 0, 1]
-    for step in (1, 10_000, 10_002, 30_000):  # between two records, before one, behind the last, no file
+    for step in (1, 10_000, 10_002, 30_000):  # between two records, before the first, after the last, no file
         with pytest.raises(FileNotFoundError, match=f"no losses of the rows of step {step}: "):
             kept.read(step)
     file = kept.folder / "step-00010000.bin"
     data = bytearray(file.read_bytes())
-    file.write_bytes(data[:-1])  # what a crash leaves
+    file.write_bytes(data[:-1])  # truncated by a crash
     with pytest.raises(FileNotFoundError, match="step 10001"):
         kept.read(10_001)
     kept.write(10_001, [1.0, 2.0, 3.0], [1, 2, 3])
@@ -104,6 +104,6 @@ def test_records_are_found_by_step_and_damage_is_one_sentence(tmp_path):
     file.write_bytes(data)
     with pytest.raises(ValueError, match="rows of step 10001 are corrupt"):
         kept.read(10_001)
-    file.write_bytes(data[kept.size:] * 3)  # a good record of another step
+    file.write_bytes(data[kept.size:] * 3)  # a valid record of another step
     with pytest.raises(ValueError, match="rows of step 10000 are corrupt"):
         kept.read(10_000)

@@ -1,4 +1,4 @@
-"""A save comes before anything that may fail at the same step, and a failed evaluation does not end a run."""
+"""A save precedes everything that can fail at the same step, and a failed evaluation does not end a run."""
 
 import re
 from functools import partial
@@ -22,12 +22,12 @@ def out_of_memory() -> None:
 
 
 def out_of_memory_on_rank_1() -> None:
-    """From now on evaluations run out of memory there."""
+    """Make evaluations run out of memory on rank 1."""
     if training.os.environ.get("RANK") == "1":
         before("nanochat.loss_eval._measure_own", 1, out_of_memory)
 
 
-def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_finishes_the_evaluation_later():
+def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_evaluation():
     succeed(model_tag="whole")
     group = start(hook=partial(before, "nanochat.loss_eval.evaluate_buckets", 3, die))
     group.wait_for_death()
@@ -45,12 +45,12 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_finishes_the_
     ("nanochat.integrations.core_eval.read_bundle", {"core_metric_every": 4}, "CORE"),
     ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples")])
 def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what):
-    """Every call fails from the time that the run has started."""
+    """Every call fails once the run has started."""
     place, name = function.rsplit(".", 1)
     owner = training.pkgutil.resolve_name(place)
     monkeypatch.setattr(core_eval, "read_bundle", lambda *args: [])
     monkeypatch.setattr(trainer.Journal, "started",
-                        lambda *args, **told: monkeypatch.setattr(owner, name, lambda *args, **how: out_of_memory()))
+                        lambda *args, **kwargs: monkeypatch.setattr(owner, name, lambda *a, **k: out_of_memory()))
     outcome = succeed(**flags)
     failed = [event for event in events("evaluation_failed") if event["what"] == what]
     assert [event["step"] for event in failed] == ([0, 2, 4] if what == "evaluation" else [4])
@@ -58,17 +58,17 @@ def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, functi
     assert checkpoints() == ["final"] and len(digests()) == 4 and len(events("completed")) == 1
 
 
-def test_where_one_rank_fails_in_an_evaluation_no_other_waits_for_it():
-    told = finish(2, hook=out_of_memory_on_rank_1)
+def test_if_an_evaluation_fails_on_one_rank_the_other_does_not_wait():
+    output = finish(2, hook=out_of_memory_on_rank_1)
     assert [event["step"] for event in events("evaluation_failed")] == [0]
-    assert "rank 1" in events("evaluation_failed")[0]["reason"] and "failed: " in told
+    assert "rank 1" in events("evaluation_failed")[0]["reason"] and "failed: " in output
     assert [event["step"] for event in events("val")] == [2, 4] and checkpoints() == ["final"]
 
 
 # ---- saves by time --------------------------------------------------------------------------------------------------
 
 def a_save_is_due_at_every_step(rank: str = "0") -> None:
-    """By the clock of one rank, from now on."""
+    """Make a save due by the clock of one rank at every step."""
     if training.os.environ.get("RANK", "0") == rank:
         trainer.SAVE_EVERY_S = 0.0
 
@@ -77,20 +77,20 @@ def a_save_is_due_at_every_step(rank: str = "0") -> None:
     ({}, ["checkpoint-4", "checkpoint-5"]), ({"save_every": 0}, []), ({"save_every": 4}, ["checkpoint-4"]),
     ({"keep_last_k": 1}, ["checkpoint-5"]),
     ({"keep_milestone_every": 2}, ["checkpoint-2", "checkpoint-4", "checkpoint-5"])])
-def test_saves_by_time_are_the_default_and_only_the_newest_two_stay(monkeypatch, flags, kept):
+def test_saves_by_time_are_the_default_and_keep_the_newest_two(monkeypatch, flags, kept):
     monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
     succeed(**{"num_iterations": 6, "eval_every": -1, **flags})
     assert checkpoints() == [*kept, "final"]
 
 
-def test_saves_by_time_never_delete_what_a_launch_with_save_every_saved(monkeypatch):
+def test_saves_by_time_keep_the_saves_of_an_earlier_launch_with_save_every(monkeypatch):
     succeed(save_every=1, num_iterations=3, eval_every=-1)
     monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
     succeed(num_iterations=7, eval_every=-1)
     assert checkpoints() == [*(f"checkpoint-{step}" for step in (1, 2, 3, 5, 6)), "final"]
 
 
-def test_all_ranks_save_when_the_clock_of_one_says_so():
+def test_all_ranks_save_when_a_save_is_due_on_one():
     finish(2, hook=partial(a_save_is_due_at_every_step, "1"), eval_every=-1, keep_last_k=9)
     assert checkpoints() == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "final"]
 
@@ -98,8 +98,8 @@ def test_all_ranks_save_when_the_clock_of_one_says_so():
 # ---- out of memory --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("function", ["nanochat.optim.MuonAdamW.step", "nanochat.gpt.GPT.init_weights"])
-def test_running_out_of_gpu_memory_gives_one_sentence_and_keeps_the_last_save(monkeypatch, function):
-    """In a step, or when the model is made."""
+def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypatch, function):
+    """In a step, or while the model is built."""
     succeed(num_iterations=2, eval_every=-1)
     place, name = function.rsplit(".", 1)
     monkeypatch.setattr(training.pkgutil.resolve_name(place), name, lambda *args, **how: out_of_memory())

@@ -1,4 +1,4 @@
-"""Horizon and schedule against numbers worked out by hand."""
+"""Horizon and schedule against manually computed numbers."""
 
 import math
 from itertools import pairwise
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from nanochat.schedule import Horizon, Schedule, resolve_horizon
 
-FLAGS = {"num_iterations": -1, "target_flops": -1.0, "target_param_data_ratio": -1.0,
-                         "total_batch_size": -1, "weight_decay": 0.28, "sequence_len": 2048,
-                         "scaling_params": 100_000_000, "reference_scaling_params": 100_000_000, "flops_per_token": 1e9}
+FLAGS = {"num_iterations": -1, "target_flops": -1.0, "target_param_data_ratio": -1.0, "total_batch_size": -1,
+         "weight_decay": 0.28, "sequence_len": 2048, "scaling_params": 100_000_000,
+         "reference_scaling_params": 100_000_000, "flops_per_token": 1e9}
 
 
 def horizon(**changes):
@@ -21,7 +21,7 @@ def horizon(**changes):
 
 # ---- horizon --------------------------------------------------------------------------------------------------------
 
-def test_the_reference_model_is_left_as_it_is():
+def test_the_reference_model_is_not_scaled():
     h = horizon(target_param_data_ratio=12)
     assert h == Horizon(num_iterations=2288, total_batch_size=524_288, batch_lr_scale=1.0,
                         weight_decay_scaled=0.28)  # 1.2e9 / 524288 = 2288.8
@@ -30,13 +30,13 @@ def test_the_reference_model_is_left_as_it_is():
 
 @pytest.mark.parametrize("size, batch, lr, steps", [(16, 2**21, 2.0, 7629), (1 / 16, 2**17, 0.5, 476)])
 def test_a_larger_model_gets_a_larger_batch(size, batch, lr, steps):
-    """16^0.383 = 2^1.532, which is rounded to 4."""
+    """16^0.383 = 2^1.532 is rounded to 4."""
     h = horizon(target_param_data_ratio=10, scaling_params=int(100_000_000 * size))
     assert (h.total_batch_size, h.batch_lr_scale, h.num_iterations) == (batch, lr, steps)
     assert h.weight_decay_scaled == pytest.approx(0.28 * lr / size)
 
 
-def test_iterations_before_flops_before_ratio():
+def test_iterations_take_precedence_over_flops_and_flops_over_the_ratio():
     every = {"num_iterations": 7, "target_flops": 1e9 * 2**19 * 11.4, "target_param_data_ratio": 12}
     assert horizon(**every).num_iterations == 7
     assert horizon(**{**every, "num_iterations": -1}).num_iterations == 11
@@ -48,7 +48,7 @@ def test_iterations_before_flops_before_ratio():
             horizon(**wrong)
 
 
-def test_an_explicit_batch_counts_and_must_hold_whole_rows():
+def test_an_explicit_batch_is_used_and_must_hold_whole_rows():
     h = horizon(num_iterations=1, total_batch_size=2**17)
     assert (h.total_batch_size, h.batch_lr_scale, h.weight_decay_scaled) == (2**17, 0.5, 0.14)
     for wrong in (2**17 + 1, 1024, 0, -2048):
@@ -58,7 +58,7 @@ def test_an_explicit_batch_counts_and_must_hold_whole_rows():
 
 @pytest.mark.parametrize(("name", "value"), [("target_flops", 1e300), ("target_param_data_ratio", 1e300),
                                              ("curriculum_tokens", 10**30)])
-def test_a_horizon_that_no_run_can_reach_is_refused(name, value):
+def test_an_unreachable_horizon_is_refused(name, value):
     flag = "--curriculum" if name == "curriculum_tokens" else "--" + name.replace("_", "-")
     with pytest.raises(ValueError, match=f"{flag}: .* steps, expected at most 1,000,000,000"):
         horizon(**{name: value})
@@ -69,8 +69,8 @@ def test_an_automatic_batch_is_a_power_of_two_rows(T, params):
     h = horizon(num_iterations=1, sequence_len=T, scaling_params=params)
     rows = h.total_batch_size // T
     assert h.total_batch_size == rows * T and rows >= 1 and rows & (rows - 1) == 0
-    wanted = 2**19 * (params / 100_000_000) ** 0.383
-    assert rows == 1 or abs(math.log2(h.total_batch_size / wanted)) <= 0.5 + 1e-9
+    exact = 2**19 * (params / 100_000_000) ** 0.383
+    assert rows == 1 or abs(math.log2(h.total_batch_size / exact)) <= 0.5 + 1e-9
 
 
 # ---- schedule -------------------------------------------------------------------------------------------------------
@@ -83,12 +83,12 @@ LONG = Schedule(num_iterations=2000, warmup_steps=40, warmdown_ratio=0.5, final_
     (LONG.momentum, {0: 0.85, 100: 0.88, 200: 0.91, 400: 0.97, 1000: 0.97, 1500: 0.935, 2000: 0.90}),
     (LONG.weight_decay, {0: 1.0, 500: 0.5 * (1 + math.sqrt(0.5)), 1000: 0.5, 2000: 0.0, 3000: 0.0}),
     (Schedule(10, warmup_steps=0, warmdown_ratio=0.0).lr, dict.fromkeys(range(11), 1.0))])
-def test_curves_by_hand(curve, expected):
+def test_curves(curve, expected):
     assert {step: curve(step) for step in expected} == pytest.approx(expected)
 
 
 @given(steps=st.integers(1, 60), warmup=st.integers(0, 200), ratio=st.floats(0, 1), frac=st.floats(0, 1))
-def test_short_runs_are_bounded_and_come_down(steps, warmup, ratio, frac):
+def test_in_short_runs_rates_are_bounded_rise_fall_and_never_jump(steps, warmup, ratio, frac):
     s = Schedule(steps, warmup_steps=warmup, warmdown_ratio=ratio, final_lr_frac=frac)
     rates = [s.lr(i) for i in range(steps + 1)]
     assert all(0 <= r <= 1 for r in rates)
@@ -96,7 +96,7 @@ def test_short_runs_are_bounded_and_come_down(steps, warmup, ratio, frac):
     if s.warmdown_steps:
         assert rates[-1] <= frac + 1e-12
     peak = rates.index(max(rates))
-    changes = [b - a for a, b in pairwise(rates)]  # but for the last bit of a float
+    changes = [b - a for a, b in pairwise(rates)]  # with a tolerance for rounding
     assert all(c > -1e-12 for c in changes[:peak]) and all(c < 1e-12 for c in changes[peak:])
     slope = max(1 / warmup if warmup else 0, (1 - frac) / s.warmdown_steps if s.warmdown_steps else 0)
     assert all(abs(change) <= slope + 1e-12 for change in changes), "no jumps"

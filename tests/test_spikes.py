@@ -1,4 +1,4 @@
-"""Steps that are clipped or skipped: the same on any number of processes and through whatever happens to a run."""
+"""Clipped and skipped steps are the same on any number of processes, and in a run that is killed and moved."""
 
 import math
 from functools import partial
@@ -12,22 +12,22 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import read_state
 from nanochat.run_dir import iter_log
 from tests import training
-from tests.test_bitwise import parted
+from tests.test_bitwise import differences
 from tests.training import die_after_step
 
 BEFORE, SPIKE, AFTER = 13, 1, 3  # steps of prose, of noise, of prose again
 RUN = {**training.SMALL, "leaves": 4, "save_every": 3, "skip_spikes": 6.0, "max_grad_norm": 0.4,
-                       "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.06, "num_iterations": None}
+       "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.06, "num_iterations": None}
 
 
-def few_are_enough():
-    """For the rest of a process."""
+def small_window():
+    """Shrink the window for the rest of a process."""
     mock.patch.multiple(spikes, ENOUGH=8, WINDOW=8).__enter__()
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Flags of a run one of whose steps is noise."""
+    """Flags of a run with one step of noise."""
     with training.workplace(tmp_path_factory.mktemp("spikes")) as path:
         noise = ["".join(chr(33 + (i * i * 7 + i * k) % 90) for i in range(800)) for k in range(40)]
         for bucket in ("prose", "noise"):
@@ -38,7 +38,7 @@ def corpus(tmp_path_factory):
                          for steps, bucket in ((BEFORE, "prose"), (SPIKE, "noise"), (AFTER, "prose")))
         (path / "mix.yaml").write_text(f"curriculum:\n{phases}max_epochs: {{prose: 9, noise: 9}}\n")
         flags = {**RUN, "data_path": path / "text", "curriculum": path / "mix.yaml"}
-        straight = training.start(1, hook=few_are_enough, **flags, model_tag="straight")
+        straight = training.start(1, hook=small_window, **flags, model_tag="straight")
         assert straight.wait() == [0], straight.text()
         yield flags
 
@@ -62,21 +62,21 @@ def test_the_planted_step_is_skipped_logged_and_counted(corpus):
 
 
 def killed(after):
-    few_are_enough()
+    small_window()
     die_after_step(after)
 
 
 def test_killed_around_the_spike_and_moved_to_four_processes_it_ends_with_the_same_bits(corpus):
-    """The last save before the kills was before the spike: all of it comes again."""
+    """The last save is before the spike, so every launch repeats it."""
     for after in (BEFORE - 1, BEFORE + 1):
         training.start(1, hook=partial(killed, after), **corpus, model_tag="killed", sync_save=True).wait_for_death()
     assert f"checkpoint-{BEFORE - 1}" in training.checkpoints("killed")
-    last = training.start(4, hook=few_are_enough, **corpus, model_tag="killed")
+    last = training.start(4, hook=small_window, **corpus, model_tag="killed")
     assert last.wait() == [0] * 4, last.text()
-    assert parted("straight", "killed") == set() and skipped("killed") == [BEFORE]
+    assert differences("straight", "killed") == set() and skipped("killed") == [BEFORE]
 
 
-def test_ten_in_a_row_end_the_run_with_the_way_out(corpus):
+def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):
     with mock.patch.object(trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)):
         outcome = training.run(**corpus, model_tag="diverged")
     assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err
@@ -101,7 +101,7 @@ def test_z_loss_changes_gradients_and_not_the_loss(reduction, chunk):
     config = GPTConfig.from_depth(1, vocab_size=96, sequence_len=16, aspect_ratio=24, head_dim=12)
     tokens = torch.randint(96, (3, 17), generator=torch.Generator().manual_seed(0))
     targets = tokens[:, 1:].masked_fill(tokens[:, 1:] < 20, -100)
-    found = []
+    results = []
     for z_loss in (0.0, 0.1):
         model = GPT(config, z_loss=z_loss)
         model.init_weights(seed=1, compute_dtype=torch.float32)
@@ -109,9 +109,9 @@ def test_z_loss_changes_gradients_and_not_the_loss(reduction, chunk):
         with mock.patch("nanochat.gpt.LOSS_CHUNK", chunk):
             loss = model(tokens[:, :-1], targets, loss_reduction=reduction)
             loss.sum().backward()
-        found.append((loss.detach(), model.lm_head.weight.grad))
-    (plain, before), (told, after) = found
-    assert torch.equal(plain, told)
+        results.append((loss.detach(), model.lm_head.weight.grad))
+    (plain, before), (with_z_loss, after) = results
+    assert torch.equal(plain, with_z_loss)
     logits = model(tokens[:, :-1])
     z = 0.1 * logits.logsumexp(-1).square()[targets >= 0].sum() / (1 if reduction != "mean" else (targets >= 0).sum())
     model.zero_grad()

@@ -1,4 +1,4 @@
-"""The table of a sweep is what its runs logged; laws and best sizes against data of a known law; the scripts."""
+"""Sweeps: tables against the logs of runs, laws and best sizes against data of a known law, and the shell scripts."""
 
 import csv
 import os
@@ -19,7 +19,7 @@ SIZES = {"small": 12, "medium": 24, "large": 36}
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three sizes that are completed, and a run that is not."""
+    """Completed runs of three sizes, and an unfinished run."""
     with training.workplace(tmp_path_factory.mktemp("sweep")) as path:
         for tag, width in SIZES.items():
             flags = {**training.SMALL, "aspect_ratio": width, "num_iterations": width // 6, "eval_every": 9}
@@ -29,10 +29,10 @@ def runs(tmp_path_factory):
         yield path
 
 
-def test_a_row_is_what_the_run_logged(runs, capsys):
+def test_a_row_has_the_logged_values_of_its_run(runs, capsys):
     assert sweep.main(["--prefix=s_", f"--out={runs / 'out'}"]) == 0
-    told = capsys.readouterr().out
-    assert "left out: s_unfinished is not completed" in told
+    output = capsys.readouterr().out
+    assert "skipped: s_unfinished is not completed" in output
     rows = list(csv.DictReader((runs / "out" / "results.csv").read_text().splitlines()))
     assert [row["run"] for row in rows] == ["s_small", "s_medium", "s_large"]
     for row in rows:
@@ -44,73 +44,74 @@ def test_a_row_is_what_the_run_logged(runs, capsys):
         assert row["core"] == row["peak_memory_bytes"] == row["flops_budget"] == ""
     laws = list(csv.DictReader((runs / "out" / "fit.csv").read_text().splitlines()))
     assert [(law["points"], law["of"]) for law in laws] == [("3", "params_scaling"), ("3", "tokens")]
-    assert told.count("one standard error)") == 2
+    assert output.count("one standard error)") == 2
     for name in ("isoflops.png", "scaling.png"):
         assert (runs / "out" / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("tags, why", [
-    (["s_small"], "the runs have 1 size(s), and a law needs at least 3"),
-    (["s_small", "s_large"], "the runs have 2 size(s), and a law needs at least 3"),
+    (["s_small"], "the runs have 1 size(s), but a law needs at least 3"),
+    (["s_small", "s_large"], "the runs have 2 size(s), but a law needs at least 3"),
     (["s_small", "s_medium", "s_large", "other"], "s_small and other have different data or tokenizers")])
-def test_runs_that_are_no_sweep_get_a_table_and_no_laws(runs, tmp_path, tags, why, capsys):
-    """Regression: a law was fitted to any two runs."""
+def test_runs_without_a_sweep_get_a_table_but_no_laws(runs, tmp_path, tags, why, capsys):
+    """Regression: laws were fitted to any two runs."""
     if "other" in tags:
         shutil.copytree(runs / "runs" / "s_large", runs / "runs" / "other")
         manifest = runs / "runs" / "other" / "data_manifest.json"
         manifest.write_text(manifest.read_text().replace('"footer": "', '"footer": "0'))
     assert sweep.main([*tags, f"--out={tmp_path}"]) == 0
-    told = capsys.readouterr().out
-    assert f"no laws: {why}" in told and "FLOPs^" not in told
+    output = capsys.readouterr().out
+    assert f"no laws: {why}" in output and "FLOPs^" not in output
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + len(tags)
     assert (tmp_path / "fit.csv").read_text().splitlines() == [",".join(sweep.LAW_COLUMNS)]
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def made(budgets, sizes):
-    """Runs whose best size is 0.1 * FLOPs^0.5: parabolas in log(parameters), a little noisy."""
+def synthetic_runs(budgets, sizes):
+    """Runs with the best size 0.1 * FLOPs^0.5: parabolas in log(parameters) with a little noise."""
     rng = np.random.default_rng(0)
     return [{"run": "r", "flops_budget": C, "flops": C, "params_scaling": N, "tokens": C / (6 * N),
              "val_bpb": 1 + 0.1 * np.log(N / (0.1 * C**0.5)) ** 2 + rng.normal(0, 1e-5)}
             for C in budgets for N in sizes]
 
 
-def test_a_known_law_is_found_within_its_error():
-    points = sweep.points_of(made([1e12, 1e13, 1e14, 1e15], np.geomspace(2e4, 1e7, 9)))
+def test_a_known_law_is_recovered_within_its_error():
+    points = sweep.points_of(synthetic_runs([1e12, 1e13, 1e14, 1e15], np.geomspace(2e4, 1e7, 9)))
     assert {point["how"] for point in points} == {"minimum of a parabola"}
     for what in ("params_scaling", "tokens"):
         law = sweep.power_law(points, what)
         assert abs(law["exponent"] - 0.5) < max(0.01, 3 * law["standard_error"]) and law["standard_error"] < 0.01
         assert f"(exponent ± {law['standard_error']:.2g}, one standard error)" in sweep.describe_law(law)
         [line] = csv.DictReader(sweep.to_csv(sweep.LAW_COLUMNS, [law]).splitlines())
-        assert float(line["standard_error"]) == law["standard_error"], "fit.csv states it"
+        assert float(line["standard_error"]) == law["standard_error"], "fit.csv contains the error"
     assert sweep.power_law(points, "params_scaling")["factor"] == pytest.approx(0.1, rel=0.3)
 
 
-def test_the_error_is_the_one_of_least_squares_and_two_budgets_have_none():
-    """Regression: a third run of a second budget made an error near 0 of a line through two budgets."""
+def test_the_error_is_that_of_least_squares_and_two_budgets_have_none():
+    """Regression: for two budgets, a third run gave a line through two points an error near 0."""
     points = [{"flops": C, "tokens": tokens} for C, tokens in ((1e10, 1e5), (1e11, 4e5), (1e12, 9e5), (1e13, 4e6))]
     law, x = sweep.power_law(points, "tokens"), np.log([point["flops"] for point in points])
     expected = np.polyfit(x, np.log([point["tokens"] for point in points]), 1, cov=True)
     assert (law["exponent"], law["standard_error"]) == pytest.approx((expected[0][0], expected[1][0, 0] ** 0.5))
-    again = sweep.power_law([*points[:2], {"flops": 1.001e11, "tokens": 4.001e5}], "tokens")
-    assert again["points"] == 3 and again["standard_error"] is None
+    law = sweep.power_law([*points[:2], {"flops": 1.001e11, "tokens": 4.001e5}], "tokens")
+    assert law["points"] == 3 and law["standard_error"] is None
 
 
-def test_a_best_size_outside_of_the_sizes_is_said():
-    [point] = sweep.points_of(made([1e12], np.geomspace(1e6, 1e7, 4)))
+def test_a_best_size_at_the_edge_is_reported():
+    [point] = sweep.points_of(synthetic_runs([1e12], np.geomspace(1e6, 1e7, 4)))
     assert point["params_scaling"] == 1e6 and "at the edge" in point["how"]
 
 
-@pytest.mark.parametrize("script, runs_made", [("miniseries", 3), ("scaling_laws", 9)])
+@pytest.mark.parametrize("script, num_runs", [("miniseries", 3), ("scaling_laws", 9)])
 @pytest.mark.parametrize("tiny", ["", "1"])
-def test_the_commands_of_the_scripts_can_be_run(tmp_path, script, runs_made, tiny):
-    told = subprocess.run(["bash", f"runs/{script}.sh", "name"], cwd=ROOT, text=True, capture_output=True, check=True,
-                          env={**os.environ, "DRY_RUN": "1", "TINY": tiny, "NANOCHAT_BASE_DIR": str(tmp_path)}).stdout
-    trained = [line.split("scripts.base_train ")[1].split() for line in told.splitlines() if "base_train" in line]
-    assert len(trained) >= runs_made and len(trained) == len({tuple(flags) for flags in trained})
+def test_the_shell_scripts_print_valid_commands(tmp_path, script, num_runs, tiny):
+    lines = subprocess.run(["bash", f"runs/{script}.sh", "name"], cwd=ROOT, text=True, capture_output=True, check=True,
+                           env={**os.environ, "DRY_RUN": "1", "TINY": tiny, "NANOCHAT_BASE_DIR": str(tmp_path)}
+                           ).stdout.splitlines()
+    trained = [line.split("scripts.base_train ")[1].split() for line in lines if "base_train" in line]
+    assert len(trained) >= num_runs and len(trained) == len({tuple(flags) for flags in trained})
     for flags in trained:
         base_train.parse_args(flags[1:] if flags[0] == "--" else flags)
-    [line] = [line for line in told.splitlines() if "scripts.sweep" in line]
+    [line] = [line for line in lines if "scripts.sweep" in line]
     assert len(sweep.parse_args(line.split("scripts.sweep ")[1].split()).runs) == len(trained)
     assert not list(tmp_path.iterdir())

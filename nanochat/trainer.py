@@ -25,7 +25,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -431,8 +431,28 @@ class Silence:
 
     wandb_id: str | None = None
 
-    def __getattr__(self, name: str) -> Callable[..., str]:
-        return lambda *args, **kwargs: ""
+    def started(self, world_size: int, **record: Any) -> None: ...
+
+    def event(self, name: str, **record: Any) -> None: ...
+
+    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
+
+    def ending(self, reason: str) -> None: ...
+
+    def end(self, status: str, reason: str = "") -> None: ...
+
+    def close(self, status: str = "", reason: str = "") -> None: ...
+
+    def lost(self) -> str:
+        return ""
+
+    refresh = lost  # of a `RunState`
+
+    def log(self, values: Mapping[str, Any]) -> None: ...
+
+    def at(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Journal:

@@ -202,7 +202,7 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
         assert not training.run_dir().exists(), "the bundle is checked before anything is written"
         trackers = []
         with monkeypatch.context() as patch:
-            patch.setattr(Silence, "log", lambda self, values: trackers.append(values), raising=False)
+            patch.setattr(Silence, "log", lambda self, values: trackers.append(values))
             outcome = training.succeed(**flags, eval_bundle=bundle)
         events = training.events("core")
         assert [event["step"] for event in events] == [2, 3] and len(events[0]["centered_results"]) == 3

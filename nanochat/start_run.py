@@ -34,7 +34,7 @@ from nanochat.attention import activate_kernel
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import as_path, begin_launch, get_dist_info, is_remote, print0, show, write_json
-from nanochat.config import Settings, flag, go_on, stream_config
+from nanochat.config import Settings, flag, resume_settings, stream_config
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
     DATA_MANIFEST,
@@ -203,7 +203,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     config, notices, checkpoint, origin = dict[str, Any](), list[str](), None, None
     if exists and not scratch:
         config = read_config(run_dir)
-        settings, notices = go_on(config, settings, run_dir=run_dir)
+        settings, notices = resume_settings(config, settings, run_dir=run_dir)
     if not scratch:
         is_auto = settings.resume == "auto"
         checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)

@@ -176,7 +176,7 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("--window-pattern=SXL", ("window_pattern", "letters S")),
     ("--depth=0", ("--depth: got 0", "expected at least 1")),
     ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
-    ("d12", ("d12: this word has no place here; --model-tag=d12 names a run",)),
+    ("d12", ("d12: not a flag; use --model-tag=d12 to name a run",)),
     ("--init-from=nobody", ("nobody", "run")),
     ("--init-from=run@5", ("'5'", "checkpoint-6, checkpoint-4")),
     ("--init-from=run --depth=3", ("another architecture", "no weight was loaded", "--model-tag", "n_layer")),
@@ -206,7 +206,7 @@ RESUMED = [  # a run that does not go on
 ]
 
 READERS = [
-    *((f"{script} --run=d12", {}, ("--run: a run is named without a flag, as in d12 and not --run=d12",))
+    *((f"{script} --run=d12", {}, ("--run: the name of a run takes no flag; write d12 instead of --run=d12",))
       for script in ("sample", "base_eval", "report", "infer_bench", "status")),
     ("status d2", {}, ("no run 'd2'",)),
     ("status run", {STATE: "{"}, ("run_state.json: not valid JSON",)),

@@ -37,12 +37,12 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_say_something():
 
 
 @pytest.mark.parametrize("argv, told", [
-    (["--dept=4"], "error: --dept: there is no such flag; did you mean --depth? (all flags: --help)"),
-    (["--input=x"], "error: --input: there is no such flag; did you mean --input-dir?"),
-    (["--zeal"], "error: --zeal: there is no such flag"), ([], "error: the following arguments are required: --text"),
-    (["--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
+    (["--dept=4"], "error: --dept: unknown flag; did you mean --depth? (all flags: --help)"),
+    (["--input=x"], "error: --input: unknown flag; did you mean --input-dir?"),
+    (["--zeal"], "error: --zeal: unknown flag"), ([], "error: the following arguments are required: --text"),
+    (["--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
     (["--text=x", "y"], "error: unrecognized arguments: y"),
-    (["rows", "--txet=x"], "error: --txet: there is no such flag; did you mean --text?"),
+    (["rows", "--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
     (["--resume-from-step=7"], "error: --resume-from-step: say --resume=PATH"),
     (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'"),
     (["--depth=1", "--text=x"], "error: argument --depth: got 1, expected at least 2, or -1")])

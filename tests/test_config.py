@@ -9,7 +9,7 @@ import pytest
 from nanochat import config
 from nanochat.cli import Parser, setting
 from nanochat.common import write_json
-from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, go_on, settings_table
+from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, resume_settings, settings_table
 
 RUN_DIR = Path("/runs/d4")
 FIXED = {
@@ -69,7 +69,7 @@ def test_help_shows_each_flag_with_its_default():
 
 
 @pytest.mark.parametrize(("argv", "told"), [
-    (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
+    (["--init-optimizer"], "name it with --init-from=RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
     (["--tokenizer-threads=0"], "--tokenizer-threads: got 0"), (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
     (["--walltime-reserve-seconds=-1"], "--walltime-reserve-seconds: got -1.0, expected at least 0"),
     (["--collective-timeout-seconds=0"], "--collective-timeout-seconds: got 0.0, expected a number above 0"),
@@ -84,13 +84,13 @@ def test_help_shows_each_flag_with_its_default():
     (["--skip-spikes=nan"], "--skip-spikes: got nan"), (["--z-loss=-1"], "--z-loss: got -1.0"),
     *(([f"{name}={value}"], f"{name}: got {float(value)}, expected a finite number") for value in ("inf", "nan", "-inf")
       for name in ("--z-loss", "--walltime-reserve-seconds", "--weight-decay", "--max-grad-norm")),
-    (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
-    (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
-    (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
+    (["--text-field=body", "--data-format=shards"], "--text-field=body: applies to text only"),
+    (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: has no effect with --order=lanes"),
+    (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: has no effect with --order=megatron"),
     (["--curriculum={"], "--curriculum: not valid JSON"),
     (["--curriculum={}"], "curriculum: expected a list, got nothing"),
     (["--curriculum=" + '{"a":' * 100_000], "--curriculum: not valid JSON"),
-    (["--blend-weights=0,1"], "it does nothing with --order lanes"),
+    (["--blend-weights=0,1"], "has no effect with --order=lanes"),
     *(([f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"], "numbers above 0")
       for weights in ("0,1", "1,inf", "nan,1"))])
 def test_flags_that_contradict_each_other_are_refused(argv, told):
@@ -144,14 +144,14 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
 
 
 @pytest.mark.parametrize("text, told", [
-    ("depht: 3", "--depht: there is no such flag; did you mean --depth?"), ("zeal: 3", "--zeal: there is no such flag"),
+    ("depht: 3", "--depht: unknown flag; did you mean --depth?"), ("zeal: 3", "--zeal: unknown flag"),
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
-    ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
-    ("training: {max_steps: 9}", "--training: gpt-simple's files have sections; here each flag stands at the top "
-                                 "level, as data_path: DIR"),
+    ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of from flags to values"),
+    ("training: {max_steps: 9}", "--training: gpt-simple's files have sections; here every flag is at the top "
+                                 "level, such as data_path: DIR"),
     ("data: {format: jsonl}", "--data: gpt-simple's files have sections"),
-    ("config: b", "--config: there is no such flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
+    ("config: b", "--config: unknown flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
     ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
     ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),
     ("[" * 100_000, "more than 20 lists and mappings"), ("a" * 2**20, "more than 524,288 bytes"),
@@ -165,7 +165,7 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
     with pytest.raises(SystemExit, match="2"):
         parse("--config", str(path))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --config {path}") and told in line
+    assert line.startswith(f"error: --config={path}") and told in line
 
 
 @pytest.mark.parametrize("text, told", [
@@ -177,11 +177,11 @@ def test_a_bad_file_of_flags_in_toml_is_one_sentence(tmp_path, capsys, text, tol
     with pytest.raises(SystemExit, match="2"):
         parse("--config", str(tmp_path / "a.toml"))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --config {tmp_path / 'a.toml'}: ") and told in line
+    assert line.startswith(f"error: --config={tmp_path / 'a.toml'}: ") and told in line
 
 
 @pytest.mark.parametrize("words, told", [
-    (["--depht=3"], "--depht: there is no such flag; did you mean --depth?"),
+    (["--depht=3"], "--depht: unknown flag; did you mean --depth?"),
     (["--depth=x"], "argument --depth: invalid int value: 'x'"),
     (["--depth=1", "--long-docs=foo"], "argument --long-docs: invalid choice"), (["d12"], "d12: this word has no")])
 def test_what_is_wrong_on_the_command_line_is_not_told_of_the_file(tmp_path, capsys, words, told):
@@ -193,7 +193,7 @@ def test_what_is_wrong_on_the_command_line_is_not_told_of_the_file(tmp_path, cap
     path.write_text("depth: x\n")
     with pytest.raises(SystemExit, match="2"):
         parse(f"--config={path}", "--depth=3")
-    assert capsys.readouterr().err.startswith(f"error: --config {path}: argument --depth: invalid")
+    assert capsys.readouterr().err.startswith(f"error: --config={path}: argument --depth: invalid")
 
 
 # ---- a later launch -------------------------------------------------------------------------------------------------
@@ -205,28 +205,28 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
     run[name] = other(name)  # on the side of the run nothing is checked, so that each can differ alone
     if name in FIXED:
         with pytest.raises(ValueError, match=re.escape(flag(name))):
-            go_on(run, RUN, run_dir=RUN_DIR)
+            resume_settings(run, RUN, run_dir=RUN_DIR)
     else:
-        settings, notices = go_on(run, RUN, run_dir=RUN_DIR)
+        settings, notices = resume_settings(run, RUN, run_dir=RUN_DIR)
         assert settings == RUN and len(notices) == bool(FIELDS[name].metadata["note"])
 
 
 def test_refusal_is_a_diff_that_names_the_ways_out():
     with pytest.raises(ValueError) as caught:
-        go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
+        resume_settings(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
     assert "d4/config.json: " in text and "--model-tag" in text and "--save-every" not in text
     assert "--init-from" not in text, "weights of another shape are of no use"
     assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
-    with pytest.raises(ValueError, match="--model-tag NAME; --init-from d4 begins it with these weights"):
-        go_on(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
+    with pytest.raises(ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this one"):
+        resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
 
 
 def test_what_is_left_to_the_program_is_as_the_run_has_it():
     command = replace(RUN, lanes=-1, leaves=-1, total_batch_size=-1, dtype="auto", num_iterations=-1)
-    assert go_on(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
-    settings, notices = go_on(RUN.to_json(), command, run_dir=RUN_DIR)
+    assert resume_settings(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
+    settings, notices = resume_settings(RUN.to_json(), command, run_dir=RUN_DIR)
     assert settings == replace(RUN, num_iterations=-1), "-1 there means off"
     assert [n.split(":")[0] for n in notices] == ["--num-iterations"]
 
@@ -245,27 +245,27 @@ def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name, value, told
 @pytest.mark.parametrize("damage", [{"z_loss": float("nan")}, {"data_format": "shards", "min_chars": 3},
                                     {"curriculum": {"phases": ["x"]}}])  # regression: its error named no file
 def test_a_config_json_that_no_command_can_have_made_is_named(damage):
-    with pytest.raises(ValueError, match=r"config\.json of the run, which this program did not write so"):
+    with pytest.raises(ValueError, match=r"config\.json of the run was damaged or edited; restore it"):
         Settings.from_json({**RUN.to_json(), **damage})
 
 
 def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused():
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
-    assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN
-    assert go_on({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "--tokenizer was called so"
+    assert resume_settings(old, RUN, run_dir=RUN_DIR)[0] == RUN
+    assert resume_settings({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "--tokenizer was called so"
     with pytest.raises(ValueError, match="--overlap: the run has 64, this launch 32"):
-        go_on(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
-    with pytest.raises(ValueError, match="--zeal: the run has 1, and this code has no such setting"):
-        go_on({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
+        resume_settings(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
+    with pytest.raises(ValueError, match="--zeal: the run has 1, but this code has no such setting"):
+        resume_settings({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
 
 
 def test_a_curriculum_may_be_written_otherwise_and_last_longer():
     longer = {**MIX, "phases": [{"duration_tokens": 99, "mix": {"web": 0.5}}]}
     then, now = (replace(RUN, curriculum=mix) for mix in (MIX, longer))
-    assert go_on(then.to_json(), now, run_dir=RUN_DIR) == (now, [])
+    assert resume_settings(then.to_json(), now, run_dir=RUN_DIR) == (now, [])
     more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
     with pytest.raises(ValueError) as caught:
-        go_on(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
+        resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
     assert '{"duration_tokens":null,"shares":{"web":1}}' in str(caught.value)
     assert '{"duration_tokens":null,"shares":{"code":1}}' in str(caught.value)
 

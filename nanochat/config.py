@@ -75,7 +75,7 @@ class RunSettings:
     resume: str = setting(
         "auto", "checkpoint to start from: auto (the newest good one of the run, if any) | scratch (none) | path of a "
         "checkpoint | RUN@STEP")
-    force: bool = setting(False, "with --resume=scratch: rename an existing run directory to make room")
+    force: bool = setting(False, "with --resume=scratch: rename an existing run directory instead of refusing")
     device_type: str = setting("", "cuda | mps | cpu (default: the best available)",
                                note=ROUNDING + "devices round differently")
     dtype: str = setting(

@@ -124,7 +124,7 @@ DATA = [  # (command line, files, words)
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "dat"}, ("'dat'", "did you mean data?")),
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "data" + "\nallow: 1"}, ("mix.yaml", "unknown key")),
     ("base_train --curriculum=mix.yaml --num-iterations=10", {"mix.yaml": MIX % "data"},
-     ("its phases last 4,096 tokens, the run 5,120", "allow_budget_mismatch: true")),
+     ("its phases last 4,096 tokens, but the run 5,120", "allow_budget_mismatch: true")),
     ("validate --data-path=nowhere", {}, ("nowhere",)),
     ("validate --lanes=5", {}, ("lanes",)),
     ("validate --curriculum=gone.yaml", {}, ("no such curriculum file",)),
@@ -172,7 +172,7 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("--dtype=float64", ("--dtype", "bfloat16")),
     ("--device-type=gpu", ("--device-type", "cuda, mps or cpu")),
     ("--model-tag=../elsewhere", ("--model-tag", "folder name")),
-    ("--model-tag=-d12", ("--model-tag: got '-d12'", "no hyphen in front")),
+    ("--model-tag=-d12", ("--model-tag: got '-d12'", "does not start with a hyphen")),
     ("--window-pattern=SXL", ("window_pattern", "letters S")),
     ("--depth=0", ("--depth: got 0", "expected at least 1")),
     ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
@@ -181,8 +181,8 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("--init-from=run@5", ("'5'", "checkpoint-6, checkpoint-4")),
     ("--init-from=run --depth=3", ("another architecture", "no weight was loaded", "--model-tag", "n_layer")),
     ("--init-from=run --head-dim=6", ("another architecture", "n_head")),
-    ("--init-from=run --lanes=8 --init-data=continue", ("--init-data continue", "another stream", "--init-data fresh")),
-    ("--init-from=run --long-docs=split --init-data=continue", ("--init-data continue", "long_docs")),
+    ("--init-from=run --lanes=8 --init-data=continue", ("--init-data=continue", "another stream", "--init-data=fresh")),
+    ("--init-from=run --long-docs=split --init-data=continue", ("--init-data=continue", "long_docs")),
 ]] + [
     ("base_train --init-from=run --tokenizer=other", {"other": tokenizer}, ("trained with the tokenizer",)),
     ("base_train --init-from=run@4", {"runs/run/checkpoints/checkpoint-4/model/pytorch_model.bin": last_byte},
@@ -458,7 +458,7 @@ def test_a_mapped_file_that_is_truncated_under_a_run_is_named_by_its_status_and_
                            num_iterations=2000)
     assert group.wait() == [-signal.SIGBUS]
     output = group.text()
-    assert "die of SIGBUS, one was cut short: scripts.status new and the next launch name it" in output
+    assert "a file was truncated: scripts.status new and the next launch name it" in output
     assert "Fatal Python error: Bus error" in output and "nanochat/tokens.py" in output
     assert status.main(["new"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
     assert str(path) in training.refuse(**flags)

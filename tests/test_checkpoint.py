@@ -257,7 +257,7 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     ckpt.save_checkpoint(run, "checkpoint-2", step=2, **states(2))
     assert good_steps(run) == {2} and list(rd.cursor_files(run)) == [2]
     for folder in ("checkpoints", "logs", "logs/cursors"):
-        assert caplog.text.count(f"{run / folder} was removed while the run trains") == 1
+        assert caplog.text.count(f"{run / folder} was removed while the run was training") == 1
     shutil.rmtree(run)
     with pytest.raises(OSError, match="checkpoint-3 could not be written"):
         ckpt.save_checkpoint(run, "checkpoint-3", step=3, **states(3))
@@ -303,7 +303,7 @@ def test_weights_that_are_not_there_are_refused_with_what_there_is(two_runs):
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
         with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{there}"):
             ckpt.find_checkpoint(spec)
-    with pytest.raises(FileNotFoundError, match=r"no run 'c': .*runs there: a, b@20"):
+    with pytest.raises(FileNotFoundError, match=r"no run 'c': .*existing runs: a, b@20"):
         ckpt.find_checkpoint("c@10")
     for path in ckpt.list_checkpoints(two_runs):
         (path / "optimizer.bin").write_bytes(b"")

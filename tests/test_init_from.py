@@ -74,7 +74,7 @@ def test_the_data_goes_on_with_the_very_next_rows_and_all_together_is_one_run():
     outcome = succeed(init_from="long@4", init_optimizer=True, init_data="continue", num_iterations=4, **flat)
     assert digests() == digests("long")[4:] and len(set(digests())) == 4
     assert losses()[0] == losses("long")[4]
-    assert "the data goes on where" in outcome.out and "checkpoint-4" in outcome.out
+    assert "the data continues where" in outcome.out and "checkpoint-4" in outcome.out
     ours, theirs = (load_checkpoint(checkpoint("final", tag)).cursors for tag in ("run", "long"))
     assert ours == theirs
     kept = cursor_files(training.run_dir())

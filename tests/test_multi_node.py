@@ -171,8 +171,9 @@ def test_a_run_that_is_only_where_rank_0_is_not_is_not_started_anew(workplace):
     shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
     shutil.rmtree(training.run_dir())
     assert error_of(start(workplace, other(workplace), **paths(workplace), **SHORT)) == (
-        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is here, and not where rank 0 is; share the "
-        f"directory between the machines, or give this one --node-rank=0 (--resume scratch starts anew)")
+        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is on this machine, but not on that of rank 0; "
+        "share the directory between the machines, start this one with --node-rank=0, or start over with "
+        "--resume=scratch")
     assert not training.run_dir().exists()
 
 

@@ -15,14 +15,14 @@ from tests import faults
 
 def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="runs there: none"):
+    with pytest.raises(FileNotFoundError, match="existing runs: none"):
         rd.find_run("d4")
     for depth in (4, 12):
         rd.run_path(f"d{depth}").mkdir(parents=True)
         (rd.run_path(f"d{depth}") / "config.json").write_text(json.dumps({"depth": depth}))
     assert rd.find_run("d4") == rd.find_run(tmp_path / "runs" / "d4") == tmp_path / "runs" / "d4"
     assert rd.read_config(rd.find_run("d12")) == {"depth": 12} and rd.list_runs() == ["d12", "d4"]
-    with pytest.raises(FileNotFoundError, match=r"'d5'.*runs there: d12, d4"):
+    with pytest.raises(FileNotFoundError, match=r"'d5'.*existing runs: d12, d4"):
         rd.find_run("d5")
     with pytest.raises(FileNotFoundError, match=r"'dd12'.*; did you mean d12\?$"):
         rd.find_run("dd12")
@@ -33,7 +33,7 @@ def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
 
 
 def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is no run directory"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is not a run directory"):
         rd.read_config(tmp_path)
     for name in ("checkpoint-7", "final"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path):
         train_log.write(step=1, digest="a")
         raw, whole = train_log._file, train_log._file.write
         raw.write = lambda data: whole(data[:7])  # a nearly full disk takes a part
-        with pytest.raises(OSError, match=r"train\.jsonl: the log cannot be written \(No space .*make room"):
+        with pytest.raises(OSError, match=r"train\.jsonl: the log cannot be written \(No space .*free some space"):
             train_log.write(step=2, digest="b")
         del raw.write
         train_log.write(step=3, digest="c")
@@ -110,9 +110,9 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(tmp_p
         train_log.write(step=2)
         train_log.write(step=3)
         assert [r["step"] for r in rd.iter_log(run / "logs" / "train.jsonl")] == [2, 3]
-        assert caplog.text.count("train.jsonl was removed while the run trains") == 1
+        assert caplog.text.count("train.jsonl was removed while the run was training") == 1
         shutil.rmtree(run)
-        with pytest.raises(OSError, match=f"^{run}: it was removed while the run trains, so the run ends"):
+        with pytest.raises(OSError, match=f"^{run}: removed while the run was training, so the run ends"):
             train_log.write(step=4)
     assert not run.exists()
 

@@ -109,7 +109,8 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The content of a run's config.json. FileNotFoundError if it is missing, ValueError if it is corrupt."""
-    path, remedy = run_dir / CONFIG_NAME, "restore it, or start over with --resume=scratch --force"
+    path = run_dir / CONFIG_NAME
+    remedy = "restore it, start over with --resume=scratch --force, or start another run with --model-tag=NAME"
     if not path.is_file():
         checkpoints = ", ".join(checkpoint_folders(run_dir))
         reason = (f"the settings of {checkpoints} are unknown; {remedy}" if checkpoints else

@@ -222,7 +222,7 @@ READERS = [
     *((f"{script} run", {CONFIG: edited(**change)}, ("config.json: " + said,))
       for script in ("report", "page") for change, said in (
           ({"derived": {"num_iterations": [1]}}, "derived: num_iterations: expected a number or null, got a list"),
-          ({"derived": {"flops_per_token": "9"}}, "derived: flops_per_token: expected a number or null, got a text"),
+          ({"derived": {"flops_per_token": "9"}}, "derived: flops_per_token: expected a number or null, got a string"),
           ({"derived": 3}, "derived: expected an object"),
           ({"max_seq_len": None}, "max_seq_len: expected a whole number"))),
     ("compare_runs run nosuch", {}, ("no run 'nosuch'",)),

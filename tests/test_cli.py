@@ -62,7 +62,7 @@ def test_what_is_wrong_is_one_line_with_what_was_meant(argv, told, capsys):
 def test_a_url_that_may_hold_a_secret_is_refused_wherever_it_is_given(word):
     """Regression: those of a blend, of flags that take no store, and of other schemes were shown in full."""
     for read in (lambda: parser().parse_args([word]), lambda: as_path(word)):
-        with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
+        with pytest.raises(ValueError, match="credentials do not belong in a path") as e:
             read()
         assert "hid" not in str(e.value)
         assert str(e.value).startswith(word.partition("=")[0] if word.startswith("--") else "a URL with")

@@ -9,8 +9,8 @@ from tests.test_cli import HOSTILE, SHOWN
 
 
 def test_a_base_directory_in_a_store_is_refused(monkeypatch):
-    for base, told in (("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a folder of this machine"),
-                       ("https://u:hidden@h/x", "credentials do not belong into a path")):
+    for base, told in (("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a local folder"),
+                       ("https://u:hidden@h/x", "credentials do not belong in a path")):
         monkeypatch.setenv("NANOCHAT_BASE_DIR", base)
         with pytest.raises(ValueError, match=told):
             get_base_dir()
@@ -38,11 +38,11 @@ def test_a_value_of_the_right_shape_is_read(tmp_path):
 
 @pytest.mark.parametrize("text, said", [
     (WHOLE[:-1], "not valid JSON"), ("\xff", "not valid JSON"), ("[" * 100_000, "not valid JSON"),
-    ('{"a": ' * 100_000, "not valid JSON"), ("[]", "the whole: expected an object, got a list"),
+    ('{"a": ' * 100_000, "not valid JSON"), ("[]", "expected an object, got a list"),
     ('{"step": 1}', "ranks: expected a list, got nothing"),
     (WHOLE.replace("1", "true"), "step: expected a whole number, got"),
-    (WHOLE.replace("2", '"2"'), r"ranks\[0\]\.pid: expected a whole number, got a text"),
-    (WHOLE.replace("null", "[]"), r"ranks\[0\]\.start: expected a text or null, got a list"),
+    (WHOLE.replace("2", '"2"'), r"ranks\[0\]\.pid: expected a whole number, got a string"),
+    (WHOLE.replace("null", "[]"), r"ranks\[0\]\.start: expected a string or null, got a list"),
     (WHOLE.replace("3", "null"), "rate: expected a number, got null")])
 def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, said):
     path = tmp_path / "a.json"

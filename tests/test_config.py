@@ -232,7 +232,7 @@ def test_what_is_left_to_the_program_is_as_the_run_has_it():
 
 
 @pytest.mark.parametrize(("name", "value", "told"), [
-    ("depth", "4", "depth: expected a whole number, got a text"), ("pack", 1, "pack: expected true or false"),
+    ("depth", "4", "depth: expected a whole number, got a string"), ("pack", 1, "pack: expected true or false"),
     ("seed", None, "seed: expected a whole number, got null"), ("blend_weights", 3, "expected a list or null"),
     ("curriculum", [], "expected an object or null"), ("curriculum", {"phases": 3}, "phases: expected a list"),
     ("warmup_steps", 2.5, "warmup_steps: expected a whole number, got a number")])

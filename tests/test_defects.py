@@ -141,5 +141,5 @@ def test_a_log_with_values_of_other_types_is_named(base):
     log.write_text(whole + '{"event": "val", "step": 2, "bpb": 1.0, "buckets": "none"}\n')
     assert compare_runs.main(["run", "run"]) == 0
     log.write_text(whole.replace('"tokens_per_s": ', '"tokens_per_s": "x", "fast": '))
-    with pytest.raises(ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a text"):
+    with pytest.raises(ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a string"):
         report.main(["run"])

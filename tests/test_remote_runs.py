@@ -242,7 +242,7 @@ def test_nothing_is_written_into_a_store_but_by_push_shards(bucket, made, tmp_pa
                        (tok_train.main, [f"--data-path={made[0] / 'data'}", "--output-dir=s3://bucket/out"]),
                        (convert_shards.main, ["s3://bucket/shards", "out", "--to=megatron"]),
                        (convert_shards.main, [str(made[0] / "shards"), "s3://bucket/out", "--to=megatron"])):
-        with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a folder of this machine"):
+        with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a local folder"):
             main(argv)
     assert set(tmp_path.iterdir()) == before
 

@@ -38,12 +38,12 @@ def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path):
     for name in ("checkpoint-7", "final"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert rd.is_run_dir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so nobody knows which settings checkpoint-7, "
-                                                r"final belong to; put it back.*--resume scratch --force.*--model-tag"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so the settings of checkpoint-7, final "
+                                                r"are unknown; restore it.*--resume=scratch --force.*--model-tag"):
         rd.read_config(tmp_path)
     for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json: .*put it back, or begin anew"):
+        with pytest.raises(ValueError, match=r"config\.json: .*; restore it, start over"):
             rd.read_config(tmp_path)
 
 

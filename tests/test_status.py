@@ -192,7 +192,7 @@ def test_exit_codes_and_json_say_the_same(base, capsys, name, start, code):
     process = identify() if start is None else {**identify(), "start": start}
     path = made_up(base, "d1", name, reason="why not", ranks=[process])
     assert status.main(["d1", "--exit-code"]) == code
-    assert (f"it says {name}" if start else "why not") in capsys.readouterr().out
+    assert (f"its state is {name}" if start else "why not") in capsys.readouterr().out
     assert status.main([str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["status"], told["exit_code"], told["run"]) == (name, code, str(path))

@@ -358,7 +358,7 @@ def request(path: str, ask: Callable[[Bucket, str], T], *, what: str = "", uploa
             _last_warning[0] = now  # one line for all requests that wait
             log.warning("%s: waiting for the store for %.0f s", what, now - began)
 
-    return next(each(insist, [None], look=check_stop))
+    return next(each(insist, [None], poll=check_stop))
 
 
 @atexit.register

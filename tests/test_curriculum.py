@@ -180,7 +180,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: expected true or false, got a whole number"),
     ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phase in it"),
     ("curriculum:\n- web\n", "phase 1: expected an object, got a string"),
-    (ONE + "- mix: {web: 1}\n", "phase 2: duration_tokens: expected a whole number or a number or a string, got nothing"),
+    (ONE + "- mix: {web: 1}\n", "phase 2: duration_tokens: expected a whole number or a number or a string, got"),
     (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token'; .*; did you mean duration_tokens\?"),
     (ONE + "- mix: {web: 1}\n  duration_token: 4\n", "phase 2 has an unknown key 'duration_token'; .*; did you mean"),
     (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number of 1 or more"),

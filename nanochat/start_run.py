@@ -76,6 +76,8 @@ log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
+WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with another curriculum "
+          "(--model-tag=NAME --init-from={tag} --init-data=continue)")
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,8 @@ class Start:
             return 0, f"{self.run_dir}: completed ({where}), nothing to do; use --model-tag=NAME to start another run"
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
-            return EXIT_HALTED, (
-                f"{self.run_dir}: halted ({where}): {self.state['halted']}; use --allow-bucket-exhaustion to continue "
-                f"with the other buckets, or start a new run with another curriculum (--model-tag=NAME "
-                f"--init-from={self.run_dir.name} --init-data=continue)")
+            remedy = WAY_ON.format(tag=self.run_dir.name)
+            return EXIT_HALTED, f"{self.run_dir}: halted ({where}): {self.state['halted']}; {remedy}"
         return None
 
 

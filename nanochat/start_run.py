@@ -76,8 +76,8 @@ log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
-WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with another curriculum "
-          "(--model-tag=NAME --init-from={tag} --init-data=continue)")
+WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with another "
+          "curriculum (--model-tag=NAME --init-from={tag} --init-data=continue)")
 
 
 @dataclass(frozen=True)

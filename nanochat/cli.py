@@ -53,7 +53,7 @@ def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more:
     """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry of config.json and
     a rule for resuming. The module that owns a default declares its fields.
 
-    help: the text in --help. fixed: what the setting decides, if a resume must not change it; else empty. note: the
+    help: the text in --help. fixed: why a resume must not change the setting; empty if it may. note: the
     effect of a change, printed when a resume changes the setting. Further keywords:
 
         flag=False                   the value follows from other settings or the machine, so it has no flag

@@ -43,12 +43,12 @@ from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum
 
-# why a setting is fixed: what it decides
-SHAPE = "the shape of the model"
-STREAM = "which tokens come in which order"
-TARGETS = "which targets count"
-STEP = "what a step computes"
-ORIGIN = "how the run began"
+# why a setting is fixed
+SHAPE = "decides the shape of the model"
+STREAM = "decides which tokens come in which order"
+TARGETS = "decides which targets count"
+STEP = "decides what a step computes"
+ORIGIN = "decides how the run begins"
 # what a change does
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, but not the same bits: "
@@ -80,7 +80,7 @@ class RunSettings:
                                note=ROUNDING + "devices round differently")
     dtype: str = setting(
         "auto", "type of activations, embeddings and Muon's products: auto | bfloat16 | float32 (without TF32)",
-        auto=True, fixed="the type of activations, embeddings and Muon's products")
+        auto=True, fixed="decides the type of activations, embeddings and Muon's products")
     fp8: bool = setting(
         False, "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher", fixed=STEP)
     attention_kernel: str = setting(
@@ -111,10 +111,10 @@ class ModelSettings:
         most=10**4)
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
     max_seq_len: int = setting(
-        2048, "T: number of tokens that a row trains on", fixed="the length of a row", least=1, most=10**8)
+        2048, "T: number of tokens that a row trains on", fixed="decides the length of a row", least=1, most=10**8)
     attention_mode: str = setting(
         "causal", "kernel of the attention; all but causal confine attention to one document", choices=tuple(MODES),
-        fixed="which tokens a token attends to")
+        fixed="decides which tokens a token attends to")
     window_pattern: str = setting(
         "SSSL", "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
         fixed=SHAPE)
@@ -140,7 +140,7 @@ class DataSettings:
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
         "", "fingerprint of the tokenizer", flag=False,
-        fixed="the tokens of every text; the run's own tokenizer is --tokenizer=RUN/tokenizer")
+        fixed="decides the tokens of every text; the run's own tokenizer is --tokenizer=RUN/tokenizer")
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
         None, "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
@@ -162,16 +162,16 @@ class DataSettings:
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
         -1, "V: number of virtual readers; -1: the largest divisor of the rows per step that is at most 64 and that "
-        "the data can feed", auto=True, fixed="each lane's share of the data")
+        "the data can feed", auto=True, fixed="decides each lane's share of the data")
     leaves: int = setting(
         -1, "K: number of blocks of a step whose gradients are added in a fixed order; -1: the smallest power of two "
-        ">= the number of processes", auto=True, fixed="the order in which gradients are added")
+        ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
     plan: str = setting(
         "error", "what to do when the plan shows the data running out before the last step: error | warn | off (make "
         "no plan)", choices=("error", "warn", "off"))
     curriculum: dict | None = setting(
         None, "YAML file with the mix of buckets (subfolders of the data) in each phase of the run", metavar="YAML",
-        fixed="which bucket each row comes from; notation and duration of the last phase may change",
+        fixed="decides which bucket each row comes from; notation and duration of the last phase may change",
         of_order="lanes")
     allow_bucket_exhaustion: bool = setting(
         False, "when a bucket has run dry, continue with the others",
@@ -190,14 +190,14 @@ class MegatronSettings:
         choices=("lanes", "megatron"), fixed=STREAM)
     split: str | None = setting(
         None, "shares of training, validation and test (default: 969,30,1; if validation has its own files, all "
-        "documents train)", auto=True, fixed="which documents train and which validate", of_order="megatron")
+        "documents train)", auto=True, fixed="decides which documents train and which validate", of_order="megatron")
     blend_weights: list | None = setting(
         None, "weight of each prefix (default: all samples of each prefix once; of a single prefix as many as the run "
         "needs)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
     eod_mask_loss: bool = setting(False, "no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
     num_samples: int = setting(
         -1, "samples of the whole run", flag=False, auto=True,
-        fixed="Megatron's order, which is a shuffle of exactly this many samples")
+        fixed="decides Megatron's order, which is a shuffle of exactly this many samples")
     index_cache: str | None = setting(
         None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR")
 
@@ -248,7 +248,7 @@ class EvaluationSettings:
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
         80 * 524288, "validation tokens per evaluation",
-        note="bits per byte before and after are of different amounts of text")
+        note="bits per byte before and after the change measure different amounts of text")
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
     core_metric_max_per_task: int = setting(500, "examples per task of CORE; -1: all")
     eval_bundle: str | None = setting(
@@ -299,7 +299,7 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
             if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
-                most = f" and at most {rule['most']}" if "most" in rule else ""
+                most = f" and at most {rule['most']:,}" if "most" in rule else ""
                 raise ValueError(f"{flag(name)}: got {value}, expected at least {rule['least']}{most}")
             if "above" in rule and not value > rule["above"]:
                 raise ValueError(f"{flag(name)}: got {value}, expected a number above {rule['above']}")
@@ -519,7 +519,7 @@ def stream_config(settings: Settings) -> Any:
 def settings_table() -> str:
     """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change and
     nothing is printed."""
-    lines = ["| setting | may change | what it decides, or what a change does |", "| --- | --- | --- |"]
+    lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
         if reason := f.metadata["fixed"] or f.metadata["note"]:
             lines.append(f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {reason} |")

@@ -210,7 +210,7 @@ def test_a_refusal_lists_the_differences_and_the_remedies():
     text = str(caught.value)
     assert "d4/config.json: " in text and "--model-tag" in text and "--save-every" not in text
     assert "--init-from" not in text, "weights of another shape do not fit"
-    assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
+    assert "--depth: the run has 20, this launch 6 (decides the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
     with pytest.raises(ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this one"):
         resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)

@@ -89,7 +89,7 @@ class RunSettings:
     compile: str = setting("auto", "use torch.compile; auto: on CUDA only", choices=("auto", "on", "off"),
                            note=ROUNDING + "compiled kernels round differently")
     deterministic: bool = setting(
-        True, "on CUDA, use only kernels whose results do not depend on scheduling", fixed=STEP)
+        True, "on CUDA, use only kernels whose results do not depend on scheduling (default: on)", fixed=STEP)
     seed: int = setting(42, "seed of the initial weights and of the data order", fixed=STREAM)
     data_seed: int | None = setting(
         None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM)
@@ -107,8 +107,7 @@ class ModelSettings:
     depth: int = setting(
         20, "number of layers; width, batch size and horizon follow from it", fixed=SHAPE, least=1, most=10**4)
     aspect_ratio: int = setting(
-        64, "model width per layer of depth; the width is rounded up to a whole number of heads", fixed=SHAPE, least=1,
-        most=10**4)
+        64, "model width divided by depth; the width is rounded up to whole heads", fixed=SHAPE, least=1, most=10**4)
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
     max_seq_len: int = setting(
         2048, "T: number of tokens that a row trains on", fixed="decides the length of a row", least=1, most=10**8)
@@ -151,14 +150,15 @@ class DataSettings:
     packing: str = setting(
         "bestfit", "how documents are packed into rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
     pack: bool = setting(
-        True, "--no-pack, with --packing=binned: one entry per row", fixed=STREAM, of_order="lanes")
+        True, "pack several entries into a row (default: on); --no-pack, with --packing=binned: one entry per row",
+        fixed=STREAM, of_order="lanes")
     long_docs: str = setting(
         "crop", "the rest of a document that does not fit into its row: crop drops it, split trains on it in a later "
         "row", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
     overlap: int = setting(
         64, "with --long-docs=split: tokens of context repeated before the rest of a document", fixed=STREAM)
     buffer_size: int = setting(
-        128, "number of pending documents per lane from which bestfit fills a row", fixed=STREAM)
+        128, "number of pending short documents per lane, from which bestfit fills rows", fixed=STREAM)
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
         -1, "V: number of virtual readers; -1: the largest divisor of the rows per step that is at most 64 and that "
@@ -167,8 +167,8 @@ class DataSettings:
         -1, "K: number of blocks of a step whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
     plan: str = setting(
-        "error", "what to do when the plan shows the data running out before the last step: error | warn | off (make "
-        "no plan)", choices=("error", "warn", "off"))
+        "error", "what to do when the plan shows the data running out before the last step; off: make no plan",
+        choices=("error", "warn", "off"))
     curriculum: dict | None = setting(
         None, "YAML file with the mix of buckets (subfolders of the data) in each phase of the run", metavar="YAML",
         fixed="decides which bucket each row comes from; notation and duration of the last phase may change",
@@ -206,9 +206,9 @@ class MegatronSettings:
 class HorizonSettings:
     """horizon (the first one that is set applies; a curriculum comes before the ratio)"""
 
-    num_iterations: int = setting(-1, "number of optimizer steps", note=HORIZON, least=1, most=MOST_STEPS)
-    target_flops: float = setting(-1.0, "number of FLOPs to spend", note=HORIZON)
-    target_param_data_ratio: float = setting(12.0, "number of tokens per scaling parameter", note=HORIZON)
+    num_iterations: int = setting(-1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS)
+    target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
+    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter; -1: not set", note=HORIZON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class EvaluationSettings:
     sample_every: int = setting(2000, "steps between samples: continuations of validation text")
     save_every: int = setting(
         -1, "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end")
-    row_losses: bool = setting(True, "record the loss of every row of every step in logs/rows (6 bytes per row)")
+    row_losses: bool = setting(True, "record the loss of every row of every step in logs/rows (6 bytes per row; default: on)")
     log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
@@ -438,6 +438,8 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
             else:  # int and float are converted; everything else, such as the path of a curriculum, stays text
                 [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
                 how.setdefault("type", kind if kind in (int, float) else str)
+                if kind in (int, float) and "choices" not in how:
+                    how.setdefault("metavar", "N" if kind is int else "X")
             flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
             action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
             action.help = action.help if listed else argparse.SUPPRESS

@@ -256,7 +256,8 @@ class EvaluationSettings:
     sample_every: int = setting(2000, "steps between samples: continuations of validation text")
     save_every: int = setting(
         -1, "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end")
-    row_losses: bool = setting(True, "record the loss of every row of every step in logs/rows (6 bytes per row; default: on)")
+    row_losses: bool = setting(
+        True, "record the loss of every row of every step in logs/rows (6 bytes per row; default: on)")
     log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
@@ -433,13 +434,11 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
             if not f.metadata.get("flag", True) or f.name in without:
                 continue
             how = {word: f.metadata[word] for word in ("help", "choices", "metavar", "type") if word in f.metadata}
-            if TYPES[f.name] is bool:
+            [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)  # int of int | None
+            if kind is bool:
                 how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
-            else:  # int and float are converted; everything else, such as the path of a curriculum, stays text
-                [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
-                how.setdefault("type", kind if kind in (int, float) else str)
-                if kind in (int, float) and "choices" not in how:
-                    how.setdefault("metavar", "N" if kind is int else "X")
+            elif kind in (int, float):  # everything else, such as the path of a curriculum, stays text
+                how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
             flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
             action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
             action.help = action.help if listed else argparse.SUPPRESS

@@ -99,7 +99,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Number of steps done."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property

@@ -162,7 +162,7 @@ class DataSettings:
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
         -1, "V: number of virtual readers; -1: the largest divisor of the rows per step that is at most 64 and that "
-        "the data can feed", auto=True, fixed="decides each lane's share of the data")
+        "the data can feed", auto=True, least=1, fixed="decides each lane's share of the data")
     leaves: int = setting(
         -1, "K: number of blocks of a step whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")

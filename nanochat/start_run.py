@@ -332,8 +332,6 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
         fed = [fed_lanes(*counts_and_means(manifest), T=settings.max_seq_len, buffer_size=settings.buffer_size)
                for manifest in (train or {}).values()]
         lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
-    if lanes < 1:
-        raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
     leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
     settings = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves,
                        dtype=str(dtype).removeprefix("torch."))
@@ -394,7 +392,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
                 check_files(manifests)
         except (OSError, ValueError) as e:
             raise ValueError(f"{e}; every machine of a launch reads the data itself: copy or mount the same files on "
-                             f"it under the same path") from e
+                             "this one under the same path") from e
         return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)

@@ -391,7 +391,7 @@ TYPES = get_type_hints(Settings)
 # ---- the command line ---------------------------------------------------------------------------
 
 SECTION = ("gpt-simple's files have sections; here every flag is at the top level, such as data_path: DIR or "
-           "num_iterations: 1000 (docs/others.md lists the names)")
+           "num_iterations: 1000 (docs/ has a table of the names)")
 ELSEWHERE = {  # flags of other programs
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
                           "from the newest",

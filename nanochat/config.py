@@ -223,8 +223,7 @@ class OptimizerSettings:
         most=10**6, note=ROUNDING + "sums are grouped differently")
     total_batch_size: int = setting(
         -1, "tokens per step; -1: from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
-    embedding_lr: float = setting(
-        0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
+    embedding_lr: float = setting(0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
     unembedding_lr: float = setting(
         0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
     matrix_lr: float = setting(0.02, "learning rate of the matrices (Muon)", fixed=STEP, least=0, most=MAX_RATE)
@@ -284,8 +283,7 @@ class LongRunSettings:
     init_optimizer: bool = setting(False, "with --init-from: take over the optimizer state, too", fixed=ORIGIN)
     init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or continue where the "
                              "other run was", choices=("fresh", "continue"), fixed=ORIGIN)
-    skip_steps: int = setting(
-        0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)
+    skip_steps: int = setting(0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -471,7 +471,7 @@ def test_a_disk_that_fills_while_shards_are_written(copied):
     changes, whole = r"(write|fsync|replace) ", tree(copied / "shards")
     with faults.watching(copied / "all", match=changes) as counted:
         assert pretokenize(copied, copied / "all").code == 0
-    total, seen = len(counted.made), set()
+    total, pair_counts = len(counted.made), set()
     assert tree(copied / "all") == whole and total > 30
 
     def no_room():
@@ -489,6 +489,6 @@ def test_a_disk_that_fills_while_shards_are_written(copied):
         for path in out.rglob("manifest.json"):
             for name, record in (read_manifest(path.parent) or {})["shards"].items():
                 assert hash_file(path.parent / f"{name}.bin") == record["bin_hash"]
-        seen.add(len(pairs))
+        pair_counts.add(len(pairs))
         assert pretokenize(copied, out).code == 0 and tree(out) == whole
-    assert {0, 4} <= seen and len(seen) > 2, "the disk was full before, between and after the pairs"
+    assert {0, 4} <= pair_counts and len(pair_counts) > 2, "the disk was full before, between and after the pairs"

@@ -28,7 +28,7 @@ def commands():
     return p
 
 
-def test_underscores_are_dashes_and_help_shows_defaults_that_say_something():
+def test_underscores_are_dashes_and_help_shows_defaults_that_are_not_empty():
     args = parser().parse_args(["--input_dir=a_b", "--depth", "4", "--text=x_y"])
     assert (args.input_dir, args.depth, args.text) == ("a_b", 4, "x_y")
     assert commands().parse_args(["rows", "--text=--x_y"]).text == "--x_y"

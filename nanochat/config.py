@@ -496,10 +496,10 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
     refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]
     if refused:
-        lines = "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
+        lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
         weights = f"; --init-from={run_dir.name} starts it with the weights of this one" if fits else ""
-        raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse the run's "
-                         f"settings (--config takes this file), or start a new run with --model-tag=NAME{weights}")
+        raise ValueError(f"{path}: the run was started with other settings:\n  {lines}\nuse the settings of the run "
+                         f"(--config={path}), or start a new run with --model-tag=NAME{weights}")
     return Settings(**now), notices
 
 

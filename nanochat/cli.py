@@ -4,16 +4,16 @@ The command line of every script: flags, settings, flags from a file, and how a 
     Parser               argparse with whole flags only, defaults in --help, and errors of one line
     --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
     setting(...)         a field of a dataclass of settings, from which nanochat/config.py makes a flag
-    read_yaml(path)      a small YAML file that anyone may have written: plain values only
+    read_yaml(path)      a small YAML file from an untrusted author: plain values only
     run_main(main)       the last line of a script: exit codes, and one sentence for bad input
 
-A file of flags is read as words of a command line, placed before the user's own, which win:
+A file of flags becomes words of the command line, placed before the user's own words, which take precedence:
 
     depth: 12                                    --depth=12
     matrix-lr: 0.01                              --matrix-lr=0.01
     deterministic: false                         --no-deterministic
 
-So each value goes through the same conversion and checks as a word of the command line.
+So a value from a file is converted and checked like any other flag.
 """
 
 import argparse
@@ -40,7 +40,7 @@ import yaml
 from nanochat.common import LAUNCH, WRITABLE_BASE, StopAsked, get_dist_info, public, refuse_secrets, visible
 
 EXIT_FAILED = 1  # what a script returns after a clear error
-EXIT_HALTED = 3  # a person must decide how the run continues
+EXIT_HALTED = 3  # the user must decide how the run continues
 
 MAX_BYTES = 1 << 19  # PyYAML takes about five seconds for this much
 MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
@@ -50,18 +50,19 @@ MAX_LEVELS = 20  # of lists and mappings inside each other
 # ---- settings -----------------------------------------------------------------------------------
 
 def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
-    """A field of a dataclass of settings. nanochat/config.py makes a flag, a place in config.json and a
-    rule for later launches from it. The module that owns a default declares its fields.
+    """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry of config.json and
+    a rule for resuming. The module that owns a default declares its fields.
 
-    help: what --help says. fixed: why a run may never change this setting; empty if it may. note: what
-    a change causes, printed when a later launch changes it. Further keywords:
+    help: the text in --help. fixed: why a resume must not change the setting; empty if it may. note: the
+    effect of a change, printed when a resume changes the setting. Further keywords:
 
-        flag=False                   the value follows from other settings or the machine: there is no flag
-        auto=True                    the default means "choose": a later launch keeps the run's value
-        least, most, above           bounds of a value other than the default
-        of_order="lanes"             the setting means something only with this --order
-        choices, metavar, type       as for argparse's add_argument
-        also=["--other-name"]        further names of the flag
+        flag=False                   the value follows from other settings or the machine, so it has no flag
+        auto=True                    the default means "automatic": a resume keeps the run's value
+        least, most                  smallest and largest allowed value; the default may lie outside
+        above                        a value other than the default must be larger than this
+        of_order="lanes"             the setting has an effect only with this --order
+        choices, metavar, type       as in argparse's add_argument
+        also=["--other-name"]        additional names of the flag
     """
     return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
 
@@ -78,21 +79,22 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line of every script. Flags are written in full; `-` and `_` are interchangeable. --help shows the
-    defaults. An error is one line, with a guess at the flag that was meant."""
+    """The command line of every script. Flags cannot be abbreviated; `-` and `_` are interchangeable. --help shows the
+    defaults. An error is one line, which suggests the flag that was probably meant."""
 
-    instead: Mapping[str, str] = {}  # flags of other programs, and what to use here
-    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects our flags from a run's config.json
-    where = ""  # how an error begins
+    instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
+    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects the flags from a run's config.json
+    where = ""  # beginning of every error
 
     def __init__(self, **kwargs: Any):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it, but an unknown flag is reported before a missing one, because it may be the missing
-        one misspelled. A subcommand's own parser checks its flags. A URL that may hold a secret is refused before
-        anything shows it."""
-        given = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        """Parse like argparse, but report an unknown flag before a missing one, because it may be that one misspelled.
+        The parser of a subcommand checks its own flags. A URL that may hold a secret is refused before any message
+        shows it."""
+        given = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word)
+                 for word in (sys.argv[1:] if args is None else args)]
         for word in given:
             refuse_secrets(word)
         if self._subparsers is None:
@@ -104,16 +106,16 @@ class Parser(argparse.ArgumentParser):
         if "config" in namespace:
             del namespace.config
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
-            self.error(f"{rest[0]}: this word has no place here; --model-tag={rest[0]} names a run, "
-                       f"--config=RUN/config.json takes the flags of one")
+            self.error(f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
+                       f"to take the flags of one")
         return namespace, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
-        """The words of a command line, preceded by those of the file that its --config names."""
+        """The words of a command line, preceded by those of its --config file, if it names one."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config", nargs="?")
         if path := finder.parse_known_args(given)[0].config:
-            self.where = f"--config {path}: "  # for errors in the file, which is parsed alone first
+            self.where = f"--config={path}: "  # the file is parsed alone first, so that its errors name it
             words = self._words_of(path)
             for word in words:
                 refuse_secrets(word)
@@ -125,14 +127,14 @@ class Parser(argparse.ArgumentParser):
                 action.required = True
             self.where = ""
             given = [*words, f"--config={path}", *given]
-        if "--config" not in self._option_string_actions:  # added late: a file cannot name another file
-            self.add_argument("--config", metavar="FILE", help="take flags from a .yaml, .toml or .json file, such as "
-                              "a run's config.json; those of the command line win")
+        if "--config" not in self._option_string_actions:  # added only now, so that a file cannot name another file
+            self.add_argument("--config", metavar="FILE", help="read flags from a .yaml, .toml or .json file, such as "
+                              "a run's config.json; flags on the command line take precedence")
         return given
 
     def _words_of(self, path: str) -> list[str]:
-        """A file of flags as words of a command line. A null counts as absent. Exits with a sentence for a file that
-        cannot be read or names an unknown flag."""
+        """A file of flags as words of a command line. A null value counts as absent. Exits with one sentence if the
+        file cannot be read or names an unknown flag."""
         try:
             values = _read_flags(path)
         except OSError as e:
@@ -150,7 +152,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}")
             if is_switch:
                 name = name if value else f"--no-{name[2:]}"
-                words += [name] if name in action.option_strings else []  # a switch that is off by default has no word
+                words += [name] if name in action.option_strings else []  # to leave a switch off takes no word
             elif isinstance(value, list) and action.nargs is not None:
                 words += [name, *map(str, value)]
             else:
@@ -159,28 +161,22 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def known(self, name: str) -> argparse.Action:
-        """The action of a flag. An unknown flag exits the program, with a guess at the one that was meant."""
+        """The action of a flag. Exits with one sentence if the flag is unknown."""
         known = self._option_string_actions
         if name not in known:
-            guess = f"there is no such flag{did_you_mean(name, known)}"
+            hint = f"unknown flag{did_you_mean(name, known)}"
             takes_run = any(action.dest == "run" for action in self._get_positional_actions())
             if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
-                guess = f"a run is named without a flag, as in d12 and not {name}=d12"
-            self.error(f"{name}: {self.instead.get(name, guess)}")
+                hint = f"the name of a run takes no flag; write d12 instead of {name}=d12"
+            self.error(f"{name}: {self.instead.get(name, hint)}")
         return known[name]
 
     def error(self, message: str) -> Any:
         self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
 
 
-def _dashed(word: str) -> str:
-    """A flag whose name is written with underscores, with dashes."""
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
-
-
 def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
-    """The type of a flag: a whole number of at least `least`, or `also`, which has a meaning of its own."""
+    """The type of a flag: a whole number of at least `least`, or the special value `also`."""
     def number(text: str) -> int:
         value = int(text)
         if value < least and value != also:
@@ -193,19 +189,19 @@ def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: a guess at the one that was meant, or nothing."""
+    """The end of an error about an unknown name: the most similar known name, or '' if none is similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-# ---- small files written by hand ----------------------------------------------------------------
+# ---- small files that users write ---------------------------------------------------------------
 #
 #     depth: 12          int           matrix-lr: 0.01      float         1e5, 2024-01-01, 1:30    text
 #     deterministic: no  bool          tokenizer: null      None          [..], {..}               list, dict
 #
-# Curricula, --config files and an evaluation bundle's core.yaml hold only these plain values. The rest of YAML
-# is refused: a few hundred bytes of aliases of aliases take hours or all memory, and tags such as !!float call
-# constructors that fail in ways of their own. Times such as 1:30 stay text, not the number 90.
+# Curricula, --config files and an evaluation bundle's core.yaml hold only these plain values. The rest of YAML is
+# refused: a few hundred bytes of nested aliases can take hours or all memory, and tags such as !!float call
+# constructors with errors of their own. A time such as 1:30 stays text instead of becoming the number 90.
 
 WORDS = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "false", "off"), False), "null": None}
 INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
@@ -213,8 +209,8 @@ FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*
 
 
 def read_yaml(path: Path | str) -> Any:
-    """The value in a YAML file. OSError if it cannot be read. ValueError in one short sentence, without the
-    name of the file, if it is too large, not YAML, or holds more than plain values."""
+    """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence without the name of
+    the file, if it is too large, not YAML, or holds more than plain values."""
     data, values = _read_small(path, MAX_BYTES), list[Any]()
     try:
         events = yaml.parse(data, Loader=yaml.SafeLoader)
@@ -232,7 +228,7 @@ def read_yaml(path: Path | str) -> Any:
 
 
 def _yaml_value(event: Any, events: Iterator[Any], level: int = 0) -> Any:
-    """The value that begins with an event of PyYAML's parser, which takes its other events from `events`."""
+    """The value that starts with `event`; its other parser events come from `events`."""
     problem = ""
     if isinstance(event, yaml.AliasEvent):
         problem = f"the alias *{event.anchor:.60}"
@@ -241,9 +237,9 @@ def _yaml_value(event: Any, events: Iterator[Any], level: int = 0) -> Any:
     elif level >= MAX_LEVELS:
         problem = f"more than {MAX_LEVELS} lists and mappings inside each other"
     if problem:
-        raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are read", problem_mark=event.start_mark)
+        raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are allowed", problem_mark=event.start_mark)
     if isinstance(event, yaml.ScalarEvent):
-        return _plain(event.value) if event.implicit[0] else event.value  # else it is quoted
+        return _plain(event.value) if event.implicit[0] else event.value  # not implicit: quoted
     items = []
     while not isinstance(inner := next(events), yaml.CollectionEndEvent):
         items.append((_yaml_value(inner, events, level + 1), inner))
@@ -259,7 +255,7 @@ def _yaml_value(event: Any, events: Iterator[Any], level: int = 0) -> Any:
 
 
 def _plain(text: str) -> Any:
-    """The value of a word without quotes."""
+    """The value of an unquoted word."""
     if text in ("", "~"):
         return None
     if text.lower() in WORDS and text in (text.lower(), text.upper(), text.capitalize()):
@@ -271,18 +267,18 @@ def _plain(text: str) -> Any:
 
 
 def _read_flags(path: str) -> dict[str, Any]:
-    """The flags and values in a .yaml, .toml or .json file. ValueError and OSError for a file that cannot
-    be read, or holds anything else."""
+    """{flag: value} in a .yaml, .toml or .json file. OSError if the file cannot be read, ValueError if it holds
+    anything else."""
     try:
         if Path(path).suffix.lower() == ".toml":
             value: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
             _check_levels(value)
         else:
-            value = read_yaml(path)  # JSON is YAML, too
+            value = read_yaml(path)  # also JSON, which is YAML
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file") from e
     if not isinstance(value, dict):
-        raise ValueError(f"got {str(value)[:50]!r}, expected a mapping of flags' names to values, such as depth: 12")
+        raise ValueError(f"got {str(value)[:50]!r}, expected a mapping from flags to values, such as depth: 12")
     return value
 
 
@@ -291,7 +287,7 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
     with open(path, "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes:,} bytes, the limit for such a file")
+        raise ValueError(f"more than {max_bytes:,} bytes, which is the limit for such a file")
     return data
 
 
@@ -306,7 +302,7 @@ def _check_levels(value: Any, level: int = 0) -> None:
 # ---- how a command begins and ends --------------------------------------------------------------
 
 class _Aside(logging.StreamHandler):
-    """Writes records to stderr, above a progress bar: warnings as `warning: ...`, information as it is."""
+    """Writes records to stderr, above the progress bar: warnings as `warning: ...`, information without a prefix."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = visible(public(super().format(record)))
@@ -318,16 +314,16 @@ class _Aside(logging.StreamHandler):
 
 
 def setup_logging() -> None:
-    """Scripts call this once. Warnings and errors of every rank and information of rank 0 go to stderr; so do the
-    stacks of a process that a signal kills, such as SIGBUS when a mapped file is truncated."""
+    """Send to stderr: warnings and errors of every rank, information of rank 0, and the stacks of a process that a
+    signal kills, such as SIGBUS when a mapped file is truncated. Scripts call this once."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
 
 
 def quiet_gc() -> None:
-    """Let Python's garbage collector rest: it no longer scans the objects that exist now, and runs only after 100,000
-    more have been created. For loops whose rounds leave no cycles: looking for them took a tenth of the loader's
+    """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs only once there are
+    100,000 more. For loops whose rounds create no reference cycles: searching for cycles took a tenth of the loader's
     time."""
     gc.collect()
     gc.freeze()
@@ -336,8 +332,7 @@ def quiet_gc() -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, as Ctrl-C does: for work that can be killed at any point, where setting a
-    flag would only delay the end."""
+    """Make SIGTERM raise KeyboardInterrupt, like Ctrl-C, for work that may be interrupted at any point."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -355,17 +350,17 @@ def _base_hint(e: Exception) -> str:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """The last line of every script: `main()` returns the exit code. Bad input (ValueError, OSError) becomes one
-    sentence on stderr and exit code 1. The command exits quietly when the reader closes the pipe (as with `head`).
-    Any other exception is a bug and keeps its traceback."""
+    """Run a script and exit with the code that `main()` returns; the last line of every script. Bad input (ValueError,
+    OSError) becomes one sentence on stderr and exit code 1. The script exits quietly when the reader closes the pipe
+    (as with `head`). Any other exception is a bug and keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot encode are escaped
+        if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     try:
         code = main() or 0
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is still buffered
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards output that is still buffered
         code = 128 + signal.SIGPIPE
     except (ValueError, OSError) as e:
         print(f"error: {visible(public(str(e)))}{_base_hint(e)}", file=sys.stderr, flush=True)

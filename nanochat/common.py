@@ -1,11 +1,10 @@
 """
-What every other module may need: where files go, how a file is written so that a crash can never
-leave half of it, JSON, fingerprints, text for people, and permutations by counters.
+Shared by every module: the base directory, secrets, paths of data, files that a crash cannot leave half-written, JSON,
+hashes, formatting of output, and permutations by counters.
 
-Importing it does nothing and is quick: environment variables are read when a function is called
-(`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`),
-and PyTorch, which takes seconds to load, stays in nanochat/dist.py. Commands and worker processes
-that only touch files and text start without it.
+Importing it is fast and has no effects. Environment variables are read when a function is called (`NANOCHAT_BASE_DIR`,
+default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`). PyTorch, which takes seconds to import,
+stays in nanochat/dist.py, so that commands and worker processes that only touch files and text start without it.
 """
 
 import contextlib
@@ -32,16 +31,14 @@ import numpy as np
 A = TypeVar("A")
 B = TypeVar("B")
 
-EXIT_FAILED = 1  # what a script returns after a clear error
-EXIT_HALTED = 3  # a person must decide how the run goes on
 WRITABLE_BASE = "; set NANOCHAT_BASE_DIR to a folder that you can write to"
 
 
 # ---- places -------------------------------------------------------------------------------------
 
 def get_base_dir() -> Path:
-    """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat. It is made
-    if absent. OSError if it cannot be made."""
+    """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat, created if it does not exist.
+    OSError if it cannot be created."""
     base = as_local_path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR").expanduser()
     try:
         base.mkdir(parents=True, exist_ok=True)
@@ -53,7 +50,7 @@ def get_base_dir() -> Path:
 # ---- secrets ------------------------------------------------------------------------------------
 #
 # A URL may hold credentials: in its user information, https://USER:PASSWORD@host, or in its query, ?sig=...
-# Such a URL is refused where it is given, so that nothing keeps it, and hidden in what libraries say.
+# Such a URL is refused on input, so that nothing stores it, and masked in messages of libraries.
 
 SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:/+"
 URL = re.compile(rf"({SCHEME})([^/\s?]*@|[^@\s?]*:[^@\s?]*@)?([^\s?]*)(\?\S*)?")
@@ -61,46 +58,46 @@ MAY_BE_SECRET = re.compile(rf"(^|[=,]|^-\w){SCHEME}([^/]*@|[^@]*:[^@]*@|[^?]*\?)
 
 
 def public(text: str) -> str:
-    """A text whose URLs have lost their user information and query."""
+    """A text in which the user information and queries of URLs are masked."""
     if "@" not in text and "?" not in text:
         return text
     return URL.sub(lambda url: f"{url[1]}{'***@' * bool(url[2])}{url[3]}{'?***' * bool(url[4])}", text)
 
 
 def refuse_secrets(word: str) -> None:
-    """ValueError, which does not show it, for a path or a word of a command line that is, or has behind a comma or an
-    equals sign, a URL with user information or a query."""
-    # the first test keeps lists of a thousand prefixes quick
+    """ValueError, which does not show the secret, for a path or command-line word that is a URL with user information
+    or a query, or contains one after a comma or an equals sign."""
+    # the first test is fast for lists of a thousand prefixes
     if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
         flag = re.match(r"--[\w-]+(?==)", word)
         where = f"{flag[0]}: " if flag else ""
-        raise ValueError(f"{where}a URL with user information (@) or a query (?): credentials do not belong into a "
-                         f"path, which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
+        raise ValueError(f"{where}a URL with user information (@) or a query (?): credentials do not belong in a path, "
+                         "which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
 
 
 # ---- paths of data ------------------------------------------------------------------------------
 #
-# Data is in folders of this machine or in object storage, below a path such as s3://bucket/train. `as_path` loads
-# nanochat/integrations/object_storage.py when it meets the first such path; nothing else does.
+# Data is in local folders or in object storage, below a path such as s3://bucket/train. Only `as_path` imports
+# nanochat/integrations/object_storage.py, for the first such path.
 
 @dataclass
 class Launch:
-    """The state of this launch that object storage and printing need."""
+    """State of this launch for object storage and printing."""
 
     cache: Path | str | None = None  # for local copies; default: <base dir>/object_storage
     stop: Callable[[], object] = lambda: False  # whether a wait for object storage should end
-    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # hides the progress bar
+    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # hides a progress bar
 
 
 class StopAsked(Exception):
-    """The program was asked to stop while something waited for object storage."""
+    """The program was asked to stop while it waited for object storage."""
 
 
 LAUNCH = Launch()
 
 
 def begin_launch(cache: Path | str | None = None) -> None:
-    """Begin a launch: forget what is known of objects, so that it is requested again. `cache`: see `Launch`."""
+    """Begin a launch: discard cached metadata of objects, so that it is requested again. `cache`: see `Launch`."""
     LAUNCH.cache = cache
     if "nanochat.integrations.object_storage" in sys.modules:
         sys.modules["nanochat.integrations.object_storage"].forget()
@@ -123,58 +120,56 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """A path on this machine. ValueError, which begins with `what`, for one in object storage; it shows no secret."""
+    """A local path. ValueError, which begins with `what` and shows no secret, for a path in object storage."""
     refuse_secrets(os.fspath(path))
     if is_remote(path):
-        raise ValueError(f"{what} {as_path(path)}: expected a folder of this machine; scripts.push_shards uploads a "
-                         f"folder, and the tools of your object storage download one")
+        raise ValueError(f"{what} {as_path(path)}: expected a local folder; upload one with scripts.push_shards, or "
+                         "download one with the tools of your object storage")
     return Path(path)
 
 
 def local_copy(path: Path) -> Path:
-    """A file itself, or a local copy of an object. FileNotFoundError if the object does not exist."""
+    """The path of a file, or of a local copy of an object. FileNotFoundError if the object does not exist."""
     return path.local_copy() if is_remote(path) else path  # type: ignore[attr-defined]
 
 
 def make_local_copies(paths: Iterable[Path]) -> None:
-    """Make local copies of the paths that are objects, several at once."""
+    """Make local copies of the existing objects among some paths, several at once."""
     for _ in each(local_copy, (path for path in paths if is_remote(path) and path.is_file())):
         pass
 
 
 def etag_of(path: Path) -> dict[str, str]:
-    """{"etag": ...} of an object, {} for a file: it pins an object, together with size and footer."""
+    """{"etag": ...} of an object, {} of a file. Together with size and footer, the ETag pins an object."""
     return {"etag": path.pinned().etag} if is_remote(path) else {}  # type: ignore[attr-defined]
 
 
 def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,
-         look: Callable[[], object] = lambda: None) -> Iterator[B]:
-    """`call` of each item, in their order, several at once in daemon threads. Whoever waits for
-    them wakes up ten times a second to call `look`, so that Python handles signals, though a file
-    system or a store keeps the threads waiting."""
+         poll: Callable[[], object] = lambda: None) -> Iterator[B]:
+    """The results of `call` for each item, in order, computed by up to `at_once` daemon threads. The caller wakes up
+    ten times a second to call `poll`, so that Python handles signals even if a file system or object storage hangs."""
     def work(item: A, future: "Future[B]") -> None:
         try:
             future.set_result(call(item))
         except BaseException as e:
             future.set_exception(e)
 
-    rest, under_way = iter(items), deque[Future[B]]()
+    rest, running = iter(items), deque[Future[B]]()
     while True:
-        for item in itertools.islice(rest, at_once - len(under_way)):
-            under_way.append(Future())
-            threading.Thread(target=work, args=(item, under_way[-1]), name="each",
-                             daemon=True).start()
-        if not under_way:
+        for item in itertools.islice(rest, at_once - len(running)):
+            running.append(Future())
+            threading.Thread(target=work, args=(item, running[-1]), name="each", daemon=True).start()
+        if not running:
             return
-        while not wait([under_way[0]], timeout=0.1).done:
-            look()
-        yield under_way.popleft().result()
+        while not wait([running[0]], timeout=0.1).done:
+            poll()
+        yield running.popleft().result()
 
 
 # ---- files --------------------------------------------------------------------------------------
 
 def fsync_dir(path: Path) -> None:
-    """Make a rename or a new name inside `path` survive a power cut."""
+    """Make renames and new names in a folder survive a power cut."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -184,16 +179,16 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
-    """Open a new file for writing that appears under `path` only when whole: temporary name in the
-    same folder, fsync, rename, fsync of the folder. On an exception the temporary file goes and
-    what `path` held stays. It is locked while somebody writes it (see `remove_leftovers`)."""
+    """Open a file for writing that appears under `path` only when it is complete: temporary name in the same folder,
+    fsync, rename, fsync of the folder. An exception removes the temporary file and leaves `path` unchanged. The
+    temporary file is locked while it is written (see `remove_leftovers`)."""
     path = Path(path)
-    # 60 characters are at most 240 bytes, and a name may have 255
+    # 60 characters have at most 240 bytes, and a name may have 255
     temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(4)}.tmp")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(fd, "wb") as f:
-            with contextlib.suppress(OSError):  # some file systems have no locks, and do without
+            with contextlib.suppress(OSError):  # some file systems have no locks
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield f
             f.flush()
@@ -201,7 +196,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as e:
         if isinstance(e, OSError) and e.filename is None:
-            e.filename = str(path)  # a full disk names no file
+            e.filename = str(path)  # the error of a full disk names no file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
@@ -209,8 +204,8 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: Path, *, fresh_s: float = 5.0) -> None:
-    """Remove the temporary files of `atomic_open` that killed processes left in a folder. Those of
-    processes at work are locked, or so fresh that they may be about to be."""
+    """Remove the temporary files that killed processes left in a folder. Those of running processes are locked, or
+    younger than `fresh_s`, because they may not be locked yet."""
     for path in folder.glob(".*.????????.tmp"):
         with contextlib.suppress(OSError), path.open("rb") as f:
             if time.time() - path.stat().st_mtime >= fresh_s:
@@ -219,38 +214,37 @@ def remove_leftovers(folder: Path, *, fresh_s: float = 5.0) -> None:
 
 
 def write_bytes(path: Path | str, data: bytes) -> None:
-    """Write `data` to `path` atomically."""
+    """Write a file atomically."""
     with atomic_open(path) as f:
         f.write(data)
 
 
 def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None:
-    """Write `value` as indented JSON to `path` atomically."""
+    """Write a value as indented JSON atomically."""
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode())
 
 
 def read_json(path: Path | str, shape: Any = None, *,
               way_out: str = "delete it and run the command that wrote it again") -> Any:
-    """The JSON value in a file, of the `shape` that it must have (see `parse_json`).
-    FileNotFoundError if there is no file; ValueError if it is broken or of another shape, which
-    names the file, the field and the way out."""
+    """The JSON value in a file. FileNotFoundError if the file does not exist. ValueError, which names the file, the
+    field and the remedy, if it is corrupt or does not have the shape (see `parse_json`)."""
     return parse_json(Path(path).read_bytes(), path, shape, way_out=way_out)
 
 
 def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_out: str = "") -> Any:
-    """The value of JSON that somebody may have damaged. ValueError, which begins with `name` and
-    ends with the way out, unless it has the shape:
+    """The value of JSON that may be damaged. ValueError, which begins with `name` and ends with the remedy, if it is
+    not JSON or does not have the shape:
 
-        int, float, str, bool, dict, list    a value of this type (a whole number is a float, too)
-        int | None                           one of several; None stands for null
-        {"step": int, "ranks": [...]}        an object that has at least these fields
-        [{"pid": int}]                       a list whose items all have this shape
+        int, float, str, bool, dict, list    a value of this type (an int counts as a float)
+        int | None                           one of several types; None stands for null
+        {"step": int, "ranks": [...]}        an object with at least these fields
+        [{"pid": int}]                       a list of items that all have this shape
         None                                 anything
     """
     try:
         value = json.loads(data)
         problem = _misfit(value, shape, "")
-    except (ValueError, RecursionError) as e:  # also UnicodeDecodeError, and nested too deep
+    except (ValueError, RecursionError) as e:  # includes UnicodeDecodeError and nesting that is too deep
         problem = f"not valid JSON ({e})"
     if problem:
         raise ValueError(f"{name}: {problem}" + (f"; {way_out}" if way_out else ""))
@@ -258,19 +252,18 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_ou
 
 
 def check_shape(value: Any, shape: Any, name: Path | str) -> None:
-    """ValueError, which begins with `name`, unless a value has the shape that `parse_json`
-    describes."""
+    """ValueError, which begins with `name`, if a value does not have the shape (see `parse_json`)."""
     if problem := _misfit(value, shape, ""):
         raise ValueError(f"{name}: {problem}")
 
 
 MISSING = object()
-KINDS = {dict: "an object", list: "a list", str: "a text", int: "a whole number", float: "a number",
+KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number",
          bool: "true or false", type(None): "null", object: "nothing"}
 
 
 def _misfit(value: Any, shape: Any, where: str) -> str | None:
-    """What is wrong with a value that should have a shape, and at which field; None: nothing."""
+    """The first field that does not have its shape, and why, as a sentence; None if all do."""
     inside: Iterable[tuple[str, Any, Any]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
         inside = ((f"{where}.{name}" if where else name, value.get(name, MISSING), inner)
@@ -280,9 +273,9 @@ def _misfit(value: Any, shape: Any, where: str) -> str | None:
     elif shape is not None:
         kinds = typing.get_args(shape) or (shape if isinstance(shape, type) else type(shape),)
         if type(value) not in kinds and not (type(value) is int and float in kinds):
-            wanted = " or ".join(KINDS[kind] for kind in kinds)
-            return f"{where or 'the whole'}: expected {wanted}, got {KINDS.get(type(value), 'something else')}"
-    problems = (_misfit(item, inner, as_path) for as_path, item, inner in inside)
+            expected = " or ".join(KINDS[kind] for kind in kinds)
+            return f"{where}{': ' * bool(where)}expected {expected}, got {KINDS.get(type(value), 'something else')}"
+    problems = (_misfit(item, inner, field) for field, item, inner in inside)
     return next(filter(None, problems), None)
 
 
@@ -308,7 +301,7 @@ def hash_file(path: Path | str) -> str:
 # ---- processes ----------------------------------------------------------------------------------
 
 def get_dist_info() -> tuple[bool, int, int, int]:
-    """(is torchrun's child, rank, local rank, world size) from torchrun's environment."""
+    """(whether torchrun started this process, rank, local rank, world size), from torchrun's environment."""
     if "RANK" not in os.environ:
         return False, 0, 0, 1
     rank, local_rank, world_size = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -316,7 +309,7 @@ def get_dist_info() -> tuple[bool, int, int, int]:
 
 
 def print0(*args: Any, **kwargs: Any) -> None:
-    """Print on rank 0 only, at once."""
+    """Print on rank 0 only, and flush."""
     if int(os.environ.get("RANK", "0")) == 0:
         with LAUNCH.aside():
             print(*args, **{"flush": True, **kwargs})
@@ -324,8 +317,7 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 if not typing.TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
-        """Names that forks of nanochat import from here. They need PyTorch, which is loaded when
-        somebody asks for one."""
+        """Names that forks of nanochat import from here. They need PyTorch, so dist is imported on first use."""
         if name not in ("autodetect_device_type", "compute_cleanup", "compute_init", "get_peak_flops"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from nanochat import dist
@@ -333,10 +325,10 @@ if not typing.TYPE_CHECKING:
         return getattr(dist, name)
 
 
-# ---- for people ---------------------------------------------------------------------------------
+# ---- output -------------------------------------------------------------------------------------
 
 def show(value: Any) -> str:
-    """A value as people write it: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
+    """A readable value: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "-"}[value]
     if isinstance(value, int):
@@ -350,13 +342,13 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: str) -> str:
-    """A text that is safe to show on a terminal: control characters other than tabs and newlines, and marks that
-    reverse the direction of writing, become \\u001b and the like, which JSON reads as the same characters."""
+    """A text that is safe to print on a terminal: control characters other than tabs and newlines, and marks that
+    reverse the direction of writing, become escapes such as \\u001b, which JSON reads as the same characters."""
     return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Aligned lines under a heading: columns of numbers to the right, those with text to the left."""
+    """A header and rows as aligned lines: columns of numbers to the right, columns with text to the left."""
     columns = list(zip(*rows)) or [()] * len(header)
     cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
     for column, values in zip(cells, columns):
@@ -383,20 +375,19 @@ def duration(seconds: float | None) -> str:
 # ---- blocks, and randomness by counters ---------------------------------------------------------
 
 def block(j: int, m: int, V: int) -> range:
-    """Block j of m of V things: floor(jV/m) .. floor((j+1)V/m) - 1."""
+    """Block j of m in range(V): floor(jV/m) .. floor((j+1)V/m) - 1."""
     return range(j * V // m, (j + 1) * V // m)
 
 
 def words(n: int, *key: Any) -> np.ndarray:
-    """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's
-    Philox counter generator, which NumPy promises for all versions and machines; it does not
-    promise what `Generator.permutation` makes of them."""
+    """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's Philox counter
+    generator, which are the same in all versions and on all machines; `Generator.permutation` has no such promise."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Philox(key=np.frombuffer(digest, "<u8")).random_raw(n)
 
 
 def permutation(n: int, *key: Any) -> np.ndarray:
-    """(n,) int64: a permutation that depends on the key alone, on any machine and NumPy version."""
+    """(n,) int64: a permutation that depends on the key alone, not on the machine or NumPy's version."""
     return np.argsort(words(n, *key), kind="stable")
 
 

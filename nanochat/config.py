@@ -1,26 +1,25 @@
 """
-The settings of a run: one frozen dataclass, and everything that people see of it.
+The settings of a run: one frozen dataclass, its command-line flags, and what a resume may change.
 
-    warmup_steps: int = setting(40, "steps over which the learning rate rises", fixed=STEP)
+    warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", fixed=STEP)
 
-From such a field come the flag `--warmup-steps`, its line in --help with the default, the place in
-config.json, the rule for a later launch, and a row of the table in docs/reference.md. A fork that
-wants a flag adds one field here; a room that owns a default declares its fields itself
-(`ScheduleSettings` in nanochat/schedule.py) and is listed among the bases.
+This field gives the flag `--warmup-steps`, its line in --help with the default, the entry in config.json, the rule
+for a resume, and a row of the table of settings in docs/reference.md. To add a flag in a fork, add one field here. A module
+that owns a default declares its own fields (`ScheduleSettings` in nanochat/schedule.py); its class is listed among
+the bases of `Settings`.
 
-**A run never changes what it is.** The command that started a run also restarts it, so a restart
-may carry other flags, by intent or by accident:
+**A run never changes what it is.** The command that starts a run also resumes it. A resume may have other flags,
+on purpose or by accident:
 
     the run's settings   {"depth": 12, "save_every": 100, "lanes": 64}
     the command's        {"depth": 16, "save_every": 500, "lanes": -1}
                             refused      allowed            automatic: keeps the run's 64
 
-What decides which rows come in which order, or what a step computes from them, is `fixed`, and
-says why. What only decides where, how fast and how long the run computes may change; a field whose
-change people should know of has a `note`, and it is told. Whoever wants something else starts a new
-run from the old one (--init-from). A field that an older run does not have has that field's
-default; one that this code does not have is refused. Warning instead of refusing was rejected:
-nobody reads the log of a job that restarts at night.
+A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume that changes it is
+refused with the reason. A setting that only decides where, how fast and how long the run computes may change; if it
+has a `note`, the change is printed. To train with other settings, start a new run from the old one (--init-from). If
+an old run lacks a setting, its default applies; a setting that this code lacks is refused. Warning instead of refusing
+was rejected, because a job that resumes at night has no one to read its log.
 """
 
 import argparse
@@ -44,77 +43,81 @@ from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum
 
-SHAPE = "the shape of the model"
+# why a setting is fixed
+SHAPE = "decides the shape of the model"
 STREAM = "decides which tokens come in which order"
-STEP = "what a step computes"
-ORIGIN = "what the run began with"
+TARGETS = "decides which targets count"
+STEP = "decides what a step computes"
+ORIGIN = "decides how the run begins"
+# what a change does
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
-MOST_RATE = 10**6  # of learning rates: far above what trains, far below what overflows
-ROUNDING = "same data, not the same bits: "
+ROUNDING = "same data, but not the same bits: "
+
+MAX_RATE = 10**6  # of learning rates: far above what trains, far below what overflows
 
 
 def numbers(text: str) -> list[float]:
-    """The type of a flag: numbers with commas between them."""
+    """The type of a flag: numbers separated by commas."""
     return [float(part) for part in text.split(",")]
 
 
-# Each class is a group of --help, and its docstring the group's title. A field with `flag=False`
-# follows from other fields or from the machine. Where the command gives the default of a field
-# with `auto`, the run keeps its value. A value that is not the default is at least `least`, at most
-# `most`, above `above`; with `of_order` it means something in that order alone.
+# Each class below is a group of --help, titled by its docstring. `cli.setting` documents the keywords.
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """run"""
 
-    run: str = setting("dummy", "name of the wandb run; dummy: no wandb")
+    run: str = setting("dummy", "name of the wandb run; dummy turns wandb off")
     log_to: str = setting(
-        "wandb", "where values are drawn, with commas between: wandb (where --run names its run), tensorboard, trackio")
+        "wandb", "where to draw the logged values, separated by commas: wandb (if --run names a run), tensorboard, "
+        "trackio")
     model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
     resume: str = setting(
-        "auto", "auto: newest good checkpoint, or start | scratch | a checkpoint's path or RUN@STEP")
-    force: bool = setting(False, "with --resume=scratch: move the run that is there aside")
-    device_type: str = setting("", "cuda | mps | cpu (default: the best there is)",
-                               note=ROUNDING + "other devices round differently")
+        "auto", "checkpoint to start from: auto (the newest good one of the run, if any) | scratch (none) | path of a "
+        "checkpoint | RUN@STEP")
+    force: bool = setting(False, "with --resume=scratch: rename an existing run directory instead of refusing")
+    device_type: str = setting("", "cuda | mps | cpu (default: the best available)",
+                               note=ROUNDING + "devices round differently")
     dtype: str = setting(
-        "auto", "of activations, embeddings and Muon's products: auto | bfloat16 | float32 (no TF32)", auto=True,
-        fixed="the type of activations, embeddings and Muon's products")
+        "auto", "type of activations, embeddings and Muon's products: auto | bfloat16 | float32 (without TF32)",
+        auto=True, fixed="decides the type of activations, embeddings and Muon's products")
     fp8: bool = setting(
-        False, "multiply matrices in FP8 in training: GPUs of compute capability 8.9 and up", fixed=STEP)
+        False, "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher", fixed=STEP)
     attention_kernel: str = setting(
-        "wheel", "FlashAttention on CUDA: PyTorch's wheel has version 2; fa3 and fa4 need a package of their own",
-        choices=KERNELS, fixed=STEP)
-    compile: str = setting(
-        "auto", "torch.compile: auto is on with CUDA", choices=("auto", "on", "off"),
-        note=ROUNDING + "compiled kernels round differently")
+        "wheel", "FlashAttention on CUDA: wheel is version 2, which comes with PyTorch; fa3 and fa4 are separate "
+        "packages", choices=KERNELS, fixed=STEP)
+    compile: str = setting("auto", "use torch.compile; auto: on CUDA only", choices=("auto", "on", "off"),
+                           note=ROUNDING + "compiled kernels round differently")
     deterministic: bool = setting(
-        True, "on CUDA only kernels whose result does not depend on scheduling", fixed=STEP)
-    seed: int = setting(42, "of the weights and of the order of the data", fixed=STREAM)
+        True, "on CUDA, use only kernels whose results do not depend on scheduling (default: on)", fixed=STEP)
+    seed: int = setting(42, "seed of the initial weights and of the data order", fixed=STREAM)
     data_seed: int | None = setting(
-        None, "of the order of the data alone (default: --seed)", type=int, metavar="N", fixed=STREAM)
-    world_size: int = setting(
-        1, "processes of the launch", flag=False,
-        note="same data; same bits as long as it divides the number of leaves")
+        None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM)
+    world_size: int = setting(1, "number of processes of the launch", flag=False,
+                              note="same data; the bits are the same if it divides the number of leaves")
     cpu_threads: int | None = setting(
-        None, "threads of PyTorch on a CPU (OMP_NUM_THREADS)", flag=False,
-        note=ROUNDING + "PyTorch's threads (OMP_NUM_THREADS) share out sums on a CPU")
+        None, "PyTorch's threads on a CPU (OMP_NUM_THREADS)", flag=False,
+        note=ROUNDING + "PyTorch splits sums over its threads (OMP_NUM_THREADS)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """model"""
 
-    depth: int = setting(20, "layers; the one dial: width and batch follow from it", fixed=SHAPE, least=1, most=10**4)
-    aspect_ratio: int = setting(64, "width = depth * aspect ratio, up to a whole head", fixed=SHAPE, least=1,
-                                most=10**4)
+    depth: int = setting(
+        20, "number of layers; width, batch size and horizon follow from it", fixed=SHAPE, least=1, most=10**4)
+    aspect_ratio: int = setting(
+        64, "model width divided by depth; the width is rounded up to whole heads", fixed=SHAPE, least=1, most=10**4)
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
-    max_seq_len: int = setting(2048, "T: tokens a row trains on", fixed="the length of a row", least=1, most=10**8)
+    max_seq_len: int = setting(
+        2048, "T: number of tokens that a row trains on", fixed="decides the length of a row", least=1, most=10**8)
     attention_mode: str = setting(
-        "causal", "all but causal keep attention inside a document", choices=tuple(MODES),
-        fixed="what a token attends to")
+        "causal", "kernel of the attention; all but causal confine attention to one document", choices=tuple(MODES),
+        fixed="decides which tokens a token attends to")
     window_pattern: str = setting(
-        "SSSL", "attention windows, tiled over layers: L is max_seq_len tokens, S a quarter of it", fixed=SHAPE)
-    vocab_size: int = setting(0, "of the tokenizer", flag=False, fixed=SHAPE)
+        "SSSL", "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
+        fixed=SHAPE)
+    vocab_size: int = setting(0, "vocabulary size of the tokenizer", flag=False, fixed=SHAPE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,57 +125,59 @@ class DataSettings:
     """data"""
 
     data_path: str | None = setting(
-        None, "folder, here or in a store (s3://, gs://, az://, msc://); of pairs also their paths "
-        f"without .bin, with commas between them (default: the {DATASET_NAME} download)")
+        None, "folder of the data, local or in object storage (s3://, gs://, az://, msc://); for Megatron's files also "
+        f"their paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
     val_path: str | None = setting(
-        None, "validation files (default: the last file below --data-path; with --order=megatron "
-        "the whole documents of the valid split)")
+        None, "validation data (default: the last file below --data-path; with --order=megatron the whole documents "
+        "of the valid split)")
     data_format: str = setting(
-        "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: what scripts.tok_shards makes | "
-        "megatron: Megatron's pairs of .bin and .idx | xyz: .xyz files, which "
-        "nanochat/source_xyz.py reads", fixed=STREAM)
+        "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
+        "megatron: Megatron's .bin and .idx files | xyz: .xyz files, read by nanochat/source_xyz.py", fixed=STREAM)
     tokenizer: str | None = setting(
-        None, f"{TOKENIZER_HELP} (default: the tokenizer folder beside the data, or <base dir>/tokenizer, "
-        f"where scripts.tok_train puts it)", also=["--tokenizer-dir"], metavar="NAME")
+        None, f"{TOKENIZER_HELP} (default: the folder tokenizer/ beside the data, or <base dir>/tokenizer, where "
+        "scripts.tok_train writes it)", also=["--tokenizer-dir"], metavar="NAME")
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
-        "", "of the tokenizer", flag=False,
-        fixed="decides the tokens of every text; the run's own copy is in its folder: "
-        "--tokenizer=RUN/tokenizer")
+        "", "fingerprint of the tokenizer", flag=False,
+        fixed="decides the tokens of every text; the run's own tokenizer is --tokenizer=RUN/tokenizer")
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
-        None, "where indices of data in a store are copied to (default: <base dir>/object_storage)",
+        None, "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
         metavar="DIR")
     without_documents: str | None = setting(
-        None, "switch off the targets of the documents that this file lists, one FILE:ROW per line (FILE:* for all of "
-        "a file); rows keep their tokens", metavar="LIST", fixed="decides which targets count", of_order="lanes")
+        None, "file of documents to exclude from the loss, one FILE:ROW per line (FILE:* for a whole file); the rows "
+        "keep their tokens", metavar="LIST", fixed=TARGETS, of_order="lanes")
     packing: str = setting(
-        "bestfit", "how documents become rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
-    pack: bool = setting(True, "--no-pack, with --packing=binned: one entry a row", fixed=STREAM, of_order="lanes")
+        "bestfit", "how documents are packed into rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
+    pack: bool = setting(
+        True, "pack several entries into a row (default: on); --no-pack, with --packing=binned: one entry per row",
+        fixed=STREAM, of_order="lanes")
     long_docs: str = setting(
-        "crop", "what does not fit: dropped, or later", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
+        "crop", "the rest of a document that does not fit into its row: crop drops it, split trains on it in a later "
+        "row", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
     overlap: int = setting(
-        64, "context tokens repeated before a split document's rest", fixed=STREAM)
+        64, "with --long-docs=split: tokens of context repeated before the rest of a document", fixed=STREAM)
     buffer_size: int = setting(
-        128, "documents that wait in a lane for a row they fit", fixed=STREAM)
-    packer_version: int = setting(VERSION, "of the packer", flag=False, fixed=STREAM)
-    lanes: int = setting(-1, "V, virtual readers; -1: the largest divisor of the rows per step up to 64 that the data "
-                         "feeds", auto=True, fixed="every lane has its own share of the data")
-    leaves: int = setting(-1, "K, blocks of a step whose gradients are added in order; -1: the next power of two >= "
-                          "the number of processes", auto=True,
-                          fixed="the order in which gradients are added")
+        128, "number of pending short documents per lane, from which bestfit fills rows", fixed=STREAM)
+    packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
+    lanes: int = setting(
+        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step that is at most 64 and that "
+        "the data can feed", auto=True, least=1, fixed="decides each lane's share of the data")
+    leaves: int = setting(
+        -1, "K: number of blocks of a step whose gradients are added in a fixed order; -1: the smallest power of two "
+        ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
     plan: str = setting(
-        "error", "where the data end before the run does, which is computed first: do not start | "
-        "warn | do not compute it", choices=("error", "warn", "off"))
+        "error", "what to do when the plan shows the data running out before the last step; off: make no plan",
+        choices=("error", "warn", "off"))
     curriculum: dict | None = setting(
-        None, "YAML file: which buckets (subfolders of the data) are mixed when", metavar="YAML",
-        fixed="decides which bucket a row comes from; how it is written, and how long its last "
-        "phase lasts, is free", of_order="lanes")
+        None, "YAML file with the mix of buckets (subfolders of the data) in each phase of the run", metavar="YAML",
+        fixed="decides which bucket each row comes from; notation and duration of the last phase may change",
+        of_order="lanes")
     allow_bucket_exhaustion: bool = setting(
-        False, "go on without a bucket that has run dry",
-        note="a lane whose bucket has run dry goes on with the others, or halts the run", of_order="lanes")
+        False, "when a bucket has run dry, continue with the others",
+        note="a lane whose bucket has run dry continues with the others, or halts the run", of_order="lanes")
     allow_budget_mismatch: bool = setting(
-        False, "let the run take more or fewer tokens than the curriculum's phases together", of_order="lanes")
+        False, "let the run be longer or shorter than the phases of the curriculum together", of_order="lanes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,85 +185,87 @@ class MegatronSettings:
     """Megatron's order"""
 
     order: str = setting(
-        "lanes", "lanes: documents, packed | megatron: its own samples in its own shuffled order, "
-        "row i of the run is sample i. Instead of reset_attention_mask: --attention-mode; "
-        "reset_position_ids would change nothing", choices=("lanes", "megatron"), fixed=STREAM)
+        "lanes", "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
+        "the run is sample i (for reset_attention_mask use --attention-mode; reset_position_ids would change nothing)",
+        choices=("lanes", "megatron"), fixed=STREAM)
     split: str | None = setting(
-        None, "shares of training, validation, test (default: 969,30,1; all for training where "
-        "validation has data of its own)", auto=True,
-        fixed="decides which documents train and which validate", of_order="megatron")
+        None, "shares of training, validation and test (default: 969,30,1; if validation has its own files, all "
+        "documents train)", auto=True, fixed="decides which documents train and which validate", of_order="megatron")
     blend_weights: list | None = setting(
-        None, "the weight of each prefix (default: all of each prefix once; of a single one as "
-        "much as it takes)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
-    eod_mask_loss: bool = setting(
-        False, "no loss where the input is EOD", fixed="decides which targets count", of_order="megatron")
+        None, "weight of each prefix (default: all samples of each prefix once; of a single prefix as many as the run "
+        "needs)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
+    eod_mask_loss: bool = setting(False, "no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
     num_samples: int = setting(
-        -1, "of the whole run", flag=False, auto=True,
-        fixed="Megatron's order is a shuffle of so many samples: another number is another order")
+        -1, "samples of the whole run", flag=False, auto=True,
+        fixed="decides Megatron's order, which is a shuffle of exactly this many samples")
     index_cache: str | None = setting(
-        None, "where shuffled indices are kept (default: <base dir>/index_cache)", metavar="DIR")
+        None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorizonSettings:
-    """horizon (the first that is set counts; a curriculum stands before the ratio)"""
+    """horizon (the first one that is set applies; a curriculum comes before the ratio)"""
 
-    num_iterations: int = setting(-1, "optimizer steps", note=HORIZON, least=1, most=MOST_STEPS)
-    target_flops: float = setting(-1.0, "steps to spend so many FLOPs", note=HORIZON)
-    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter", note=HORIZON)
+    num_iterations: int = setting(-1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS)
+    target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
+    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter; -1: not set", note=HORIZON)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """optimization (rates are for the reference depth and batch; they are scaled from there)"""
+    """optimization (learning rates are for the reference depth and batch size, and are scaled from there)"""
 
     activation_checkpointing: bool = setting(
-        False, "compute each layer again in the backward pass: slower, in far less memory",
-        note=ROUNDING + "compiled, they are other kernels")
+        False, "recompute each layer in the backward pass: slower, but needs far less memory",
+        note=ROUNDING + "its compiled kernels differ")
     device_batch_size: int = setting(
-        -1, "B: rows in one forward pass; -1: the largest power of two that fits", auto=True, least=1, most=10**6,
-        note=ROUNDING + "sums are grouped differently")
+        -1, "B: rows per forward pass; -1: the largest power of two that fits into memory", auto=True, least=1,
+        most=10**6, note=ROUNDING + "sums are grouped differently")
     total_batch_size: int = setting(
-        -1, "tokens a step; -1: from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
-    embedding_lr: float = setting(0.3, "embeddings (AdamW)", fixed=STEP, least=0, most=MOST_RATE)
-    unembedding_lr: float = setting(0.008, "output head (AdamW)", fixed=STEP, least=0, most=MOST_RATE)
-    matrix_lr: float = setting(0.02, "matrices (Muon)", fixed=STEP, least=0, most=MOST_RATE)
-    scalar_lr: float = setting(0.5, "per-layer scalars (AdamW)", fixed=STEP, least=0, most=MOST_RATE)
-    weight_decay: float = setting(0.28, "cautious weight decay of matrices", fixed=STEP)
+        -1, "tokens per step; -1: from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
+    embedding_lr: float = setting(0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
+    unembedding_lr: float = setting(
+        0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
+    matrix_lr: float = setting(0.02, "learning rate of the matrices (Muon)", fixed=STEP, least=0, most=MAX_RATE)
+    scalar_lr: float = setting(
+        0.5, "learning rate of the scalars of each layer (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
+    weight_decay: float = setting(0.28, "cautious weight decay of the matrices", fixed=STEP)
     max_grad_norm: float | None = setting(
-        None, "a longer gradient is scaled down to this norm (default: none is)", fixed=STEP, above=0)
+        None, "scale larger gradients down to this norm (default: off)", fixed=STEP, above=0)
     skip_spikes: float | None = setting(
-        None, "do not apply a step whose loss or gradient norm is so many robust deviations above the "
-        "last 128 (default: apply all)", metavar="SIGMA", fixed=STEP, above=0)
+        None, "skip the update of a step whose loss or gradient norm is this many robust deviations above the last 128 "
+        "(default: off)", metavar="SIGMA", fixed=STEP, above=0)
     z_loss: float = setting(
-        0.0, "coefficient of the squared logsumexp of the logits, which is added to the loss in training "
-        "alone, and told nowhere", fixed=STEP, least=0)
+        0.0, "coefficient of the squared logsumexp of the logits, added to the training loss only; reported losses "
+        "exclude it", fixed=STEP, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookSettings:
+class EvaluationSettings:
     """evaluating and saving (every N steps and at the end; -1: never, or for --save-every: by time)"""
 
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
-        80 * 524288, "validation tokens an evaluation reads",
-        note="bits per byte before and after are taken over different amounts of text")
+        80 * 524288, "validation tokens per evaluation",
+        note="bits per byte before and after the change measure different amounts of text")
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
-    core_metric_max_per_task: int = setting(500, "items of each of its tasks; -1: all")
+    core_metric_max_per_task: int = setting(500, "examples per task of CORE; -1: all")
     eval_bundle: str | None = setting(
-        None, "the folder of its tasks (default: <base dir>/eval_bundle)", metavar="DIR")
-    sample_every: int = setting(2000, "steps between continuations of validation text")
+        None, "folder of the tasks of CORE (default: <base dir>/eval_bundle)", metavar="DIR")
+    sample_every: int = setting(2000, "steps between samples: continuations of validation text")
     save_every: int = setting(
-        -1, "steps between checkpoints; -1: one whenever 30 minutes have passed, of which the newest two stay; "
-        "0: only at the end")
-    row_losses: bool = setting(True, "keep the loss of every row of every step in logs/rows (6 bytes per row)")
+        -1, "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end")
+    row_losses: bool = setting(
+        True, "record the loss of every row of every step in logs/rows (6 bytes per row; default: on)")
     log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
-        None, "PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
-    sync_save: bool = setting(False, "let the loop wait until a checkpoint is written")
+        None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
+    sync_save: bool = setting(False, "pause training until each checkpoint is written")
     keep_last_k: int | None = setting(
-        None, "delete older numbered checkpoints (default: keep all but those saved by time)", least=1)
-    keep_milestone_every: int | None = setting(None, "but never those of steps that this divides", least=1)
+        None, "keep only the newest K numbered checkpoints (default: all, but only two of those saved by time)",
+        least=1)
+    keep_milestone_every: int | None = setting(
+        None, "also keep the checkpoints of steps that this number divides", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,23 +273,24 @@ class LongRunSettings:
     """long runs, and new runs from old ones"""
 
     max_runtime_seconds: float = setting(
-        -1.0, "stop in time, saved (default: the end of the SLURM job, else NANOCHAT_MAX_RUNTIME)")
-    walltime_reserve_seconds: float = setting(120.0, "kept for the last save, at least", least=0)
-    collective_timeout_seconds: float = setting(600.0, "a rank that hangs for so long ends the run", above=0)
+        -1.0, "time limit, by which the run saves and stops (default: the end of the SLURM job, else "
+        "NANOCHAT_MAX_RUNTIME)")
+    walltime_reserve_seconds: float = setting(
+        120.0, "minimum time reserved for the last save before the limit", least=0)
+    collective_timeout_seconds: float = setting(600.0, "end the run if a rank hangs for this long", above=0)
     init_from: str | None = setting(
-        None, "a new run starts with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
-    init_optimizer: bool = setting(False, "and with the state of its optimizer", fixed=ORIGIN)
-    init_data: str = setting("fresh", "at the start of the data, or where the other was",
-                             choices=("fresh", "continue"), fixed=ORIGIN)
-    skip_steps: int = setting(
-        0, "a new run passes over the rows of the next so many steps", fixed=ORIGIN, least=0)
+        None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
+    init_optimizer: bool = setting(False, "with --init-from: take over the optimizer state, too", fixed=ORIGIN)
+    init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or continue where the "
+                             "other run was", choices=("fresh", "continue"), fixed=ORIGIN)
+    skip_steps: int = setting(0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSettings, HorizonSettings,
+class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerSettings, HorizonSettings,
                MegatronSettings, TextSettings, DataSettings, ModelSettings, RunSettings):
-    """All settings of a run; a dataclass takes the fields of its last base first. Raises ValueError
-    for flags that contradict each other."""
+    """All settings of a run. (A dataclass takes the fields of its last base first.) Raises ValueError for values out
+    of bounds and for flags that contradict each other."""
 
     def __post_init__(self) -> None:
         for name, value in self.differing().items():
@@ -290,50 +298,49 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
             if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
-                most = f" and at most {rule['most']}" if "most" in rule else ""
+                most = f" and at most {rule['most']:,}" if "most" in rule else ""
                 raise ValueError(f"{flag(name)}: got {value}, expected at least {rule['least']}{most}")
             if "above" in rule and not value > rule["above"]:
                 raise ValueError(f"{flag(name)}: got {value}, expected a number above {rule['above']}")
             if rule.get("of_order", self.order) != self.order:
-                raise ValueError(f"{flag(name)}: it does nothing with --order {self.order}; leave it out, or take "
-                                 f"--order {rule['of_order']}")
+                raise ValueError(f"{flag(name)}: has no effect with --order={self.order}; remove it, or use "
+                                 f"--order={rule['of_order']}")
         if not set(self.log_to.split(",")) <= {"wandb", "tensorboard", "trackio"}:
             raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
-                             f"with commas between")
+                             "separated by commas")
         if self.profile_steps is not None and self.profiled is None:
             raise ValueError(f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
-                             f"behind the last, such as 10:13")
+                             "after the last, such as 10:13")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
-            raise ValueError(f"--blend-weights: got {self.blend_weights}, expected numbers above "
-                             f"0; leave out a prefix that should give nothing")
+            raise ValueError(f"--blend-weights: got {self.blend_weights}, expected finite numbers above 0; to train "
+                             "without a prefix, remove it from --data-path")
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
-            raise ValueError("--init-optimizer, --init-data: they say what else comes from "
-                             "another run; name it with --init-from RUN")
+            raise ValueError("--init-optimizer, --init-data: they need a run to take the state from; name it with "
+                             "--init-from=RUN")
         for name, value in Selection.of(asdict(self)).named().items():
             if self.data_format in ("shards", "megatron"):
-                raise ValueError(f"{flag(name)} {value}: it is for text, and --data-format is "
-                                 f"{self.data_format}; leave it out")
+                raise ValueError(f"{flag(name)}={value}: applies to text only, but --data-format is "
+                                 f"{self.data_format}; remove it")
         if self.order == "megatron" and self.data_format != "megatron":
-            raise ValueError(f"--order megatron: it is an order of Megatron's files, and "
-                             f"--data-format is {self.data_format}; take --data-format megatron, "
-                             f"or --order lanes")
+            raise ValueError(f"--order=megatron: needs Megatron's files, but --data-format is {self.data_format}; use "
+                             "--data-format=megatron or --order=lanes")
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
-        """The settings in a run's config.json; what it does not have has its default, what is no
-        setting is left. ValueError for a value that cannot be its field's."""
-        found = {name: value[name] for name in FIELDS if name in value}
-        what = "config.json of the run, which this program did not write so"
-        check_shape(found, {name: TYPES[name] for name in found}, what)
+        """The settings in a run's config.json. A missing setting has its default, other entries are ignored.
+        ValueError for a value that its setting cannot have."""
+        values = {name: value[name] for name in FIELDS if name in value}
+        where = "config.json of the run was damaged or edited; restore it"
+        check_shape(values, {name: TYPES[name] for name in values}, where)
         try:
-            settings = cls(**found)
-            _ = settings.mix  # ValueError for a curriculum that is none
+            settings = cls(**values)
+            _ = settings.mix  # checks the curriculum
         except ValueError as e:
-            raise ValueError(f"{what}: {e}") from None
+            raise ValueError(f"{where}: {e}") from None
         return settings
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON, for `from_json`."""
+        """The settings as plain JSON, for `from_json`."""
         return asdict(self)
 
     @property
@@ -343,34 +350,33 @@ class Settings(LongRunSettings, LookSettings, ScheduleSettings, OptimizerSetting
 
     @property
     def curriculum_tokens(self) -> int:
-        """What all phases of the curriculum last together, 0 without one."""
+        """Duration of all phases of the curriculum together, in tokens; 0 without a curriculum."""
         return 0 if self.mix is None else sum(phase.duration_tokens for phase in self.mix.phases)
 
     @property
     def order_seed(self) -> int:
-        """The seed of the order of the data."""
+        """The seed of the data order."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def trackers(self) -> list[str]:
-        """What draws the values of the run: of the names in `log_to` all but a wandb without a run."""
+        """The trackers of the run: the names in `log_to`, but not wandb if --run names no run."""
         return [name for name in self.log_to.split(",") if name != "wandb" or self.run != "dummy"]
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """The steps to profile, as range(first, last) takes them; None for what is no such text."""
+        """(first, last + 1) of the steps to profile, None if `profile_steps` is empty or malformed."""
         match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps or "", re.ASCII)
-        first, last = (int(match[1]), int(match[2])) if match else (0, 0)
-        return (first, last) if first < last else None
+        first, end = (int(match[1]), int(match[2])) if match else (0, 0)
+        return (first, end) if first < end else None
 
     def differing(self) -> dict[str, Any]:
-        """Those that are not their defaults."""
-        return {name: getattr(self, name) for name, f in FIELDS.items()
-                if getattr(self, name) != f.default}
+        """{name: value} of the settings that differ from their defaults."""
+        return {name: getattr(self, name) for name, f in FIELDS.items() if getattr(self, name) != f.default}
 
 
 def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
-    """The curriculum in a file, or in a run's config.json. The module is loaded here, because most runs have none."""
+    """The curriculum in a file, or in a run's config.json. The module is imported here, because most runs have none."""
     from nanochat.curriculum import load
 
     return load(source)
@@ -382,83 +388,81 @@ TYPES = get_type_hints(Settings)
 
 # ---- the command line ---------------------------------------------------------------------------
 
-SECTION = ("gpt-simple's files have sections; here each flag stands at the top level, as data_path: DIR or "
+SECTION = ("gpt-simple's files have sections; here every flag is at the top level, such as data_path: DIR or "
            "num_iterations: 1000 (docs/coming_from.md lists the names)")
-ELSEWHERE = {  # flags that people know from other programs
-    "--resume-from-step": "--resume=PATH goes on from that checkpoint, --resume=auto (the default) "
+ELSEWHERE = {  # flags of other programs
+    "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
                           "from the newest",
-    "--allow-curriculum-change": "a run keeps its curriculum; a new run (--model-tag) goes on "
-                                 "with another one: --init-from=RUN --init-optimizer "
-                                 "--init-data=continue",
-    "--batch-size": "--device-batch-size is the number of rows in one forward pass of one process, "
-                    "--total-batch-size the number of tokens in one step of all",
+    "--allow-curriculum-change": "a run keeps its curriculum; to continue with another one, start a new run "
+                                 "(--model-tag) with --init-from=RUN --init-optimizer --init-data=continue",
+    "--batch-size": "use --device-batch-size for the rows per forward pass of one process, or --total-batch-size for "
+                    "the tokens per step of all processes",
     **dict.fromkeys(("--learning-rate", "--lr"), "each kind of parameter has its own: --matrix-lr, "
                     "--embedding-lr, --unembedding-lr and --scalar-lr"),
     # gpt-simple's
     **dict.fromkeys(("--data", "--training", "--optimizer", "--model"), SECTION),
-    "--training.resume": "here it is --resume=auto (the default), --resume=scratch with --force, or --resume=PATH",
-    "--training.max-steps": "here it is --num-iterations",
-    "--training.output-dir": "here --model-tag names the run; its folder is in NANOCHAT_BASE_DIR/runs",
-    "--training.wandb-run-name": "here it is --run",
-    **{f"--training.{name}": f"here it is --{name}" for name in
+    "--training.resume": "use --resume=auto (the default), --resume=scratch with --force, or --resume=PATH",
+    "--training.max-steps": "use --num-iterations",
+    "--training.output-dir": "use --model-tag to name the run; its folder is in NANOCHAT_BASE_DIR/runs",
+    "--training.wandb-run-name": "use --run",
+    **{f"--training.{name}": f"use --{name}" for name in
        ("keep-last-k", "max-runtime-seconds", "walltime-reserve-seconds", "seed")},
-    "--data.path": "here it is --data-path",
-    "--data.tokenizer": "here it is --tokenizer",
-    "--data.format": "here it is --data-format=shards (their pretokenized) or --data-format=text (their jsonl)",
+    "--data.path": "use --data-path",
+    "--data.tokenizer": "use --tokenizer",
+    "--data.format": "use --data-format=shards (for gpt-simple's pretokenized) or --data-format=text (for its jsonl)",
 }
 
 
 def flag(name: str) -> str:
-    """How a setting is written on the command line: what is on by default, as it is switched off. One that
-    follows from others or from the machine is nowhere written, and has its name alone."""
-    on = name in FIELDS and FIELDS[name].default is True
-    if name in FIELDS and not FIELDS[name].metadata.get("flag", True):
+    """The flag of a setting; of a switch that is on by default, the flag that turns it off. A setting without a flag
+    gives its bare name."""
+    f = FIELDS.get(name)
+    if f is not None and not f.metadata.get("flag", True):
         return name
-    return ("--no-" if on else "--") + name.replace("_", "-")
+    return ("--no-" if f is not None and f.default is True else "--") + name.replace("_", "-")
 
 
 def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = True) -> Parser:
-    """Give a parser the flags of all settings but some, in their groups; not `listed`: --help leaves them out."""
+    """Add the flags of all settings except `without` to a parser, in their groups. Without `listed`, --help omits
+    them."""
     parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):
-            how = {word: f.metadata[word] for word in ("help", "choices", "metavar", "type")
-                   if word in f.metadata}
-            if TYPES[f.name] is bool:
+            if not f.metadata.get("flag", True) or f.name in without:
+                continue
+            how = {word: f.metadata[word] for word in ("help", "choices", "metavar", "type") if word in f.metadata}
+            [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)  # int of int | None
+            if kind is bool:
                 how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
-            else:  # what is no number is given as text, a curriculum as its file
-                [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)
-                how.setdefault("type", kind if kind in (int, float) else str)
-            if f.metadata.get("flag", True) and f.name not in without:
-                flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
-                action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
-                action.help = action.help if listed else argparse.SUPPRESS
+            elif kind in (int, float):  # everything else, such as the path of a curriculum, stays text
+                how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
+            flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
+            action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
+            action.help = action.help if listed else argparse.SUPPRESS
     return parser
 
 
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a run's config.json that are flags and say what the run is: not how a launch
-    began it."""
+    """The entries of a run's config.json that --config takes as flags: all but how a launch started the run."""
     return {name: config[name] for name, f in FIELDS.items()
             if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")}
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
-    """The settings that a command line stands for. What a curriculum file allows stands apart from
-    what it mixes. ValueError or FileNotFoundError for what cannot be."""
+    """The settings of a parsed command line. A curriculum file's two switches become settings of their own, apart
+    from its mix. ValueError or FileNotFoundError for impossible values."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.order == "megatron" and args.data_path:
         from nanochat.tokens import split_weights
 
         given["data_path"], weights = split_weights(args.data_path)
         if weights and args.blend_weights:
-            raise ValueError(f"--blend-weights: got it and weights in --data-path {args.data_path}; give one of them")
+            raise ValueError(f"--blend-weights: --data-path={args.data_path} has weights, too; give only one of them")
         given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
-        # what begins so is the curriculum itself, from a file of flags
-        given_inline = args.curriculum.startswith("{")
-        mix = read_curriculum(parse_json(args.curriculum, "--curriculum", dict) if given_inline else args.curriculum)
+        inline = args.curriculum.startswith("{")  # from a file of flags
+        mix = read_curriculum(parse_json(args.curriculum, "--curriculum", dict) if inline else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
         given["allow_budget_mismatch"] |= mix.allow_budget_mismatch
@@ -468,20 +472,18 @@ def from_flags(args: argparse.Namespace) -> Settings:
 
 # ---- a later launch -----------------------------------------------------------------------------
 
-def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
-          ) -> tuple[Settings, list[str]]:
-    """(settings, notices) of a command that goes on with the run in `run_dir`, whose config.json
-    holds `run`: what the command leaves to the program is as the run has it. ValueError that lists
-    the changes that are not allowed."""
+def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, list[str]]:
+    """(settings, notices) of a command that resumes the run in `run_dir`, whose config.json holds `run`. Automatic
+    settings of the command take the run's values. ValueError lists the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
     notices: list[str] = []
     refused: list[str] = []
-    fits = True  # whether the weights of the run fit what is asked for
+    fits = True  # whether the run's weights fit the settings of the command
     for name, f in FIELDS.items():
         before, after = getattr(then, name), now[name]
         if f.metadata.get("auto") and after == f.default:
             now[name] = after = before
-        if name == "curriculum":  # how it is written does not count
+        if name == "curriculum":  # compares what it does, not its notation
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
             fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
@@ -491,19 +493,19 @@ def go_on(run: Mapping[str, Any], command: Settings, *, run_dir: Path
             elif f.metadata["note"]:
                 notices.append(f"{change} ({f.metadata['note']})")
     unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last is --tokenizer now
-    refused += [f"{flag(name)}: the run has {run[name]!r}, and this code has no such setting"
+    refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]
     if refused:
-        lines = "\n  ".join(refused).replace("RUN/", f"{run_dir}/")
-        weights = f"; --init-from {run_dir.name} begins it with these weights" if fits else ""
-        raise ValueError(f"{run_dir}/config.json: the run was started with other settings:\n  {lines}\nuse the run's "
-                         f"own (--config takes that file), or start a new run with --model-tag NAME{weights}")
+        lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
+        weights = f"; --init-from={run_dir.name} starts it with the weights of this one" if fits else ""
+        raise ValueError(f"{path}: the run was started with other settings:\n  {lines}\nuse the settings of the run "
+                         f"(--config={path}), or start a new run with --model-tag=NAME{weights}")
     return Settings(**now), notices
 
 
 def stream_config(settings: Settings) -> Any:
-    """What decides the rows of a run, from its resolved settings: a `StreamConfig`, or a `SampleConfig` for Megatron's
-    order."""
+    """The part of a run's resolved settings that decides its rows: a `StreamConfig`, or a `SampleConfig` for
+    Megatron's order."""
     if settings.order == "megatron":
         from nanochat.integrations.megatron_order import SampleConfig
 
@@ -514,9 +516,10 @@ def stream_config(settings: Settings) -> Any:
 
 
 def settings_table() -> str:
-    """The rules as markdown, in the order of the code; settings without one may change silently."""
-    lines = ["| setting | may change | what it does, or why not |", "| --- | --- | --- |"]
+    """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change and
+    nothing is printed."""
+    lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
-        if told := f.metadata["fixed"] or f.metadata["note"]:
-            lines.append(f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {told} |")
+        if reason := f.metadata["fixed"] or f.metadata["note"]:
+            lines.append(f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {reason} |")
     return "\n".join(lines) + "\n"

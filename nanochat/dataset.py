@@ -259,7 +259,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     """Lines that say which files validate and which train, and a warning for a split that looks accidental.
 
         validates: web/0007.parquet (1,024 documents), 12.1% of all bytes
-        trains: 7 files, 7,168 documents; about 9,400,000 tokens, of which this run reads 18,800,000: about 2.0 passes
+        trains: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: see
     `last_file_validates`. This default suits shuffled shards, and surprises the owner of a folder of a few

@@ -1,34 +1,32 @@
-"""A run directory: one folder that holds all that one training run wrote, and so all that is
-needed to go on with it.
+"""The run directory: one folder that holds everything a training run wrote, and so everything needed to resume it.
 
     runs/d12/
-      config.json                 the resolved configuration; written once
-      data_manifest.json          which files it reads
+      config.json                 the resolved settings; written once
+      data_manifest.json          the files that it reads
       tokenizer/                  written once
       logs/train.jsonl            one JSON object per step and per event
-      logs/cursors/               the cursors of every save, kept for ever
+      logs/cursors/               the cursors of every save, kept forever
+      logs/rows/                  the loss of every row
       checkpoints/                see nanochat/checkpoint.py
 
-**Names in checkpoints/.** `checkpoint-STEP`, `checkpoint-STEP-shutdown` and `final` are
-checkpoints. Hidden names never count: a checkpoint appears by one rename, when it is whole, and
-goes by one rename, before any part of it is deleted (77 is the process that does it):
+**Names in checkpoints/.** `checkpoint-STEP`, `checkpoint-STEP-shutdown` and `final` are checkpoints. Hidden names never
+count: a rename makes a checkpoint appear once it is complete, and another one removes it before any part of it is
+deleted (77 is the process that does it):
 
-    .tmp-final-77  -->  final  -->  .del-final-77  -->  gone
+    .tmp-final-77  -->  final  -->  .del-final-77  -->  deleted
 
-**The log only grows.** A run that crashed at step 130 and resumes at step 100 writes the lines of
-steps 101..130 again:
+**The log only grows.** A run that crashed at step 130 and resumes at step 100 writes the lines of steps 101..130 again:
 
     {"step": 129, "loss": 3.1, "digest": "0f.."}
-    {"step": 130, "lo                                    <- torn by the crash; closed with a newline when reopened
+    {"step": 130, "lo                                    <- truncated by the crash; the next launch adds a newline
     {"event": "resumed", "step": 100}
-    {"step": 101, "loss": 3.3, "digest": "a7.."}         <- from now on the line of step 101 that counts
+    {"step": 101, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 101
 
-Readers take the last line of each step and pass over torn lines. Cutting the log at resume would
-look tidier and destroy the evidence: a resumed run is checked against the digests that are there.
+Readers take the last line of each step and skip truncated lines. Rejected: cutting the log at a resume. That looks
+tidier, but destroys evidence: a resumed run is checked against the digests in the log.
 
-**Nothing makes a run directory by the way.** Only the launch that owns a run makes its folders,
-when it starts. Where somebody removes the log or the checkpoints under a run that trains, the
-writer makes them anew and says so; where the run directory itself is gone, writing is an error.
+**Only the launch that owns a run makes its folders,** when it starts. If the log or the checkpoints are removed while
+the run trains, the writer makes the folder again with a warning. If the run directory itself is removed, writing fails.
 """
 
 import contextlib
@@ -66,22 +64,21 @@ FOLDERS = ("checkpoints", "logs", "logs/cursors", "logs/rows", "tokenizer")
 # ---- finding runs -------------------------------------------------------------------------------
 
 def run_path(tag: str) -> Path:
-    """Where the run named `tag` lives: <base dir>/runs/<tag>. Nothing is made. ValueError unless
-    `tag` is a plain, printable name of at most 100 characters that no command takes for a flag."""
+    """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless `tag` is a plain,
+    printable name of at most 100 characters that cannot be mistaken for a flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
-        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a plain folder name of at most 100 "
-                         f"characters and no hyphen in front, such as d12")
+        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a plain folder name of at most 100 characters that "
+                         "does not start with a hyphen, such as d12")
     return get_base_dir() / "runs" / tag
 
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a run was started in the folder `path`."""
+    """Whether a folder holds a run that has started."""
     return (path / CONFIG_NAME).is_file() or bool(checkpoint_folders(path))
 
 
 def list_runs() -> list[str]:
-    """The tags of all runs under the base directory, sorted; those too that have got no further
-    than saying that they start."""
+    """The tags of all runs under the base directory, sorted, including runs that are just starting."""
     root = get_base_dir() / "runs"
     return sorted(p.name for p in root.iterdir() if _has_run(p)) if root.is_dir() else []
 
@@ -91,52 +88,51 @@ def _has_run(path: Path) -> bool:
 
 
 def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
-    """The run directory that a tag (looked up first) or a path means; None means the only run
-    there is. FileNotFoundError and, for None, ValueError list the runs there are."""
+    """The run directory of a tag, which is tried first, or a path; None stands for the only run. FileNotFoundError and,
+    for None, ValueError list the existing runs."""
     runs, root = list_runs(), get_base_dir() / "runs"
     known = ", ".join(runs) or "none"
     if tag_or_path is None:
         if len(runs) != 1:
-            there = f"there are {len(runs)} ({known}); name one"
-            raise ValueError(f"which run? In {root} {there if runs else 'there is none yet'}")
+            raise ValueError(f"which run? {root} holds {len(runs)} runs ({known}); "
+                             + ("name one" if runs else "start one with scripts.base_train"))
         return root / runs[0]
     text = os.fspath(tag_or_path)
     for path in (root / text, Path(text).expanduser()):
         if text and _has_run(path):
             return path
     raise FileNotFoundError(f"no run {text!r}: neither a tag under {root} nor a run directory"
-                            f"{did_you_mean(text, runs) or f'; runs there: {known}'}")
+                            f"{did_you_mean(text, runs) or f'; existing runs: {known}'}")
 
 
 # ---- configuration ------------------------------------------------------------------------------
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration that started the run. FileNotFoundError if it has none, ValueError if it
-    is broken."""
+    """The content of a run's config.json. FileNotFoundError if it is missing, ValueError if it is corrupt."""
     path = run_dir / CONFIG_NAME
+    remedy = "restore it, start over with --resume=scratch --force, or start another run with --model-tag=NAME"
     if not path.is_file():
-        found = ", ".join(checkpoint_folders(run_dir))
-        raise FileNotFoundError(
-            f"{path}: missing, so nobody knows which settings {found} belong to; put it back, begin "
-            f"anew with --resume scratch --force, or start another run with --model-tag NAME" if found else
-            f"{path}: missing, so {run_dir} is no run directory or its run never started")
-    return read_json(path, dict, way_out="put it back, or begin anew with --resume scratch --force")
+        checkpoints = ", ".join(checkpoint_folders(run_dir))
+        reason = (f"the settings of {checkpoints} are unknown; {remedy}" if checkpoints else
+                  f"{run_dir} is not a run directory, or its run never started")
+        raise FileNotFoundError(f"{path}: missing, so {reason}")
+    return read_json(path, dict, way_out=remedy)
 
 
 # ---- names in checkpoints/ ----------------------------------------------------------------------
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
-    """{name: folder} of a run's checkpoints, good or not."""
+    """{name: folder} of a run's checkpoints, including corrupt ones."""
     parent = run_dir / "checkpoints"
     paths = sorted(parent.iterdir()) if parent.is_dir() else []
     return {path.name: path for path in paths if CHECKPOINT_NAME.fullmatch(path.name)}
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that a crash leaves either all of it or nothing that counts.
-    ValueError if it is none."""
+    """Delete a checkpoint so that a crash leaves either all of it or only a hidden name. ValueError if the path is not
+    that of a checkpoint."""
     if CHECKPOINT_NAME.fullmatch(path.name) is None or path.parent.name != "checkpoints":
-        raise ValueError(f"{path}: not the name of a checkpoint; not deleted")
+        raise ValueError(f"{path}: not deleted, because this is not the name of a checkpoint")
     doomed = path.with_name(f".del-{path.name}-{os.getpid()}")
     os.rename(path, doomed)
     fsync_dir(path.parent)
@@ -144,8 +140,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or a folder with all that is in it. Of a symbolic link the link goes, never
-    what it points to."""
+    """Remove a file, a folder with its content, or a symbolic link, but never the target of a link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -155,9 +150,8 @@ def remove_tree(path: Path) -> None:
 # ---- the folders of a run -----------------------------------------------------------------------
 
 def open_folders(run_dir: Path) -> None:
-    """Make the folders that a run writes into, and tidy up what a crash left in them: unfinished
-    saves and deletions, and half-written files. For the launch that owns the run, when it
-    starts."""
+    """Make the folders of a run, and remove what a crash left in them: unfinished saves, deletions and files. Called by
+    the launch that owns the run when it starts."""
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     clean_stale(run_dir)
@@ -166,44 +160,42 @@ def open_folders(run_dir: Path) -> None:
 
 
 def clean_stale(run_dir: Path) -> None:
-    """Remove unfinished saves and deletions of checkpoints. What cannot be removed stays: it never
-    counts."""
+    """Remove unfinished saves and deletions of checkpoints; warn of those that cannot be removed, which never count."""
     parent = run_dir / "checkpoints"
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         if HIDDEN_NAME.fullmatch(path.name):
             try:
                 remove_tree(path)
             except OSError as e:
-                log.warning("%s cannot be removed (%s); it is of no use, delete it by hand", path, e.strerror)
+                log.warning("%s: this unfinished save or deletion cannot be removed (%s); delete it", path, e.strerror)
 
 
 def remake_folder(folder: Path) -> None:
-    """Make a folder of a run anew, with a warning, if somebody removed it. FileNotFoundError if what it
-    lies in is gone, too."""
+    """Make a removed folder of a run again, with a warning. FileNotFoundError if its parent was removed, too."""
     if not folder.is_dir():
         try:
             folder.mkdir()
         except FileNotFoundError:
-            raise FileNotFoundError(f"{folder.parent}: it was removed while the run trains, so the "
-                                    f"run ends; what it had is lost") from None
-        log.warning("%s was removed while the run trains; it is made anew, empty", folder)
+            raise FileNotFoundError(f"{folder.parent}: removed while the run was training, so the run ends; its files "
+                                    "are lost") from None
+        log.warning("%s was removed while the run was training; the run continues with a new, empty folder", folder)
 
 
 def set_aside(run_dir: Path) -> Path:
-    """Give a run, or whatever lies in its place, another name, so that a new one can begin there.
-    Nothing is deleted: that is left to a person. Returns where it is now."""
-    others = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in itertools.count(1))
-    aside = next(path for path in others if not os.path.lexists(path))
+    """Rename a run directory, or whatever has its name, so that a new run can start there; nothing is deleted. Returns
+    the new path."""
+    names = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in itertools.count(1))
+    aside = next(path for path in names if not os.path.lexists(path))
     os.rename(run_dir, aside)
-    log.warning("%s: what was there is %s now; delete it if you do not need it", run_dir, aside)
+    log.warning("%s was renamed to %s; delete it if you do not need it", run_dir, aside)
     return aside
 
 
 # ---- the log ------------------------------------------------------------------------------------
 
 def open_regular(path: Path, flags: int) -> BinaryIO:
-    """Open a file that must be a regular one, unbuffered. Symbolic links are not followed, and a
-    FIFO is not waited for: ValueError for those, and for folders. OSError as of `os.open`."""
+    """Open a regular file, unbuffered. ValueError for folders, for symbolic links, which are not followed, and for
+    FIFOs, which would block. OSError as raised by `os.open`."""
     error = ValueError(f"{path}: expected a regular file, not a folder, a symbolic link or a FIFO; delete it")
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -218,8 +210,7 @@ def open_regular(path: Path, flags: int) -> BinaryIO:
 
 
 def finite(value: Any) -> Any:
-    """A value whose NaN and infinities are null: bare NaN is not JSON, and other programs' parsers
-    stop at it."""
+    """A copy of a value in which NaN and infinities are None: bare NaN is not JSON, and many parsers reject it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -230,70 +221,66 @@ def finite(value: Any) -> Any:
 
 
 class TrainLog:
-    """The appending side of logs/train.jsonl. One process (rank 0) writes; each line goes to the
-    operating system at once, so that a killed process loses none.
+    """Appends to logs/train.jsonl. Only rank 0 writes; each line goes to the operating system at once, so that a killed
+    process loses none.
 
-    `first_step`: digests of steps before it are not kept in memory (a resumed run repeats none of
-    them). `lost`: called before each line; '' or why this launch must not write another one."""
+    `first_step`: digests of earlier steps are not kept in memory, because a resumed run does not repeat these steps.
+    `lost`: called before each line; returns '' or the reason why this launch must not write any more."""
 
     def __init__(self, path: Path, *, first_step: int = 0, lost: Callable[[], str] = lambda: "") -> None:
         self._path, self._lost = path, lost
         path.parent.mkdir(exist_ok=True)
-        self._before = {r["step"]: r.get("digest") for r in iter_log(path)
-                        if is_step(r) and r["step"] >= first_step}
+        self._digests = {r["step"]: r.get("digest") for r in iter_log(path) if is_step(r) and r["step"] >= first_step}
         self._file = open_regular(path, APPENDING)
-        self._torn = False
+        self._truncated = False  # whether the last line lacks its newline, because its writer died
         if self._file.seek(0, os.SEEK_END) > 0:
             self._file.seek(-1, os.SEEK_END)
-            self._torn = self._file.read(1) != b"\n"  # its writer died: do not glue to it
+            self._truncated = self._file.read(1) != b"\n"
 
     def write(self, **record: Any) -> None:
-        """Append one JSON object: a step's line has `step` and no `event`, an event's has `event`.
-        NaN becomes null.
-
-        Raises TypeError (a value that is not JSON), OSError (a full disk; the next line is not
-        glued to a torn one) and ValueError (this launch no longer owns the run)."""
+        """Append one JSON object: the line of a step has `step` and no `event`, that of an event has `event`. NaN
+        becomes null. TypeError for a value that is not JSON, OSError for a full disk (the next line starts with a
+        newline, to end a truncated one), ValueError if this launch no longer owns the run."""
         if reason := self._lost():
             raise ValueError(reason)
-        line = ("\n" * self._torn + json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        line = ("\n" * self._truncated + json.dumps(finite(record), allow_nan=False) + "\n").encode()
         try:
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # somebody removed the file
+            if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was removed
                 self._file.close()
                 remake_folder(self._path.parent)
-                log.warning("%s was removed while the run trains; a new one begins here", self._path)
+                log.warning("%s was removed while the run was training; a new log starts here", self._path)
                 self._file = open_regular(self._path, APPENDING)
-            self._torn = True
-            while line:  # a nearly full disk takes a part
+            self._truncated = True
+            while line:  # a nearly full disk takes only a part
                 line = line[self._file.write(line):]
         except FileNotFoundError:
             raise
         except OSError as e:
-            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); make room "
-                                   f"and start the same command again") from e
-        self._torn = False
+            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); free some space and start "
+                                   "the same command again") from e
+        self._truncated = False
 
     def digest_of(self, step: int) -> str | None:
         """The digest that the log held for `step` when it was opened, or None."""
-        return self._before.get(step)
+        return self._digests.get(step)
 
     def close(self) -> None:
-        """Force the log to disk and close it. Twice is fine."""
+        """Sync the log to disk and close it. A second call does nothing."""
         if not self._file.closed:
-            with self._file, contextlib.suppress(OSError):  # no reason to lose the error that ended the run
+            with self._file, contextlib.suppress(OSError):  # must not hide the error that ended the run
                 os.fsync(self._file.fileno())
 
 
 def is_step(record: dict[str, Any]) -> bool:
-    """Whether a record of a log is the line of a step, and no event."""
+    """Whether a record of a log is the line of a step, not an event."""
     return "event" not in record and type(record.get("step")) is int
 
 
 def iter_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Every whole line of a log in the order written, torn ones passed over; nothing if there is
-    no file."""
+    """Every complete line of a log as a dict, in the order written; nothing if the file does not exist."""
     if not path.exists():
         return
-    open_regular(path, os.O_RDONLY).close()  # to open a FIFO would wait for its writer
+    open_regular(path, os.O_RDONLY).close()  # ValueError for a FIFO, which `open` would wait for
     with open(path, "rb") as f:
         for line in f:
             with contextlib.suppress(ValueError):
@@ -301,8 +288,7 @@ def iter_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log in the order of steps: of each step its last line, then the events that
-    have its number, all of them."""
+    """The records of a log in the order of steps: for each step its last line, then all events with its number."""
     records = [record for record in iter_log(path) if type(record.get("step")) is int]
     lines = {record["step"]: record for record in records if is_step(record)}
     events = [record for record in records if "event" in record]
@@ -310,8 +296,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def newest_events(run_dir: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The newest event of each name in a run's log, up to a step; "completed" only if the last launch
-    logged it."""
+    """{name: newest event of that name} in a run's log, up to `step`; "completed" only if the last launch logged it."""
     newest: dict[str, dict[str, Any]] = {}
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
         if "event" in record and type(record.get("step")) is int and record["step"] <= step:
@@ -324,16 +309,16 @@ def newest_events(run_dir: Path, step: int) -> dict[str, dict[str, Any]]:
 # ---- losses of rows -----------------------------------------------------------------------------
 
 class RowLosses:
-    """The loss of every row of every step, in logs/rows/: one file for each 10,000 steps, in which each step has
-    its place, so that a repeated step overwrites its record.
+    """The loss of every row of every step, in logs/rows/: one file per 10,000 steps, in which each step has a fixed
+    place, so that a repeated step overwrites its record.
 
         record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: live targets
 
-    R: rows of a step. Live targets are uint32 where T is above 65,535. The checksum covers the step's number, too. A
-    record that a crash truncated is overwritten when its step is repeated.
+    R is the number of rows per step. Live targets are uint32 if T is above 65,535. The checksum includes the number of
+    the step. A record that a crash truncated is overwritten when its step is repeated.
     """
 
-    STEPS = 10_000  # in a file
+    STEPS = 10_000  # per file
 
     def __init__(self, run_dir: Path, *, num_rows: int, T: int) -> None:
         self.folder, self.num_rows = run_dir / "logs" / "rows", num_rows
@@ -346,7 +331,7 @@ class RowLosses:
         return self.folder / f"step-{first:08d}.bin", (step - first) * self.size
 
     def write(self, step: int, nats: Sequence[float], live: Sequence[int]) -> None:
-        """Write the record of a step. OSError says what to do if the disk does not take it."""
+        """Write the record of a step. OSError if the disk is full."""
         path, offset = self._place(step)
         remake_folder(self.folder.parent)
         remake_folder(self.folder)
@@ -359,8 +344,8 @@ class RowLosses:
                 if f.write(_checksum(step, data) + data) < self.size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            raise OSError(e.errno, f"{path}: the losses of rows cannot be written ({e.strerror}); make room and start "
-                                   f"the same command again, or add --no-row-losses") from e
+            raise OSError(e.errno, f"{path}: the losses of rows cannot be written ({e.strerror}); free some space and "
+                                   "start the same command again, or add --no-row-losses") from e
 
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was recorded, ValueError if
@@ -372,11 +357,11 @@ class RowLosses:
                 f.seek(offset)
                 data = f.read(self.size)
         if len(data) < self.size or not any(data):
-            raise FileNotFoundError(f"{path}: it has no losses of the rows of step {step}: the run has not trained "
-                                    f"that step, or did so with --no-row-losses")
+            raise FileNotFoundError(f"{path}: no losses of the rows of step {step}: the run has not trained that step, "
+                                    "or did so with --no-row-losses")
         if data[:4] != _checksum(step, data[4:]):
             raise ValueError(f"{path}: the losses of the rows of step {step} are corrupt (wrong checksum), so they "
-                             f"cannot be shown; training does not read them. Delete the file to hide this message")
+                             "cannot be shown; training does not need them. Delete the file to hide this message")
         record = np.frombuffer(data[4:], self.record)[0]
         return record["nats"].copy(), record["live"].astype(np.int64)
 
@@ -388,14 +373,13 @@ def _checksum(step: int, data: bytes) -> bytes:
 # ---- cursors ------------------------------------------------------------------------------------
 
 def pack_cursors(step: int, cursors: list[dict[str, Any]]) -> bytes:
-    """The cursors of all lanes after `step`, compressed; equal cursors give equal bytes (no time
-    stamp inside)."""
+    """The cursors of all lanes after `step`, compressed; equal cursors give equal bytes (without a time stamp)."""
     value = {"format_version": CURSORS_VERSION, "step": step, "cursors": cursors}
     return gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0)
 
 
 def keep_cursors(run_dir: Path, step: int, packed: bytes) -> None:
-    """Keep the packed cursors of a save for as long as the run directory lives."""
+    """Write the packed cursors of a save to logs/cursors/, where they are never deleted."""
     folder = run_dir / "logs" / "cursors"
     remake_folder(folder.parent)
     remake_folder(folder)
@@ -403,22 +387,21 @@ def keep_cursors(run_dir: Path, step: int, packed: bytes) -> None:
 
 
 def read_cursors(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """(step, the V cursors) from a lanes.json.gz or a logs/cursors file. ValueError if it is
-    broken."""
+    """(step, the V cursors) of a lanes.json.gz or logs/cursors file. ValueError if it is corrupt."""
     return unpack_cursors(path.read_bytes(), path)
 
 
 def unpack_cursors(packed: bytes, path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """(step, the V cursors) from what `pack_cursors` gave. ValueError, which names `path`, if it is corrupt."""
+    """(step, the V cursors) from the bytes of `pack_cursors`. ValueError, which names `path`, if they are corrupt."""
     try:
         data = gzip.decompress(packed)
     except Exception as e:  # BadGzipFile, EOFError, zlib.error
-        raise ValueError(f"{path}: torn or rotten ({type(e).__name__})") from e
+        raise ValueError(f"{path}: corrupt or truncated ({type(e).__name__})") from e
     value = parse_json(data, path, {"step": int, "cursors": [dict]})
     return value["step"], value["cursors"]
 
 
 def cursor_files(run_dir: Path) -> dict[int, Path]:
-    """{step: file} of all cursors ever kept by a run, ascending."""
+    """{step: file} of the cursors of all saves of a run, ascending."""
     files = sorted((run_dir / "logs" / "cursors").glob("step-????????.json.gz"))
     return {int(path.name[5:13]): path for path in files}

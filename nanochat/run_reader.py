@@ -1,12 +1,12 @@
-"""The reader of a run: everything that its directory records, for the commands that report on runs.
+"""The reader of a run: everything that its directory records, for commands that report on runs.
 
     config.json            .config, .horizon         logs/train.jsonl    .steps, .events, .launches, .outcome
     data_manifest.json     .manifests, .files()      logs/cursors/       .cursor_files, .nearest_cursors(), .ledger()
     eval.json              .evaluation               checkpoints/        .newest_checkpoint()
     plan.json              .phases                   .run_state.json     .status()
 
-Each part is read and checked when it is first asked for, so a command needs only the files that it uses. Reading
-changes nothing. PyTorch and NumPy stay unloaded until a part needs them: `scripts.status` starts without either.
+Each part is read and checked on first use, so a command needs only the files that it uses. Reading changes nothing.
+PyTorch and NumPy are imported only by parts that need them: `scripts.status` starts without either.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from nanochat.run_dir import (
 
 log = logging.getLogger(__name__)
 
-# the shapes of the lines of the log: a step, some events
+# shapes of lines of the log (see common.parse_json): a step, and some events
 STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
         **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None)}
 EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
@@ -51,11 +51,11 @@ class Launch:
     """One launch of a run, from its lines of the log."""
 
     started: dict[str, Any]  # its first event; older logs lack some fields
-    first: int  # steps that were done when it began
-    last: int  # steps that were done when it ended
-    end: str = ""  # one of ENDS, "killed" (another launch began), or "" for a last launch without an end
+    first: int  # number of steps done when it began
+    last: int  # number of steps done when it ended
+    end: str = ""  # one of ENDS, "killed" (another launch began), or "" if it is the last and has not ended
     reason: str = ""  # of the end
-    events: list[dict[str, Any]] = field(default_factory=list)  # the others
+    events: list[dict[str, Any]] = field(default_factory=list)  # all other events
 
     @property
     def world_size(self) -> int:
@@ -63,8 +63,8 @@ class Launch:
 
 
 class RunReader:
-    """All that the directory of a run records. Every property raises ValueError, which names the file, if its part
-    is corrupt."""
+    """Everything that the directory of a run records. Every property raises ValueError, which names the file, if its
+    part is corrupt."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.name
@@ -74,8 +74,8 @@ class RunReader:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The configuration that started the run, with the numbers that follow from it in "derived".
-        FileNotFoundError if the run never started."""
+        """The settings of the run, with the numbers that follow from them in "derived". FileNotFoundError if the run
+        never started."""
         config, path = read_config(self.run_dir), self.run_dir / CONFIG_NAME
         derived = config.setdefault("derived", {})
         check_shape(config, {"max_seq_len": int, "derived": dict}, path)
@@ -84,18 +84,18 @@ class RunReader:
 
     def setting_tables(self) -> dict[str, Table]:
         """The settings in three tables: "set", (name, value, default) of those that the command set; "worked out",
-        (name, value) of those that follow from these, the data and the machine; "default", (name, value) of the
+        (name, value) of those that follow from them, the data and the machine; "default", (name, value) of all
         others."""
         from nanochat.config import FIELDS
 
         typed = (self.launches[0].started.get("typed") if self.launches else None) or ()
         tables: dict[str, Table] = {"set": [], "worked out": [], "default": []}
         for name, value in self.config.items():
-            usual = FIELDS[name].default if name in FIELDS else None
-            if name in FIELDS and value == usual:
+            default = FIELDS[name].default if name in FIELDS else None
+            if name in FIELDS and value == default:
                 tables["default"].append((name, json.dumps(value)))
             elif name in typed:
-                tables["set"].append((name, json.dumps(value), json.dumps(usual)))
+                tables["set"].append((name, json.dumps(value), json.dumps(default)))
             elif name != "derived":
                 tables["worked out"].append((name, json.dumps(value)))
         tables["worked out"] += [(name, show(value)) for name, value in self.config["derived"].items()
@@ -110,13 +110,13 @@ class RunReader:
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
-        """{file: rows} of the documents that --without-documents listed when the run began, None for all of a file."""
+        """{file: rows} of the documents that --without-documents listed when the run began; None for a whole file."""
         return {name: rows for manifest in self.manifests.get("train", {}).values()
                 for name, rows in manifest.get("without", {}).items()}
 
     def files(self) -> Table:
-        """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are those of
-        the user's own files, whatever they were converted to."""
+        """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are of the
+        user's files before any conversion."""
         return [(f"{bucket} ({split})", m["root"], len(m["files"]),
                  sum(f.get("own_size", f["size"]) for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
                 for split, buckets in self.manifests.items() for bucket, m in buckets.items()]
@@ -136,13 +136,13 @@ class RunReader:
 
     @cached_property
     def _records(self) -> list[dict[str, Any]]:
-        """The records of the log as they were written; its events are checked."""
+        """The records of the log in the order written; events are checked."""
         records = [record for record in iter_log(self.log_path) if type(record.get("step")) is int]
         return [self._check(r, None if is_step(r) else EVENTS.get(str(r["event"]))) for r in records]
 
     @cached_property
     def digests(self) -> dict[int, str]:
-        """{step: digest of its batch}, by the last line of each step."""
+        """{step: digest of its batch}, from the last line of each step."""
         return {r["step"]: r["digest"] for r in self._records if is_step(r) and type(r.get("digest")) is str}
 
     @cached_property
@@ -157,12 +157,12 @@ class RunReader:
         return sorted((r for r in self._records if not is_step(r)), key=lambda event: event["step"])
 
     def named(self, *names: str) -> list[dict[str, Any]]:
-        """The events of some names, in the order of steps."""
+        """The events with any of these names, in the order of steps."""
         return [event for event in self.events if event["event"] in names]
 
     @property
     def row_losses(self) -> RowLosses:
-        """The losses of the rows of each step; `read(step)` reads one."""
+        """The losses of rows; `read(step)` reads those of a step."""
         check_shape(self.config, {"total_batch_size": int}, self.run_dir / CONFIG_NAME)
         T = self.config["max_seq_len"]
         return RowLosses(self.run_dir, num_rows=self.config["total_batch_size"] // max(1, T), T=T)
@@ -190,21 +190,21 @@ class RunReader:
                     launch.events.append(record)
         return launches
 
-    # ---- figures, each defined once for all commands ----
+    # ---- figures, defined once for all commands ----
 
     @property
     def num_steps(self) -> int:
-        """Steps that are done."""
+        """Number of steps done."""
         return self.steps[-1]["step"] + 1 if self.steps else 0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that were trained on."""
+        """Number of tokens trained on."""
         return self.steps[-1]["tokens"] if self.steps else 0
 
     @property
     def horizon(self) -> int | None:
-        """Steps that the last launch was to reach. Older logs have only the first launch's horizon."""
+        """Number of steps after which the last launch was to end. Older logs have only the first launch's horizon."""
         last = self.launches[-1].started.get("num_iterations") if self.launches else None
         return last if isinstance(last, int) else self.config["derived"].get("num_iterations")
 
@@ -214,7 +214,7 @@ class RunReader:
         return sum(step["step_s"] for step in self.steps)
 
     def median(self, name: str, last: int = 0) -> float:
-        """The median of a value over all steps, or over so many of the last ones; 0 without steps."""
+        """The median of a value over all steps, or over the last `last` ones; 0 without steps."""
         return statistics.median([step.get(name) or 0 for step in self.steps[-last:]] or [0.0])
 
     @property
@@ -224,11 +224,11 @@ class RunReader:
 
     @cached_property
     def val_bpb(self) -> dict[int, float]:
-        """{steps done: bits per byte on validation}, for the validations that have them."""
+        """{steps done: bits per byte} of the validations that have them."""
         return {event["step"]: event["bpb"] for event in self.named("val") if event["bpb"] is not None}
 
     def axes(self) -> dict[str, list[float]]:
-        """Of each logged step its number, and the tokens, FLOPs and hours of training by its end."""
+        """{axis: values}: for each logged step its number, and the tokens, FLOPs and hours of training by its end."""
         steps, flops = self.steps, self.config["derived"].get("flops_per_token") or 0
         spent_s = accumulate(step["step_s"] for step in steps)
         return {"steps": [step["step"] for step in steps],
@@ -237,8 +237,8 @@ class RunReader:
                 "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)]}
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: its share of the tokens of the last steps (a fiftieth of the run, at least 20), by logged step};
-        empty for a run with one bucket."""
+        """{bucket: for each logged step, its share of the tokens of the last steps (a fiftieth of the run, but at least
+        20)}; empty for a run with one bucket."""
         import numpy as np
 
         columns = sorted({name for step in self.steps for name in step if name.startswith("tokens/")})
@@ -252,12 +252,12 @@ class RunReader:
 
     @cached_property
     def evaluation(self) -> dict[str, Any]:
-        """What scripts.base_eval found, empty if it has not run."""
+        """The results of scripts.base_eval, empty if it has not run."""
         path = self.run_dir / "eval.json"
         return read_json(path, EVALUATION) if path.is_file() else {}
 
     def samples(self) -> dict[str, list[str]]:
-        """{when: texts that the model wrote}, the newest of the training first, then the evaluation's."""
+        """{time: texts that the model wrote}, the newest of training first, then those of scripts.base_eval."""
         training = {f"after {event['step']:,} steps": event.get("texts") or []
                     for event in self.named("samples")[::-1]}
         return training | {f"at the evaluation, {kind}": texts
@@ -265,7 +265,7 @@ class RunReader:
 
     @property
     def outcome(self) -> str:
-        """completed, or how the last launch ended and which save is the newest."""
+        """"completed", or the end of the last launch and the newest save."""
         end, saves = self.launches[-1].end if self.launches else "", self.named("saved")
         if end == "completed":
             return end
@@ -279,8 +279,8 @@ class RunReader:
         return cursor_files(self.run_dir)
 
     def nearest_cursors(self, step: int) -> tuple[int, list[dict[str, Any]]] | None:
-        """(its step, the cursors) of the newest save at or before a step; corrupt files are skipped with a warning.
-        None if there is none."""
+        """(step, cursors) of the newest save at or before a step, None if there is none. Corrupt files are skipped with
+        a warning."""
         for saved in sorted((s for s in self.cursor_files if s <= step), reverse=True):
             try:
                 return saved, read_cursors(self.cursor_files[saved])[1]
@@ -302,18 +302,18 @@ class RunReader:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
 
     def newest_checkpoint(self) -> str | None:
-        """The name of the checkpoint that was written last, None if there is none."""
+        """The name of the checkpoint written last, None if there is none."""
         times = {}
         for name, path in checkpoint_folders(self.run_dir).items():
-            with contextlib.suppress(OSError):  # deleted since
+            with contextlib.suppress(OSError):  # deleted meanwhile
                 times[name] = path.stat().st_mtime
         return max(times, key=lambda name: times[name], default=None)
 
-    # ---- where the run stands now ----
+    # ---- the current state ----
 
     def status(self) -> dict[str, Any]:
-        """The run's state, whether it is alive, and its newest checkpoint, read again at each call. "status" is None if
-        the state is missing or corrupt; "shown" is the word for it that commands print."""
+        """The run's state, liveness and newest checkpoint, read again at each call. "status" is None if the state is
+        missing or corrupt; "shown" is the word that commands print for it."""
         why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
         status = {"run": str(self.run_dir), "status": None, "shown": "unknown", "liveness": None, "val_bpb": None,
                   "reason": why}
@@ -328,13 +328,13 @@ class RunReader:
                            "heartbeat_age_s": heartbeat_age_s(state),
                            "checkpoint": self.newest_checkpoint() or state["checkpoint"]}
         if alive == "dead":
-            way_out = self.damaged_tokens() or "the same command resumes it"
-            status |= {"shown": "dead", "reason": f"it says {state['status']}, but its process is gone; {way_out}"}
+            remedy = self.damaged_tokens() or "the same command resumes it"
+            status |= {"shown": "dead", "reason": f"its state is {state['status']}, but its process is gone; {remedy}"}
         return status
 
     def damaged_tokens(self) -> str:
-        """What is wrong with the token files that the run reads, empty if nothing is. A process that reads a memory
-        map of a truncated file dies of SIGBUS without a message."""
+        """The error of the first damaged token file that the run reads, empty if there is none. SIGBUS kills a process
+        that reads a memory map of a truncated file, without a message."""
         from nanochat.tokens import open_tokens
 
         try:
@@ -351,7 +351,7 @@ class RunReader:
 # ---- helpers of several commands ----------------------------------------------------------------
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of all numbers in a nest of mappings; "/" joins the names of a nest."""
+    """(name, number) of all numbers in nested mappings; "/" joins nested names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat_numbers(value, f"{prefix}{name}/")
@@ -360,27 +360,27 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
-    """(name, the value of each run as JSON) of the settings that differ between runs."""
+    """(name, one JSON value per run) of the settings that differ between runs."""
     values = [{name: json.dumps(value) for name, value in config.items() if name != "derived"} for config in configs]
     rows = [(name, *(value.get(name) for value in values)) for name in {k: 0 for value in values for k in value}]
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
 def unbalanced(ledger: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """{bucket: by how many tokens} of the accounts that do not balance, which is a bug of ours."""
+    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug of this program."""
     off = {name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
            for name, a in ledger.items()}
     return {name: tokens for name, tokens in off.items() if tokens}
 
 
 def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> tuple[str, tuple[str, ...], Table]:
-    """The ledger after some steps for people: a paragraph, then the heading and the rows of a table."""
+    """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
     from nanochat.stream import LEDGER, share
 
     law, off = "read + bos + repeated = emitted + cropped + pending", unbalanced(ledger)
     buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items())
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
-    text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, for inputs and targets "
-            f"overlap. {verdict} 'cropped %' is of emitted + cropped, 'epochs' are those that a lane has begun.")
+    text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
+            f"overlap. {verdict} 'cropped %' is of emitted + cropped; 'epochs' counts those begun by any lane.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

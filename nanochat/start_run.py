@@ -1,22 +1,22 @@
 """
-How a run starts or resumes: one walk from the command line to the first step.
+How a run starts or resumes: the path from the command line to the first step.
 
-    settings as given ------ command: + this machine's tokenizer, processes, device       every rank, compared
+    flags ------------------ command: add this machine's tokenizer, processes, device       every rank; compared
       |
-    inspect_run ------------ + the existing run, its newest good checkpoint               rank 0 reads, all get it
-      |                        + what follows: lanes, leaves, steps, batch
+    inspect_run ------------ find the existing run and its newest good checkpoint,          rank 0; broadcast
+      |                        and resolve automatic settings: lanes, leaves, steps, batch
       |       no run yet           a new run, from step 0 or from another run's weights
-      |       unfinished           changed settings are refused; newest good checkpoint, or step 0
-      |       completed, halted    this is printed; nothing changes
-      |       being trained        refused, with the process that trains it
+      |       unfinished           refuse changed settings; newest good checkpoint, or step 0
+      |       completed, halted    print that; change nothing
+      |       being trained        refuse, and name the process that trains it
       |
-    find_data -------------- files found or compared with the pinned ones, opened once    rank 0, then every rank
+    find_data -------------- pin the files or compare them with the pinned ones, open them   rank 0, then every rank
       |
-    claim_run -------------- plan (with a curriculum), become the owner, tidy up, write    rank 0
-                             config.json, tokenizer/, data_manifest.json, plan.json
+    claim_run -------------- make the plan, become the owner, clean up, write config.json,   rank 0
+                             tokenizer/, data_manifest.json, plan.json
 
-The result of the walk is a `Start`, whose settings are the only ones from then on. Everything before
-`claim_run` only reads, so a command that is refused leaves no trace. scripts.validate walks as far as that.
+The result is a `Start`, whose settings are the only ones from then on. Everything before `claim_run` only reads, so a
+refused command leaves no trace. scripts.validate runs everything before it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from nanochat.attention import activate_kernel
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import as_path, begin_launch, get_dist_info, is_remote, print0, show, write_json
-from nanochat.config import Settings, flag, go_on, stream_config
+from nanochat.config import Settings, flag, resume_settings, stream_config
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
     DATA_MANIFEST,
@@ -74,10 +74,10 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
 
-FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # the share of a GPU's memory that a step may take: NCCL needs some, too
-MOST_ROWS = 32  # in a forward pass, where nothing is known of memory
-WAY_ON = ("--allow-bucket-exhaustion goes on without what ran dry; a new run (--model-tag NAME --init-from {tag} "
-          "--init-data=continue) goes on with another curriculum")
+FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
+MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
+WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with another "
+          "curriculum (--model-tag=NAME --init-from={tag} --init-data=continue)")
 
 
 @dataclass(frozen=True)
@@ -89,102 +89,97 @@ class Start:
     horizon: Horizon
     config: dict[str, Any]  # the content of the run's config.json, {} for a new run
     checkpoint: Checkpoint | None  # the run's own; None for step 0
-    origin: Checkpoint | None  # another run's, for a new run with --init-from at step 0
+    origin: Checkpoint | None  # of another run: the one that --init-from names, for a new run at step 0
     cursors: list[dict[str, Any]] | None  # where the data continues, None for its beginning
-    skip: int  # steps whose rows are skipped from there, by `find_data`
-    notices: tuple[str, ...]  # settings that changed, as sentences
+    skip: int  # number of steps whose rows `find_data` skips from there
+    notices: tuple[str, ...]  # one sentence for each changed setting
     last_owner: bytes  # the record of the launch that last owned the run
-    manifests: Manifests  # the files of a new run in the order of lanes, else {}
-    events: dict[str, dict[str, Any]]  # newest logged event of each name; of "completed" only the last launch's
+    manifests: Manifests  # the files of a new run with --order=lanes, else {}
+    events: dict[str, dict[str, Any]]  # newest logged event of each name; "completed" only of the last launch
 
     @property
     def step(self) -> int:
-        """Steps that are done."""
+        """Number of steps done."""
         return 0 if self.checkpoint is None else self.checkpoint.step
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the checkpoint tells of the run; {} at the beginning."""
+        """The run's state in the checkpoint; {} at step 0."""
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
 
     def logged(self, event: str) -> dict[str, Any] | None:
-        """The event of a name that the log has at the step where this launch begins, if any."""
+        """The newest event of a name, if it was logged at the step where this launch begins."""
         record = self.events.get(event)
         return record if record is not None and record["step"] == self.step else None
 
     def over(self) -> tuple[int, str] | None:
-        """(exit code, a sentence) for a run that has ended and may not go on; None for one that
-        may: also for one that saved `final` and was killed in its last evaluation."""
+        """(exit code, sentence) for a run that has ended; None for one that can continue, such as one that saved
+        `final` but was killed in its last evaluation."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
-            return 0, (f"{self.run_dir}: completed ({where}), nothing to do; --model-tag NAME "
-                       f"starts another run")
+            return 0, f"{self.run_dir}: completed ({where}), nothing to do; use --model-tag=NAME to start another run"
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
-            way_on = WAY_ON.format(tag=self.run_dir.name)
-            return EXIT_HALTED, f"{self.run_dir}: halted ({where}): {self.state['halted']}; {way_on}"
+            remedy = WAY_ON.format(tag=self.run_dir.name)
+            return EXIT_HALTED, f"{self.run_dir}: halted ({where}): {self.state['halted']}; {remedy}"
         return None
 
 
 # ---- the command on this machine -----------------------------------------------------------------
 
-def command(settings: Settings, world_size: int, device_type: str
-            ) -> tuple[Settings, Tokenizer]:
-    """What a command line means on this machine. ValueError and FileNotFoundError for what cannot be."""
+def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
+    """(settings, tokenizer): the settings of a command line, completed with what this machine decides. ValueError and
+    FileNotFoundError for settings that cannot work here."""
     begin_launch(settings.object_storage_cache)
     data_path = str(as_path(settings.data_path or default_data_dir()).expanduser())
     tokenizer = find_tokenizer(settings, data_path)
-    if settings.data_format == "text":
-        tokenizer.encode("")  # says so where it knows ids only
+    if settings.data_format == "text" or settings.core_metric_every > 0:
+        tokenizer.encode("")  # an error now, not hours later, if the tokenizer knows only ids
     if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
-        raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; take "
+        raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; use "
                          "--attention-mode=sdpa_mask on a CPU")
     if settings.fp8 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
-        raise ValueError(f"--fp8: {torch.cuda.get_device_name()} cannot multiply in FP8, which takes compute "
-                         f"capability 8.9 and up; leave it out")
+        raise ValueError(f"--fp8: needs compute capability 8.9 or higher, which {torch.cuda.get_device_name()} does "
+                         "not have; remove it")
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
     for name in settings.trackers:
         if name != "wandb" and importlib.util.find_spec(name) is None:
-            raise ValueError(f"--log-to {name}: it is not installed; pip install -e '.[{name}]'")
-    if settings.core_metric_every > 0:
-        tokenizer.encode("a prompt")  # or it says now, and not after hours, that it knows no text
+            raise ValueError(f"--log-to={name}: {name} is not installed; run pip install -e '.[{name}]'")
     tag = settings.model_tag or f"d{settings.depth}"
-    run_path(tag)  # says what is no name
+    run_path(tag)  # ValueError for an invalid name
     return replace(settings, data_path=data_path, model_tag=tag, vocab_size=tokenizer.get_vocab_size(),
                    tokenizer_fingerprint=tokenizer.fingerprint, world_size=world_size, device_type=device_type,
                    cpu_threads=torch.get_num_threads() if device_type == "cpu" else None), tokenizer
 
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
-    """The tokenizer that settings name; by default the folder beside the data, or <base dir>/tokenizer. ValueError or
-    FileNotFoundError if there is none."""
+    """The tokenizer that the settings name; by default the folder tokenizer/ beside the data, or <base dir>/tokenizer.
+    ValueError or FileNotFoundError if neither exists."""
     folder = data_folder(data_path)
-    if len(folder.parts) == 1:  # prefixes that have no folder in common
+    if len(folder.parts) == 1:  # the prefixes have no folder in common
         folder = data_folder(data_path.partition(",")[0])
     beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
-    return get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token,
-                         data_path=settings.data_path)
+    return get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token, data_path=settings.data_path)
 
 
 # ---- the existing run ----------------------------------------------------------------------------
 
 def inspect_run(settings: Settings, device: torch.device) -> Start:
-    """Collective. Find out where the run of a command stands, changing nothing. Raises ValueError for settings that
-    changed and may not, for --resume=scratch without --force where a run exists, and for a run that another launch
-    trains."""
+    """Collective. Find out how the run of a command starts or resumes, without changing anything. ValueError if a fixed
+    setting changed, if a run exists and --resume=scratch comes without --force, or if another launch trains the run."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
     at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
 
-    def check_home() -> None:
+    def check_shared() -> None:
         if is_run_dir(run_dir) and not at_rank0 and settings.resume != "scratch":
-            raise ValueError(f"{run_dir}: the run is here, and not where rank 0 is; share the "
-                             f"directory between the machines, or give this one --node-rank=0 "
-                             f"(--resume scratch starts anew)")
+            raise ValueError(f"{run_dir}: the run is on this machine, but not on that of rank 0; share the directory "
+                             f"between the machines, start this one with --node-rank=0, or start over with "
+                             f"--resume=scratch")
 
-    agree(check_home)
+    agree(check_shared)
     return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
@@ -192,25 +187,24 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     """Rank 0's part of `inspect_run`."""
     exists, scratch = is_run_dir(run_dir), settings.resume == "scratch"
     if exists and scratch and not settings.force:
-        raise ValueError(f"--resume scratch: {run_dir} holds a run already; add --force to move "
-                         f"it aside, or name a new one with --model-tag")
-    # before any look: whatever changes from here on, `claim` finds another owner's record
-    last_owner = check_free(run_dir)
-    if settings.core_metric_every > 0:  # a bundle that is not there is an error now, and not after hours
+        raise ValueError(f"--resume=scratch: {run_dir} already holds a run; add --force to rename it, or name a new "
+                         f"run with --model-tag")
+    last_owner = check_free(run_dir)  # read first: if anything changes from here on, `claim` finds another record
+    if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
         from nanochat.integrations.core_eval import read_bundle
 
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
     config, notices, checkpoint, origin = dict[str, Any](), list[str](), None, None
     if exists and not scratch:
         config = read_config(run_dir)
-        settings, notices = go_on(config, settings, run_dir=run_dir)
+        settings, notices = resume_settings(config, settings, run_dir=run_dir)
     if not scratch:
         is_auto = settings.resume == "auto"
         checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
-        own_names = (None, run_dir.name, run_dir.resolve().name)  # none: kept elsewhere; it may be a link
+        own_names = (None, run_dir.name, run_dir.resolve().name)  # None: a copy elsewhere; the folder may be a link
         if checkpoint is not None and describe_origin(checkpoint)["run"] not in own_names:
-            raise ValueError(f"--resume {settings.resume}: it is of another run than {run_dir}; --init-from="
-                             f"{settings.resume} begins a new run with it")
+            raise ValueError(f"--resume={settings.resume}: the checkpoint does not belong to {run_dir}; to start a new "
+                             f"run from it, use --init-from={settings.resume}")
     if settings.init_from is not None and checkpoint is None:
         origin = _find_origin(settings.init_from, config.get("origin"))
     if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
@@ -218,13 +212,13 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     manifests = {} if config or settings.order == "megatron" else pin_data(settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
                                               device_memory(device, settings.world_size), manifests.get("train"))
-    if (begun_with := checkpoint or origin) is not None:
-        begun_with.check_tokenizer(settings.tokenizer_fingerprint)
-        begun_with.check_architecture(vars(model_config))
-    goes_on_from = checkpoint or (origin if settings.init_data == "continue" else None)
+    if (loaded := checkpoint or origin) is not None:
+        loaded.check_tokenizer(settings.tokenizer_fingerprint)
+        loaded.check_architecture(vars(model_config))
+    continued = checkpoint or (origin if settings.init_data == "continue" else None)
     start = Start(
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
-        cursors=None if goes_on_from is None else goes_on_from.cursors,
+        cursors=None if continued is None else continued.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), last_owner=last_owner,
         manifests=manifests, events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {})
     if settings.order == "megatron":
@@ -235,21 +229,21 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
 
 
 def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
-    """What --init-from names. `known`: what it was when the run began, before it had a checkpoint
-    of its own; ValueError if that cannot be had any more."""
+    """The checkpoint that --init-from names. `known` describes the one that this run began with, if it has begun;
+    ValueError if that one no longer exists."""
     checkpoint = find_checkpoint(init_from)
-    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # that run has gone on
+    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # that run has newer ones now
         checkpoint = load_checkpoint(checkpoint.path.with_name(known["checkpoint"]))
         if known["checksum"] != checkpoint.trainer_state["checksum"]:
-            raise ValueError(f"--init-from {init_from}: this run began with step {known['step']} of {known['run']}, "
-                             f"and {checkpoint.path} is another checkpoint now; put it back, or start a new run with "
-                             f"--model-tag NAME")
+            raise ValueError(f"--init-from={init_from}: this run began with step {known['step']} of {known['run']}, "
+                             f"but {checkpoint.path} is another checkpoint now; restore the old one, or start a new "
+                             f"run with --model-tag=NAME")
     return checkpoint
 
 
 def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Where a new run's weights come from, for its config.json. Its run is None for a checkpoint
-    that lies outside a run directory."""
+    """The origin of a new run's weights, for its config.json. "run" is None if the checkpoint is outside a run
+    directory."""
     folder = checkpoint.path.absolute().parent
     inside = folder.name == "checkpoints" and is_run_dir(folder.parent)
     return {"run": folder.parent.name if inside else None, "checkpoint": checkpoint.path.name,
@@ -259,7 +253,7 @@ def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
 # ---- what follows from the settings --------------------------------------------------------------
 
 def build_model(settings: Settings, depth: int | None = None) -> GPT:
-    """The model on the meta device: shapes and types, no data. `depth`: in place of its own."""
+    """The model on the meta device: shapes and types without data. `depth` replaces that of the settings."""
     config = GPTConfig.from_depth(settings.depth if depth is None else depth, vocab_size=settings.vocab_size,
                                   sequence_len=settings.max_seq_len, aspect_ratio=settings.aspect_ratio,
                                   head_dim=settings.head_dim, window_pattern=settings.window_pattern)
@@ -274,7 +268,7 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
 
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
-    """Bytes on a GPU, by part, see `GPT.estimate_memory`; of settings whose type is known."""
+    """{part: bytes} of a GPU's memory for resolved settings, see `GPT.estimate_memory`."""
     layout = StepLayout(settings.lanes, settings.total_batch_size // settings.max_seq_len,
                         settings.device_batch_size, 0, settings.world_size, settings.leaves)
     leaves = len(layout.leaves)
@@ -286,44 +280,43 @@ def estimate_memory(settings: Settings) -> dict[str, int]:
 
 
 def device_memory(device: torch.device, world_size: int) -> int | None:
-    """How many bytes of a GPU's memory a step may take: the rest is for CUDA, the buffers of NCCL with several
-    processes, and what the allocator loses. None if the device is not a GPU."""
+    """Bytes of a GPU's memory that a step may use: the rest is for CUDA, the allocator's losses and, with several
+    processes, NCCL's buffers. None if the device is not a GPU."""
     if device.type != "cuda":
         return None
     return int((FIT_ALONE if world_size == 1 else FIT_TOGETHER) * torch.cuda.get_device_properties(device).total_memory)
 
 
 def is_tight(settings: Settings, device: torch.device) -> bool:
-    """Whether sums of leaves that wait must do so in the host's memory, for want of the GPU's."""
+    """Whether the GPU's memory is too small for the pending sums of leaves, which must then be kept on the host."""
     room = device_memory(device, settings.world_size)
     return room is not None and sum(estimate_memory(settings).values()) > room
 
 
 def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
-    """The largest power of two of rows that fits into `room` bytes (None: at most 32 rows), and of
-    which a leaf has as many. Sums of leaves may wait elsewhere. The largest also fills a GPU best: the
-    deterministic attention kernel runs rows x heads blocks in waves of one block for each multiprocessor, and
-    twice as many blocks never leave a larger share of the last wave idle."""
-    of_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
+    """The largest power of two of rows that is at most a leaf and fits into `room` bytes (None: at most 32 rows), not
+    counting pending sums of leaves, which may be on the host. The largest also keeps a GPU busiest: the deterministic
+    attention kernel runs rows x heads blocks in waves of one block per multiprocessor, and twice as many blocks never
+    leave a larger share of the last wave idle."""
+    rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
         if room is None:
-            return B <= MOST_ROWS
+            return B <= MAX_ROWS
         parts = estimate_memory(replace(settings, device_batch_size=B))
         return sum(parts.values()) - parts["pending leaves"] <= room
 
     B = 1
-    while of_leaf >= 2 * B and fits(2 * B):
+    while rows_per_leaf >= 2 * B and fits(2 * B):
         B *= 2
     return B
 
 
 def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Mapping[str, Manifest] | None = None,
             ) -> tuple[Settings, Horizon, GPTConfig]:
-    """Settle what was left to the program: (settings, horizon, the model's shape). ValueError for
-    what does not fit. Batch size, horizon and rates follow from parameter counts, so the model is
-    built without data first. room: see `device_memory`. `train`: the training files of a new run,
-    which decide how many lanes it has."""
+    """(settings, horizon, shape of the model) with all automatic settings resolved. ValueError for settings that do not
+    fit together. Batch size, horizon and learning rates follow from parameter counts, so the model is built without
+    data first. `room`: see `device_memory`. `train`: training files of a new run, which decide its number of lanes."""
     model = build_model(settings)
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -339,32 +332,30 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
         fed = [fed_lanes(*counts_and_means(manifest), T=settings.max_seq_len, buffer_size=settings.buffer_size)
                for manifest in (train or {}).values()]
         lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
-    if lanes < 1:
-        raise ValueError(f"--lanes: got {lanes}, expected at least 1 (or -1 for automatic)")
     leaves = default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
     settings = replace(settings, total_batch_size=horizon.total_batch_size, lanes=lanes, leaves=leaves,
                        dtype=str(dtype).removeprefix("torch."))
-    # says what does not fit
     automatic = settings.device_batch_size == -1
+    # both StepLayout and phase_rows raise ValueError for numbers that do not fit together
     layout = StepLayout(lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves)
     if automatic:
         settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
     if settings.mix is not None:
-        settings.mix.phase_rows(settings.max_seq_len, lanes)  # and so does this
-        wanted, total = settings.curriculum_tokens, horizon.total_tokens
-        if abs(total - wanted) > horizon.total_batch_size and not settings.allow_budget_mismatch:
-            raise ValueError(f"--curriculum: its phases last {wanted:,} tokens, the run {total:,} "
-                             f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); "
-                             f"leave out --num-iterations to train as long as the curriculum, mend "
-                             f"its durations, or set allow_budget_mismatch: true in it (or --allow-budget-mismatch)")
+        settings.mix.phase_rows(settings.max_seq_len, lanes)
+        budget, total = settings.curriculum_tokens, horizon.total_tokens
+        if abs(total - budget) > horizon.total_batch_size and not settings.allow_budget_mismatch:
+            raise ValueError(f"--curriculum: its phases last {budget:,} tokens, but the run {total:,} "
+                             f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
+                             f"--num-iterations to train as long as the curriculum, change its durations, or set "
+                             f"allow_budget_mismatch: true in it (or --allow-budget-mismatch)")
     return settings, horizon, model.config
 
 
 # ---- data ----------------------------------------------------------------------------------------
 
 def pin_data(settings: Settings) -> Manifests:
-    """The files that a new run trains and validates on, and what pins them. FileNotFoundError or ValueError names the
-    file that is missing or bad."""
+    """The manifests of the files that a new run trains and validates on. FileNotFoundError or ValueError names a file
+    that is missing or unusable."""
     if settings.order == "megatron":
         from nanochat.integrations.megatron_order import find_pairs
 
@@ -377,16 +368,21 @@ def pin_data(settings: Settings) -> Manifests:
 
 
 def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
-    """Collective. Rank 0 pins the files of a new run, or compares those that the run has pinned; then every rank
-    opens them. Returns the start with the cursors behind the rows to skip, and the data. FileNotFoundError or
-    ValueError names the file that is bad, changed or gone."""
+    """Collective. Rank 0 pins the files of a new run, or compares the files of an existing run with its pins; then
+    every rank opens them. Returns the start, with its cursors after the rows to skip, and the data. FileNotFoundError
+    or ValueError names a file that is missing, changed or unusable."""
     settings = start.settings
 
     def pinned() -> Manifests:
-        if start.config and (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
-            check_list(manifests["train"], settings.without_documents)
-            return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
-        return pin_data(settings)
+        if not start.config or not (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
+            return pin_data(settings)
+        if settings.without_documents is not None and as_path(settings.without_documents).is_file():
+            bare = {bucket: {k: v for k, v in manifest.items() if k != "without"}
+                    for bucket, manifest in manifests["train"].items()}
+            if leave_out(bare, settings.without_documents) != manifests["train"]:
+                raise ValueError(f"--without-documents={settings.without_documents}: the file changed since this run "
+                                 f"began; restore it, or start a new run with --model-tag=NAME")
+        return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
 
     manifests = start.manifests or on_rank0(pinned)
 
@@ -395,8 +391,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
             if rank > 0:
                 check_files(manifests)
         except (OSError, ValueError) as e:
-            raise ValueError(f"{e}; each machine of a launch reads the data itself: copy or mount "
-                             f"the same files there under the same path") from e
+            raise ValueError(f"{e}; every machine of a launch reads the data itself: copy or mount the same files on "
+                             "this one under the same path") from e
         return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)
@@ -404,22 +400,12 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     return replace(start, cursors=cursors, skip=0), data
 
 
-def check_list(pinned: Mapping[str, Manifest], list_path: str | None) -> None:
-    """ValueError if the list of documents to leave out, as long as it exists, is not the one that the run began
-    with."""
-    if list_path is None or not as_path(list_path).is_file():
-        return
-    bare = {bucket: {k: v for k, v in manifest.items() if k != "without"} for bucket, manifest in pinned.items()}
-    if leave_out(bare, list_path) != pinned:
-        raise ValueError(f"--without-documents={list_path}: the file changed since this run began; restore it, or "
-                         f"start a new run (--model-tag)")
-
-
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
-    """Where the data of a run begin or go on, in all lanes: those of another run are carried on,
-    and the rows to be skipped are packed and passed over. ValueError where that cannot be."""
+    """The cursors of all lanes where this launch begins to read, None for the beginning of the data. They continue
+    those of another run (--init-data=continue) and skip rows by packing them (--skip-steps). ValueError if the data or
+    the other run does not fit the settings."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
-    open_stream(config, data.train, [], tokenizer=fingerprint)  # an error if the data does not fit the settings
+    open_stream(config, data.train, [], tokenizer=fingerprint)  # checks that the data fits the settings
     if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
         return start.cursors
     cursors, rows = start.cursors, settings.total_batch_size // settings.max_seq_len // config.V
@@ -431,36 +417,35 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     except ValueError as e:
         if start.cursors is None:
             raise
-        raise ValueError(f"--init-data continue: {e}, or begin at the start of the data with "
-                         f"--init-data fresh") from e
+        raise ValueError(f"--init-data=continue: {e}, or start at the beginning of the data with "
+                         f"--init-data=fresh") from e
     with contextlib.closing(stream):
         for _ in range(start.skip):
             if len(stream.next_rows(rows)) < rows * config.V:
-                raise ValueError(f"--skip-steps {start.skip}: the data end before that")
+                raise ValueError(f"--skip-steps={start.skip}: the data has fewer steps; skip fewer")
         return stream.cursors()
 
 
 def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
-    """(data, stream settings, resolved settings) of a run, from its directory alone. The pinned files are compared
-    with the disk first. FileNotFoundError if the run never pinned any."""
+    """(data, stream settings, resolved settings) of a run, from its directory alone. The files on disk are compared
+    with their pins first. FileNotFoundError if the run has pinned none."""
     settings, manifests = Settings.from_json(read_config(run_dir)), read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.object_storage_cache)
     if not manifests:
-        raise FileNotFoundError(f"{run_dir / DATA_MANIFEST}: missing, so this run never read any "
-                                f"data; start it first")
+        raise FileNotFoundError(f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first")
     check_files(manifests)
     tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
 
 
-# ---- from here on files are written --------------------------------------------------------------
+# ---- the first files are written -----------------------------------------------------------------
 
 def claim_run(start: Start, data: RunData) -> Owner:
-    """For rank 0: print the plan of a run with a curriculum, become the run's owner and make its directory.
-    ValueError, before anything is written, if the plan shows that the run would halt, unless --plan=warn.
-    config.json, written last, holds the resolved settings and, for people, the figures that follow from them."""
+    """Rank 0: make and print the plan, become the run's owner, and write its directory. ValueError, before anything is
+    written, if the plan shows that the run would halt, unless --plan=warn. config.json, written last, holds the
+    resolved settings and, for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    # entries that are longer than a row of `binned` are an error now, and not when one is due
+    # planning `binned` rows finds entries that are longer than a row now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         from nanochat.plan import rehearse
 
@@ -468,12 +453,12 @@ def claim_run(start: Start, data: RunData) -> Owner:
         plan = rehearse(start, data)
     elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
         warn_about_data(start, data)
-    # Megatron's order is shuffled here, once for all ranks: they find the tables in the index cache
+    # this shuffles Megatron's order, once for all ranks, which then read the tables in the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         set_aside(run_dir)
-        owner.release()  # of the old run, under its new name
+        owner.release()  # the old run, under its new name
         owner = claim(run_dir, b"")
     try:
         open_folders(run_dir)
@@ -492,24 +477,24 @@ def claim_run(start: Start, data: RunData) -> Owner:
     return owner
 
 
-# ---- for people ----------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------
 
 def warn_about_data(start: Start, data: RunData) -> None:
-    """Warn of a run without curriculum that reads its data more than once or crops much of it, by the lengths of a
-    few hundred documents. Its data cannot run dry, so it has no plan."""
+    """Warn if a run without a curriculum reads its data more than once or crops much of it, as estimated from a few
+    hundred documents. Such a run has no plan, because its data cannot run dry."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     crops = settings.packing == "bestfit" and settings.long_docs == "crop"
     cropped = float(np.maximum(lengths - T - 1, 0).sum() / lengths.sum()) if crops else 0.0
     mean = float(lengths.mean()) - 1  # without BOS
     tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
-    taken = trained / (1 - cropped) if settings.pack else trained / T * mean  # else each row holds one entry
+    taken = trained / (1 - cropped) if settings.pack else trained / T * mean  # --no-pack: one entry per row
     for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped):
         log.warning("%s", line)
 
 
 def derive(start: Start) -> dict[str, Any]:
-    """What follows from the settings."""
+    """{name: figure} of the figures that follow from the settings."""
     model, horizon = build_model(start.settings), start.horizon
     flops = model.estimate_flops()
     return {"num_iterations": horizon.num_iterations, "total_tokens": horizon.total_tokens,
@@ -520,22 +505,22 @@ def derive(start: Start) -> dict[str, Any]:
 
 
 def describe_memory(parts: dict[str, int]) -> str:
-    """An estimate in a line."""
+    """A memory estimate as one line."""
     sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
-    return f"memory of a GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"
+    return f"memory per GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
-    """While the block lasts, running out of a GPU's memory becomes a ValueError: the estimate, the peak,
-    what to lower, and what is saved."""
+    """Context manager: running out of GPU memory becomes a ValueError with the estimate, the peak, the settings to
+    change, and the newest checkpoint."""
     try:
         yield
     except torch.OutOfMemoryError as e:
         settings, peak, snapshot = start.settings, peak_memory(device), write_memory(start.run_dir, get_dist_info()[1])
         estimate = sum(estimate_memory(settings).values())
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
-        kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing was saved yet")
+        kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing is saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
                          f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
                          f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
@@ -544,30 +529,30 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
 def print_split(start: Start, data: RunData) -> None:
     """Print which files validate, which train, and about how often this run reads them."""
     settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
-    if any("documents" in manifest for manifest in val.values()):  # parts of the same files
-        print0(f"data: {len(files_of(train))} pair(s) of files; --split={settings.split} of their documents train, "
-               f"validate and test")
+    if any("documents" in manifest for manifest in val.values()):  # both are parts of the same files
+        print0(f"data: {len(files_of(train))} .bin file(s), whose documents --split={settings.split} divides into "
+               f"training, validation and test")
         return
     if settings.data_format in ("shards", "megatron"):
         tokens = sum(file.num_bytes for file in files_of(train)) // (2 if settings.vocab_size <= 1 << 16 else 4)
     else:
         tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
     taken = start.horizon.total_tokens
-    reads = f"about {tokens:,} tokens, of which this run reads {taken:,}: about {taken / max(1, tokens):.2f} passes"
+    reads = f"about {tokens:,} tokens; this run reads {taken:,}, about {taken / max(1, tokens):.2f} passes"
     chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
     print0(*describe_split(files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen),
            sep="\n")
 
 
 def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
-    """Print what is about to run: the settings that flags or a file of them set to another value than the
-    default (`typed`), what was worked out, and what follows from all of them."""
+    """Print what is about to run: the settings on the command line or in its --config file (`typed`) that are not
+    defaults, and the values that follow from them, the data and this machine."""
     for notice in start.notices:
         print0(f"changed: {notice}")
     settings = start.settings.differing()
     print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
     worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
-    print0("worked out from that, the data and this machine:",
+    print0("worked out from these settings, the data and this machine:",
            *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
@@ -576,17 +561,16 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
-        print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, "
-               f"but other bits than with a number that does (--leaves is chosen when a run "
-               f"starts)")
+        print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but not the "
+               f"same bits as with a number that does (--leaves is chosen when a run starts)")
     if layout.dead_share > 0.1:
-        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a --device-batch-size that "
-               f"divides the {layout.rows_per_step // layout.num_blocks} rows of a leaf wastes none")
+        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a --device-batch-size that divides the "
+               f"{layout.rows_per_step // layout.num_blocks} rows of a leaf wastes none")
     if start.settings.data_format in ("shards", "megatron") and not is_remote(start.settings.data_path or ""):
-        print0(f"note: token files are read through memory maps; should this process die of SIGBUS, one "
-               f"was cut short: scripts.status {start.run_dir.name} and the next launch name it, and "
-               f"with NANOCHAT_READER=pread it is an error like others")
+        print0(f"note: token files are read through memory maps; if SIGBUS kills this process, a file was truncated: "
+               f"scripts.status {start.run_dir.name} and the next launch name it, and NANOCHAT_READER=pread turns it "
+               f"into an ordinary error")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:
-        print0(f"the data goes on where {start.origin.path} was")
+        print0(f"the data continues where {start.origin.path} stopped")

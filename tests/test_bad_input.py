@@ -1,8 +1,8 @@
-"""Rejected input: whatever is wrong with a command line or a file, the command prints one sentence that names the flag
-or the file and the way out, exits with a code that is not 0, and changes nothing.
+"""Rejected input: for any bad command line or file, the command prints one sentence that names the flag or the file and
+the remedy, exits with a code other than 0, and changes nothing.
 
-The tables below have one row for each case: the command line, the files that are added to the base directory of a
-finished run (tests/finished.py), and words of the sentence."""
+The tables below have one row per case: the command line, the files to add to the base directory of a finished run
+(tests/finished.py), and words of the sentence."""
 
 import errno
 import importlib
@@ -41,7 +41,7 @@ TEXTS = texts(40, seed=1)
 
 
 def write(path: Path, content: Any) -> None:
-    """Text or bytes, a parquet file of a list of documents, a folder, nothing; or what a function of the path makes."""
+    """Write text, bytes, a parquet file (from a list of documents) or a folder, delete it, or call a function on it."""
     if content is GONE:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     elif content is FOLDER:
@@ -124,10 +124,8 @@ DATA = [  # (command line, files, words)
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "dat"}, ("'dat'", "did you mean data?")),
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "data" + "\nallow: 1"}, ("mix.yaml", "unknown key")),
     ("base_train --curriculum=mix.yaml --num-iterations=10", {"mix.yaml": MIX % "data"},
-     ("its phases last 4,096 tokens, the run 5,120", "allow_budget_mismatch: true")),
-    ("validate --data-path=nowhere", {}, ("nowhere",)),
+     ("its phases last 4,096 tokens, but the run 5,120", "allow_budget_mismatch: true")),
     ("validate --lanes=5", {}, ("lanes",)),
-    ("validate --curriculum=gone.yaml", {}, ("no such curriculum file",)),
     ("validate --tokenizer=data", {}, ("tokenizer",)),
 ]
 
@@ -162,34 +160,30 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("--lanes=0", ("--lanes", "at least 1")),
     ("--leaves=3", ("--leaves", "power of two")),
     ("--leaves=8", ("--leaves", "4 lanes")),
-    ("--device-batch-size=0", ("--device-batch-size", "at least 1")),
-    ("--keep-last-k=0", ("--keep-last-k", "at least 1")),
-    ("--keep-last-k=1 --keep-milestone-every=-1", ("--keep-milestone-every", "at least 1")),
     ("--attention-mode=flex", ("--attention-mode=flex", "need a GPU", "--attention-mode=sdpa_mask")),
-    ("--attention-mode=varlen", ("--attention-mode=varlen", "need a GPU", "--attention-mode=sdpa_mask")),
     ("--num-iterations=-1 --target-param-data-ratio=-1", ("--num-iterations", "--target-flops")),
     (f"--overlap={training.T - 1} --long-docs=split", ("--overlap", f"{training.T - 2}")),
     ("--dtype=float64", ("--dtype", "bfloat16")),
     ("--device-type=gpu", ("--device-type", "cuda, mps or cpu")),
     ("--model-tag=../elsewhere", ("--model-tag", "folder name")),
-    ("--model-tag=-d12", ("--model-tag: got '-d12'", "no hyphen in front")),
+    ("--model-tag=-d12", ("--model-tag: got '-d12'", "does not start with a hyphen")),
     ("--window-pattern=SXL", ("window_pattern", "letters S")),
     ("--depth=0", ("--depth: got 0", "expected at least 1")),
     ("--resume=nowhere/checkpoint-3", ("no run 'nowhere/checkpoint-3'", "neither a tag")),
-    ("d12", ("d12: this word has no place here; --model-tag=d12 names a run",)),
+    ("d12", ("d12: not a flag; use --model-tag=d12 to name a run",)),
     ("--init-from=nobody", ("nobody", "run")),
     ("--init-from=run@5", ("'5'", "checkpoint-6, checkpoint-4")),
     ("--init-from=run --depth=3", ("another architecture", "no weight was loaded", "--model-tag", "n_layer")),
     ("--init-from=run --head-dim=6", ("another architecture", "n_head")),
-    ("--init-from=run --lanes=8 --init-data=continue", ("--init-data continue", "another stream", "--init-data fresh")),
-    ("--init-from=run --long-docs=split --init-data=continue", ("--init-data continue", "long_docs")),
+    ("--init-from=run --lanes=8 --init-data=continue", ("--init-data=continue", "another stream", "--init-data=fresh")),
+    ("--init-from=run --long-docs=split --init-data=continue", ("--init-data=continue", "long_docs")),
 ]] + [
     ("base_train --init-from=run --tokenizer=other", {"other": tokenizer}, ("trained with the tokenizer",)),
     ("base_train --init-from=run@4", {"runs/run/checkpoints/checkpoint-4/model/pytorch_model.bin": last_byte},
      ("pytorch_model.bin", "corrupt")),
 ]
 
-RESUMED = [  # a run that does not go on
+RESUMED = [  # an unfinished run that is not resumed
     ("base_train --model-tag=run --tokenizer=other", {**UNFINISHED, "other": tokenizer},
      ("--tokenizer", "runs/run/tokenizer", "--model-tag")),
     ("base_train --model-tag=run", {**UNFINISHED, "data/shard_1.parquet": TEXTS},
@@ -206,7 +200,7 @@ RESUMED = [  # a run that does not go on
 ]
 
 READERS = [
-    *((f"{script} --run=d12", {}, ("--run: a run is named without a flag, as in d12 and not --run=d12",))
+    *((f"{script} --run=d12", {}, ("--run: the name of a run takes no flag; write d12 instead of --run=d12",))
       for script in ("sample", "base_eval", "report", "infer_bench", "status")),
     ("status d2", {}, ("no run 'd2'",)),
     ("status run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
@@ -222,7 +216,7 @@ READERS = [
     *((f"{script} run", {CONFIG: edited(**change)}, ("config.json: " + said,))
       for script in ("report", "page") for change, said in (
           ({"derived": {"num_iterations": [1]}}, "derived: num_iterations: expected a number or null, got a list"),
-          ({"derived": {"flops_per_token": "9"}}, "derived: flops_per_token: expected a number or null, got a text"),
+          ({"derived": {"flops_per_token": "9"}}, "derived: flops_per_token: expected a number or null, got a string"),
           ({"derived": 3}, "derived: expected an object"),
           ({"max_seq_len": None}, "max_seq_len: expected a whole number"))),
     ("compare_runs run nosuch", {}, ("no run 'nosuch'",)),
@@ -301,8 +295,8 @@ MAKERS = [
 
 
 def run_row(line: str) -> training.Outcome:
-    """Run a command line. Training gets the settings of the finished run, another tag and its data, unless the line
-    names others."""
+    """Run a command line. base_train and validate get the settings and data of the finished run and a new tag, unless
+    the line has others."""
     name, *argv = shlex.split(line)
     main = importlib.import_module(MODULES.get(name, f"scripts.{name}")).main
     if name in ("base_train", "validate") and "--world-size" not in line:
@@ -315,28 +309,28 @@ ROWS = [*DATA, *SHARDS, *FLAGS, *RESUMED, *READERS, *MAKERS]
 
 
 @pytest.mark.parametrize(("line", "files", "words"), ROWS, ids=[row[0] for row in ROWS])
-def test_what_is_wrong_is_one_sentence_and_changes_nothing(copied, monkeypatch, line, files, words):
+def test_bad_input_is_one_sentence_and_changes_nothing(copied, monkeypatch, line, files, words):
     monkeypatch.chdir(copied)
     for name, content in files.items():
         write(copied / name, content)
     before = fingerprint(copied)
     outcome = run_row(line)
-    said = outcome.out + outcome.err
+    output = outcome.out + outcome.err
     errors = [row for row in outcome.err.splitlines() if row.startswith("error: ")]
-    assert outcome.code in (1, 2) and "Traceback" not in said and "hidden" not in said, said
-    assert len(errors) == bool(words), said  # without words it is a report that has them on standard output
-    assert all(word in said for word in words), said
+    assert outcome.code in (1, 2) and "Traceback" not in output and "hidden" not in output, output
+    assert len(errors) == bool(words), output  # a row without words is a report on standard output
+    assert all(word in output for word in words), output
     after = fingerprint(copied)
     assert {name: after.get(name) for name in before} == before
     new = {name for name in after.keys() - before.keys() if not Path(name).name.startswith(".")}
     caches = ("converted/", "wandb/matplotlib/")
-    assert not {name for name in new if not name.startswith(caches)}, "something is left"
+    assert not {name for name in new if not name.startswith(caches)}, "the command left a file behind"
 
 
-# ---- ways out -------------------------------------------------------------------------------------------------------
+# ---- remedies -------------------------------------------------------------------------------------------------------
 
 def resumed(finished: Path) -> None:
-    """The run as it was after step 4 ends as it ended."""
+    """The run resumes at step 4 and ends with the same weights."""
     outcome = succeed()
     assert "at step 4" in outcome.out
     assert state_of(training.final()) == state_of(finished / "runs/run/checkpoints/final")
@@ -349,7 +343,7 @@ def half_done(copied):
     return run_dir()
 
 
-def test_files_that_come_later_do_not_matter(copied, finished, half_done):
+def test_files_that_are_added_later_do_not_matter(copied, finished, half_done):
     write_shard(copied / "data" / "shard_2b.parquet", texts(96, seed=78))
     resumed(finished)
 
@@ -392,7 +386,7 @@ def test_training_names_the_shard_whose_ids_are_outside_the_vocabulary(copied, s
         assert checkpoints("new") == ["final"]
 
 
-def test_shards_bring_their_tokenizer_and_are_made_again_to_the_byte(copied):
+def test_shards_contain_their_tokenizer_and_can_be_restored_to_the_byte(copied):
     new = {"data_path": copied / "shards", "data_format": "shards", "num_iterations": 1, "save_every": -1}
     shutil.rmtree(copied / "tokenizer")  # the default one is not needed
     succeed(**new, model_tag="beside")
@@ -401,20 +395,19 @@ def test_shards_bring_their_tokenizer_and_are_made_again_to_the_byte(copied):
     lost = copied / "shards" / "train" / "data" / "shard_0.bin"
     truncate(lost, 11)
     assert f"PROBLEM {lost}: " in command(verify.main, copied / "shards").out
-    lost.unlink()  # the way out that the sentences name
+    lost.unlink()  # the remedy in the error
     assert pretokenize(copied, copied / "shards").code == 0 and tree(copied / "shards") == before
 
 
 # ---- in processes of their own --------------------------------------------------------------------------------------
 
 def limit_files(num_bytes: int) -> None:
-    """No file of this process can be larger: the system call fails as on a full disk."""
+    """Make writes beyond `num_bytes` fail in this process, like on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, num_bytes))
 
 
 def fail(*words, world_size=2, limit=None, **settings):
-    """All processes end by themselves with an exit code that is not 0, and one of them prints the sentence. `limit`:
-    bytes that a file may have."""
+    """All processes exit with code 1, and one of them prints the sentence. `limit`: maximum bytes of a file."""
     hook = None if limit is None else partial(limit_files, limit)
     group = training.start(world_size, hook=hook, collective_timeout_seconds=20, **settings)
     assert group.wait() == [1] * world_size, group.text()
@@ -424,10 +417,10 @@ def fail(*words, world_size=2, limit=None, **settings):
 
 
 def test_a_disk_that_is_full_while_saving(finished, half_done):
-    """On one process: tests/test_state_machine.py."""
+    """With two processes; tests/test_state_machine.py has one."""
     before = fingerprint(half_done / "checkpoints")
     limit = (half_done / "checkpoints" / "checkpoint-4" / checkpoint.MODEL_NAME).stat().st_size // 2
-    assert (half_done / "logs" / "train.jsonl").stat().st_size + 4096 < limit, "the log would fail first"
+    assert (half_done / "logs" / "train.jsonl").stat().st_size + 4096 < limit, "otherwise the log fails first"
     fail("could not be written to", "older checkpoints are untouched", limit=limit)
     assert fingerprint(half_done / "checkpoints") == before
     resumed(finished)
@@ -451,14 +444,14 @@ def test_an_error_ends_all_processes_and_is_printed_once(copied, half_done):
 
 @pytest.mark.parametrize("ending", [".bin", ".idx"])
 def test_a_mapped_file_that_is_truncated_under_a_run_is_named_by_its_status_and_the_next_launch(copied, ending, capsys):
-    """Regression: the process ended by SIGBUS without a word."""
+    """Regression: SIGBUS ended the process without a message."""
     path = (copied / "shards" / "train" / "data" / "shard_0.bin").with_suffix(ending)
     flags = {"data_path": copied / "shards", "data_format": "shards", "model_tag": "new", "save_every": 100}
     group = training.start(hook=partial(training.after_step, 2, partial(truncate, path, 0)), **flags,
                            num_iterations=2000)
     assert group.wait() == [-signal.SIGBUS]
     output = group.text()
-    assert "die of SIGBUS, one was cut short: scripts.status new and the next launch name it" in output
+    assert "a file was truncated: scripts.status new and the next launch name it" in output
     assert "Fatal Python error: Bus error" in output and "nanochat/tokens.py" in output
     assert status.main(["new"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
     assert str(path) in training.refuse(**flags)
@@ -473,12 +466,12 @@ def pretokenize(base: Path, out: Path) -> training.Outcome:
 
 
 def test_a_disk_that_fills_while_shards_are_written(copied):
-    """From any write, fsync or rename on, of tokenizer, pairs, records or manifests: the sentence names a file, the
-    files on disk are whole, and the same command continues to the same bytes."""
+    """From any write, fsync or rename on: the error names a file, the files on disk are complete, and the same command
+    continues to the same bytes."""
     changes, whole = r"(write|fsync|replace) ", tree(copied / "shards")
     with faults.watching(copied / "all", match=changes) as counted:
         assert pretokenize(copied, copied / "all").code == 0
-    total, seen = len(counted.made), set()
+    total, pair_counts = len(counted.made), set()
     assert tree(copied / "all") == whole and total > 30
 
     def no_room():
@@ -496,6 +489,6 @@ def test_a_disk_that_fills_while_shards_are_written(copied):
         for path in out.rglob("manifest.json"):
             for name, record in (read_manifest(path.parent) or {})["shards"].items():
                 assert hash_file(path.parent / f"{name}.bin") == record["bin_hash"]
-        seen.add(len(pairs))
+        pair_counts.add(len(pairs))
         assert pretokenize(copied, out).code == 0 and tree(out) == whole
-    assert {0, 4} <= seen and len(seen) > 2, "the disk was full before, between and behind the pairs"
+    assert {0, 4} <= pair_counts and len(pair_counts) > 2, "the disk was full before, between and after the pairs"

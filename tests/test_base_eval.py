@@ -114,7 +114,7 @@ def test_the_default_run_is_the_only_one(base, run):
     second = base / "runs" / "second"
     (second / "checkpoints" / "checkpoint-1").mkdir(parents=True)
     try:
-        with pytest.raises(ValueError, match=r"which run\? In .* there are 2 \(run, second\); name one"):
+        with pytest.raises(ValueError, match=r"which run\? .* holds 2 runs \(run, second\); name one"):
             base_eval.main(["--device-type=cpu"])
     finally:
         shutil.rmtree(second)

@@ -237,7 +237,7 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     ckpt.save_checkpoint(run, "checkpoint-2", step=2, **states(2))
     assert newest(run).name == "checkpoint-2" and list(rd.cursor_files(run)) == [2]
     for folder in ("checkpoints", "logs", "logs/cursors"):
-        assert caplog.text.count(f"{run / folder} was removed while the run trains") == 1
+        assert caplog.text.count(f"{run / folder} was removed while the run was training") == 1
     shutil.rmtree(run)
     with pytest.raises(OSError, match="checkpoint-3 could not be written"):
         ckpt.save_checkpoint(run, "checkpoint-3", step=3, **states(3))
@@ -283,7 +283,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_d
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
         with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{existing}"):
             ckpt.find_checkpoint(spec)
-    with pytest.raises(FileNotFoundError, match=r"no run 'c': .*runs there: a, b@20"):
+    with pytest.raises(FileNotFoundError, match=r"no run 'c': .*existing runs: a, b@20"):
         ckpt.find_checkpoint("c@10")
     for path in ckpt.list_checkpoints(two_runs):
         (path / "optimizer.bin").write_bytes(b"")

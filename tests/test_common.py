@@ -1,4 +1,4 @@
-"""What every module may need: the base directory, text that is safe to show, and JSON that may be damaged."""
+"""Shared helpers: the base directory, text that is safe to print, and JSON that may be damaged."""
 
 import json
 
@@ -8,18 +8,18 @@ from nanochat.common import duration, get_base_dir, public, read_json, show, vis
 from tests.test_cli import HOSTILE, SHOWN
 
 
-def test_a_base_directory_in_a_store_is_refused(monkeypatch):
-    for base, told in (("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a folder of this machine"),
-                       ("https://u:hidden@h/x", "credentials do not belong into a path")):
+def test_a_base_directory_in_object_storage_is_refused(monkeypatch):
+    for base, error in (("s3://b/x", "NANOCHAT_BASE_DIR s3://b/x: expected a local folder"),
+                        ("https://u:hidden@h/x", "credentials do not belong in a path")):
         monkeypatch.setenv("NANOCHAT_BASE_DIR", base)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=error):
             get_base_dir()
 
 
-def test_what_is_shown_has_no_control_characters_and_keeps_all_others():
+def test_visible_text_has_no_control_characters_and_keeps_all_others():
     assert visible(HOSTILE) == show(HOSTILE) == SHOWN and json.loads(f'"{SHOWN}"') == HOSTILE
-    kept = "a\tb\n é漢🙂\u200d\u200f\xa0"
-    assert visible(kept) == kept
+    plain = "a\tb\n é漢🙂\u200d\u200f\xa0"
+    assert visible(plain) == plain
     assert public("no s3://b/a?x, see git+ssh://me@h/x@1 or a@b?") == "no s3://b/a?*** see git+ssh://***@h/x@1 or a@b?"
 
 
@@ -36,18 +36,18 @@ def test_a_value_of_the_right_shape_is_read(tmp_path):
         read_json(tmp_path / "b.json", SHAPE)
 
 
-@pytest.mark.parametrize("text, said", [
+@pytest.mark.parametrize("text, error", [
     (WHOLE[:-1], "not valid JSON"), ("\xff", "not valid JSON"), ("[" * 100_000, "not valid JSON"),
-    ('{"a": ' * 100_000, "not valid JSON"), ("[]", "the whole: expected an object, got a list"),
+    ('{"a": ' * 100_000, "not valid JSON"), ("[]", "expected an object, got a list"),
     ('{"step": 1}', "ranks: expected a list, got nothing"),
     (WHOLE.replace("1", "true"), "step: expected a whole number, got"),
-    (WHOLE.replace("2", '"2"'), r"ranks\[0\]\.pid: expected a whole number, got a text"),
-    (WHOLE.replace("null", "[]"), r"ranks\[0\]\.start: expected a text or null, got a list"),
+    (WHOLE.replace("2", '"2"'), r"ranks\[0\]\.pid: expected a whole number, got a string"),
+    (WHOLE.replace("null", "[]"), r"ranks\[0\]\.start: expected a string or null, got a list"),
     (WHOLE.replace("3", "null"), "rate: expected a number, got null")])
-def test_damaged_json_is_refused_with_file_field_and_way_out(tmp_path, text, said):
+def test_damaged_json_is_refused_with_file_field_and_remedy(tmp_path, text, error):
     path = tmp_path / "a.json"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"a\.json: {said}.*; run it again"):
+    with pytest.raises(ValueError, match=rf"a\.json: {error}.*; run it again"):
         read_json(path, SHAPE, way_out="run it again")
 
 

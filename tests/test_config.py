@@ -1,4 +1,4 @@
-"""One dataclass of settings: flags, help, the rule for a later launch and the table all say the same."""
+"""One dataclass of settings gives consistent flags, help, rules for a resume, and table in the docs."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,18 +9,9 @@ import pytest
 from nanochat import config
 from nanochat.cli import Parser, setting
 from nanochat.common import write_json
-from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, go_on, settings_table
+from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, resume_settings, settings_table
 
 RUN_DIR = Path("/runs/d4")
-FIXED = {
-    "dtype", "fp8", "attention_kernel", "deterministic", "seed", "data_seed", "depth", "aspect_ratio", "head_dim",
-    "max_seq_len", "attention_mode",
-    "window_pattern", "vocab_size", "data_format", "text_field", "min_chars", "val_fraction", "packing", "pack",
-    "tokenizer_fingerprint", "without_documents",
-    "long_docs", "overlap", "buffer_size", "packer_version", "lanes", "leaves", "curriculum", "order", "split",
-    "blend_weights", "eod_mask_loss", "num_samples", "total_batch_size", "embedding_lr", "unembedding_lr",
-    "matrix_lr", "scalar_lr", "weight_decay", "max_grad_norm", "skip_spikes", "z_loss", "warmup_steps",
-    "warmdown_ratio", "final_lr_frac", "init_from", "init_optimizer", "init_data", "skip_steps"}
 RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=5, total_batch_size=32_768,
               dtype="float32", num_iterations=30)
 
@@ -29,11 +20,14 @@ def parse(*argv):
     return from_flags(add_flags(Parser()).parse_args(argv))
 
 
-def other(name):
-    """Another value of a setting, of its type."""
-    value = getattr(RUN, name)
-    choices = FIELDS[name].metadata.get("choices", ())
-    checked = {"curriculum": {**MIX}, "blend_weights": [1.0, 2.0], "log_to": "tensorboard", "profile_steps": "1:2"}
+MIX = {"phases": [{"duration_tokens": 10, "mix": {"web": 1}}], "max_epochs": {}, "allow_bucket_exhaustion": False,
+       "allow_budget_mismatch": False}
+
+
+def changed(name):
+    """A valid value of a setting that differs from that of RUN."""
+    value, choices = getattr(RUN, name), FIELDS[name].metadata.get("choices", ())
+    checked = {"curriculum": MIX, "blend_weights": [1.0, 2.0], "log_to": "tensorboard", "profile_steps": "1:2"}
     if name in checked:
         return checked[name]
     if choices:
@@ -43,38 +37,34 @@ def other(name):
     return not value if isinstance(value, bool) else value + 1 if isinstance(value, (int, float)) else "else"
 
 
-MIX = {"phases": [{"duration_tokens": 10, "mix": {"web": 1}}], "max_epochs": {}, "allow_bucket_exhaustion": False,
-       "allow_budget_mismatch": False}
-
-
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
-def test_no_flags_are_the_defaults_and_json_brings_settings_back():
+def test_without_flags_settings_are_defaults_and_json_restores_them():
     assert parse() == Settings() and Settings.from_json(RUN.to_json()) == RUN
     assert parse("--depth=4", "--no-pack", "--packing=binned", "--matrix-lr=1", "--sync_save").differing() == {
         "depth": 4, "pack": False, "packing": "binned", "matrix_lr": 1.0, "sync_save": True}
     assert parse("--deterministic") == Settings()
-    assert parse("--tokenizer-dir=x") == parse("--tokenizer=x"), "commands of old runs go on with them"
+    assert parse("--tokenizer-dir=x") == parse("--tokenizer=x"), "old commands still work"
     assert parse("--no-deterministic").differing() == {"deterministic": False}
 
 
 def test_help_shows_each_flag_with_its_default():
-    told = " ".join(add_flags(Parser(prog="x")).format_help().split())
+    text = " ".join(add_flags(Parser(prog="x")).format_help().split())
     for name, f in FIELDS.items():
         if f.metadata.get("flag", True):
-            assert re.search(rf"{re.escape(flag(name))}[ ,]", told)
-            if isinstance(f.default, (int, float)) and not isinstance(f.default, bool) and "default" not in (
-                    f.metadata["help"]):
-                assert re.search(rf"{re.escape(flag(name))} [^()]*.*?\(default: {re.escape(str(f.default))}\)", told)
+            assert re.search(rf"{re.escape(flag(name))}[ ,]", text)
+            if type(f.default) in (int, float) and "default" not in f.metadata["help"]:
+                assert re.search(rf"{re.escape(flag(name))} [^()]*.*?\(default: {re.escape(str(f.default))}\)", text)
 
 
-@pytest.mark.parametrize(("argv", "told"), [
-    (["--init-optimizer"], "--init-from RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
-    (["--tokenizer-threads=0"], "--tokenizer-threads: got 0"), (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
+@pytest.mark.parametrize(("argv", "error"), [
+    (["--init-optimizer"], "name it with --init-from=RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
+    (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
     (["--walltime-reserve-seconds=-1"], "--walltime-reserve-seconds: got -1.0, expected at least 0"),
     (["--collective-timeout-seconds=0"], "--collective-timeout-seconds: got 0.0, expected a number above 0"),
     (["--warmup-steps=-1"], "--warmup-steps: got -1"), (["--final-lr-frac=nan"], "--final-lr-frac: got nan"),
-    (["--num-iterations=0"], "--num-iterations: got 0, expected at least 1"),
+    *(([f"--{name}=0"], f"--{name}: got 0, expected at least 1") for name in (
+        "tokenizer-threads", "num-iterations", "device-batch-size", "keep-last-k", "keep-milestone-every")),
     (["--num-iterations=-2"], "--num-iterations: got -2, expected at least 1"),
     *(([f"--{name}={10**15}"], f"--{name}: got {10**15}, expected at least 1 and at most") for name in (
         "depth", "aspect-ratio", "head-dim", "max-seq-len", "device-batch-size", "total-batch-size", "num-iterations")),
@@ -84,22 +74,22 @@ def test_help_shows_each_flag_with_its_default():
     (["--skip-spikes=nan"], "--skip-spikes: got nan"), (["--z-loss=-1"], "--z-loss: got -1.0"),
     *(([f"{name}={value}"], f"{name}: got {float(value)}, expected a finite number") for value in ("inf", "nan", "-inf")
       for name in ("--z-loss", "--walltime-reserve-seconds", "--weight-decay", "--max-grad-norm")),
-    (["--text-field=body", "--data-format=shards"], "--text-field body: it is for text"),
-    (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: it does nothing with --order lanes"),
-    (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: it does nothing"),
+    (["--text-field=body", "--data-format=shards"], "--text-field=body: applies to text only"),
+    (["--order=megatron"], "--data-format is text"), (["--split=1,1"], "--split: has no effect with --order=lanes"),
+    (["--order=megatron", "--data-format=megatron", "--long-docs=split"], "--long-docs: has no effect with --order="),
     (["--curriculum={"], "--curriculum: not valid JSON"),
     (["--curriculum={}"], "curriculum: expected a list, got nothing"),
     (["--curriculum=" + '{"a":' * 100_000], "--curriculum: not valid JSON"),
-    (["--blend-weights=0,1"], "it does nothing with --order lanes"),
+    (["--blend-weights=0,1"], "has no effect with --order=lanes"),
     *(([f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"], "numbers above 0")
       for weights in ("0,1", "1,inf", "nan,1"))])
-def test_flags_that_contradict_each_other_are_refused(argv, told):
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_impossible_values_and_contradictions_are_refused(argv, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
         parse(*argv)
 
 
 @pytest.mark.parametrize("name", config.ELSEWHERE)
-def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
+def test_a_flag_of_another_program_is_an_error_that_names_ours(name, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(name)
     assert capsys.readouterr().err.startswith(f"error: {name}: {config.ELSEWHERE[name]}")
@@ -108,7 +98,7 @@ def test_a_flag_of_another_program_is_told_what_to_do_here(name, capsys):
 
 
 def test_a_budget_mismatch_is_allowed_by_a_flag_or_by_the_curriculum(tmp_path):
-    """Regression: docs/coming_from.md named the flag, and there was none."""
+    """Regression: the docs named the flag, but it did not exist."""
     for text, flags, expected in (("", [], False), ("", ["--allow-budget-mismatch"], True),
                                   ("allow_budget_mismatch: true\n", [], True)):
         (tmp_path / "mix.yaml").write_text("curriculum: [{duration_tokens: 10, mix: {web: 1}}]\n" + text)
@@ -116,12 +106,12 @@ def test_a_budget_mismatch_is_allowed_by_a_flag_or_by_the_curriculum(tmp_path):
     assert parse("--allow-budget-mismatch").differing() == {"allow_budget_mismatch": True}
 
 
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items, for whoever prints them
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi"))
 
 # ---- a file of flags ------------------------------------------------------------------------------------------------
 
-def test_a_file_of_flags_is_as_the_flags_and_the_command_line_wins(tmp_path):
+def test_a_file_of_flags_equals_these_flags_and_the_command_line_takes_precedence(tmp_path):
     (tmp_path / "a.yaml").write_text("depth: 4\nmatrix-lr: 1e-2\nno_deterministic: true\nblend_weights: [1, 2]\n"
                                      "data-format: megatron\norder: megatron\nrun: null\npack: null\nmodel_tag: 7\n")
     (tmp_path / "a.toml").write_text('depth = 4\nmatrix_lr = 0.01\ndeterministic = false\nblend-weights = "1,2"\n'
@@ -140,139 +130,134 @@ def test_the_config_of_a_run_is_a_file_of_flags(tmp_path):
     run = replace(once, vocab_size=5, world_size=2, lanes=8)
     write_json(tmp_path / "config.json", {**run.to_json(), "derived": {}, "origin": None})
     assert parse("--config", str(tmp_path / "config.json")) == replace(
-        once, lanes=8, resume="auto", force=False)  # nobody's run is deleted by its own settings
+        once, lanes=8, resume="auto", force=False)  # these two must not start the run over
 
 
-@pytest.mark.parametrize("text, told", [
-    ("depht: 3", "--depht: there is no such flag; did you mean --depth?"), ("zeal: 3", "--zeal: there is no such flag"),
+BAD_YAML = [
+    ("depht: 3", "--depht: unknown flag; did you mean --depth?"), ("zeal: 3", "--zeal: unknown flag"),
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
-    ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping of flags' names"),
-    ("training: {max_steps: 9}", "--training: gpt-simple's files have sections; here each flag stands at the top "
-                                 "level, as data_path: DIR"),
+    ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping from flags to values"),
+    ("training: {max_steps: 9}", "--training: gpt-simple's files have sections; here every flag is at the top "
+                                 "level, such as data_path: DIR"),
     ("data: {format: jsonl}", "--data: gpt-simple's files have sections"),
-    ("config: b", "--config: there is no such flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
+    ("config: b", "--config: unknown flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
     ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
     ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),
     ("[" * 100_000, "more than 20 lists and mappings"), ("a" * 2**20, "more than 524,288 bytes"),
     ("depth: 1:00", "--depth: invalid int value: '1:00'"), (LAUGHS, "the alias *a"), (f"depth: 3\n{LAUGHS}", "alias"),
     ("- " + LAUGHS.replace("\n", "\n  "), "the alias *a"),
-    (None, "No such file or directory; expected a file of flags")])
-def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, text, told):
-    path = tmp_path / "a.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(SystemExit, match="2"):
-        parse("--config", str(path))
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --config {path}") and told in line
-
-
-@pytest.mark.parametrize("text, told", [
+    (None, "No such file or directory; expected a file of flags")]
+BAD_TOML = [
     ("depth" + ".a" * 3000 + " = 1", "more than 20 lists and mappings"), ("depth = " + "[" * 9000, "recursion"),
     ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"), ("depth = 2020-01-01", "invalid int value"),
-    ("depth 3", "expected YAML, or TOML in a .toml file"), ("depth.a.a = 1", "--depth: invalid int value")])
-def test_a_bad_file_of_flags_in_toml_is_one_sentence(tmp_path, capsys, text, told):
-    (tmp_path / "a.toml").write_text(text)
+    ("depth 3", "expected YAML, or TOML in a .toml file"), ("depth.a.a = 1", "--depth: invalid int value")]
+
+
+@pytest.mark.parametrize("name, text, error", [
+    *(("a.yaml", *row) for row in BAD_YAML), *(("a.toml", *row) for row in BAD_TOML)])
+def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, name, text, error):
+    if text is not None:
+        (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        parse("--config", str(tmp_path / "a.toml"))
+        parse("--config", str(tmp_path / name))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --config {tmp_path / 'a.toml'}: ") and told in line
+    assert line.startswith(f"error: --config={tmp_path / name}: ") and error in line
 
 
-@pytest.mark.parametrize("words, told", [
-    (["--depht=3"], "--depht: there is no such flag; did you mean --depth?"),
+@pytest.mark.parametrize("words, error", [
+    (["--depht=3"], "--depht: unknown flag; did you mean --depth?"),
     (["--depth=x"], "argument --depth: invalid int value: 'x'"),
-    (["--depth=1", "--long-docs=foo"], "argument --long-docs: invalid choice"), (["d12"], "d12: this word has no")])
-def test_what_is_wrong_on_the_command_line_is_not_told_of_the_file(tmp_path, capsys, words, told):
+    (["--depth=1", "--long-docs=foo"], "argument --long-docs: invalid choice"), (["d12"], "d12: not a flag")])
+def test_an_error_on_the_command_line_does_not_name_the_file(tmp_path, capsys, words, error):
     path = tmp_path / "a.yaml"
     path.write_text("depth: 4\nlong_docs: split\n")
     with pytest.raises(SystemExit, match="2"):
         parse(f"--config={path}", *words)
-    assert capsys.readouterr().err.startswith(f"error: {told}")
+    assert capsys.readouterr().err.startswith(f"error: {error}")
     path.write_text("depth: x\n")
     with pytest.raises(SystemExit, match="2"):
         parse(f"--config={path}", "--depth=3")
-    assert capsys.readouterr().err.startswith(f"error: --config {path}: argument --depth: invalid")
+    assert capsys.readouterr().err.startswith(f"error: --config={path}: argument --depth: invalid")
 
 
-# ---- a later launch -------------------------------------------------------------------------------------------------
+# ---- a resume -------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", sorted(FIELDS))
 def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
-    assert bool(FIELDS[name].metadata["fixed"]) == (name in FIXED)
+    rule = FIELDS[name].metadata  # the table in the docs, which tests/test_docs.py compares, lists the fixed ones
     run = RUN.to_json()
-    run[name] = other(name)  # on the side of the run nothing is checked, so that each can differ alone
-    if name in FIXED:
+    run[name] = changed(name)  # the run's side is not checked for contradictions, so each can differ alone
+    if rule["fixed"]:
         with pytest.raises(ValueError, match=re.escape(flag(name))):
-            go_on(run, RUN, run_dir=RUN_DIR)
+            resume_settings(run, RUN, run_dir=RUN_DIR)
     else:
-        settings, notices = go_on(run, RUN, run_dir=RUN_DIR)
-        assert settings == RUN and len(notices) == bool(FIELDS[name].metadata["note"])
+        settings, notices = resume_settings(run, RUN, run_dir=RUN_DIR)
+        assert settings == RUN and len(notices) == bool(rule["note"])
 
 
-def test_refusal_is_a_diff_that_names_the_ways_out():
+def test_a_refusal_lists_the_differences_and_the_remedies():
     with pytest.raises(ValueError) as caught:
-        go_on(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
+        resume_settings(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
     text = str(caught.value)
     assert "d4/config.json: " in text and "--model-tag" in text and "--save-every" not in text
-    assert "--init-from" not in text, "weights of another shape are of no use"
-    assert "--depth: the run has 20, this launch 6 (the shape of the model)" in text
+    assert "--init-from" not in text, "weights of another shape do not fit"
+    assert "--depth: the run has 20, this launch 6 (decides the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
-    with pytest.raises(ValueError, match="--model-tag NAME; --init-from d4 begins it with these weights"):
-        go_on(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
+    with pytest.raises(ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this one"):
+        resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
 
 
-def test_what_is_left_to_the_program_is_as_the_run_has_it():
+def test_automatic_settings_keep_the_values_of_the_run():
     command = replace(RUN, lanes=-1, leaves=-1, total_batch_size=-1, dtype="auto", num_iterations=-1)
-    assert go_on(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
-    settings, notices = go_on(RUN.to_json(), command, run_dir=RUN_DIR)
-    assert settings == replace(RUN, num_iterations=-1), "-1 there means off"
+    assert resume_settings(RUN.to_json(), RUN, run_dir=RUN_DIR) == (RUN, [])
+    settings, notices = resume_settings(RUN.to_json(), command, run_dir=RUN_DIR)
+    assert settings == replace(RUN, num_iterations=-1), "-1 means off for --num-iterations"
     assert [n.split(":")[0] for n in notices] == ["--num-iterations"]
 
 
-@pytest.mark.parametrize(("name", "value", "told"), [
-    ("depth", "4", "depth: expected a whole number, got a text"), ("pack", 1, "pack: expected true or false"),
+@pytest.mark.parametrize(("name", "value", "error"), [
+    ("depth", "4", "depth: expected a whole number, got a string"), ("pack", 1, "pack: expected true or false"),
     ("seed", None, "seed: expected a whole number, got null"), ("blend_weights", 3, "expected a list or null"),
     ("curriculum", [], "expected an object or null"), ("curriculum", {"phases": 3}, "phases: expected a list"),
     ("warmup_steps", 2.5, "warmup_steps: expected a whole number, got a number")])
-def test_a_value_of_another_type_in_an_old_run_is_one_sentence(name, value, told):
-    """Regression: it was a TypeError in whatever computed with it first."""
-    with pytest.raises(ValueError, match=re.escape(told)):
+def test_a_value_of_another_type_in_config_json_is_one_sentence(name, value, error):
+    """Regression: it was a TypeError in the first computation with it."""
+    with pytest.raises(ValueError, match=re.escape(error)):
         assert Settings.from_json({**RUN.to_json(), name: value}).mix
 
 
 @pytest.mark.parametrize("damage", [{"z_loss": float("nan")}, {"data_format": "shards", "min_chars": 3},
                                     {"curriculum": {"phases": ["x"]}}])  # regression: its error named no file
-def test_a_config_json_that_no_command_can_have_made_is_named(damage):
-    with pytest.raises(ValueError, match=r"config\.json of the run, which this program did not write so"):
+def test_a_config_json_with_impossible_values_is_named(damage):
+    with pytest.raises(ValueError, match=r"config\.json of the run was damaged or edited; restore it"):
         Settings.from_json({**RUN.to_json(), **damage})
 
 
-def test_a_field_that_the_run_lacks_has_its_default_and_one_that_the_code_lacks_is_refused():
+def test_a_setting_that_the_run_lacks_has_its_default_and_an_unknown_one_is_refused():
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
-    assert go_on(old, RUN, run_dir=RUN_DIR)[0] == RUN
-    assert go_on({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "--tokenizer was called so"
+    assert resume_settings(old, RUN, run_dir=RUN_DIR)[0] == RUN
+    assert resume_settings({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "an old name of --tokenizer"
     with pytest.raises(ValueError, match="--overlap: the run has 64, this launch 32"):
-        go_on(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
-    with pytest.raises(ValueError, match="--zeal: the run has 1, and this code has no such setting"):
-        go_on({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
+        resume_settings(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
+    with pytest.raises(ValueError, match="--zeal: the run has 1, but this code has no such setting"):
+        resume_settings({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
 
 
-def test_a_curriculum_may_be_written_otherwise_and_last_longer():
+def test_the_notation_and_last_duration_of_a_curriculum_may_change():
     longer = {**MIX, "phases": [{"duration_tokens": 99, "mix": {"web": 0.5}}]}
     then, now = (replace(RUN, curriculum=mix) for mix in (MIX, longer))
-    assert go_on(then.to_json(), now, run_dir=RUN_DIR) == (now, [])
+    assert resume_settings(then.to_json(), now, run_dir=RUN_DIR) == (now, [])
     more = {**MIX, "phases": [*MIX["phases"], {"duration_tokens": 5, "mix": {"code": 1}}]}
     with pytest.raises(ValueError) as caught:
-        go_on(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
+        resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
     assert '{"duration_tokens":null,"shares":{"web":1}}' in str(caught.value)
     assert '{"duration_tokens":null,"shares":{"code":1}}' in str(caught.value)
 
 
 # ---- a fork ---------------------------------------------------------------------------------------------------------
 
-def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch):
+def test_a_new_field_has_a_row_in_the_table(monkeypatch):
     @dataclass(frozen=True, kw_only=True)
     class Zealous(config.RunSettings):
         zeal: float = setting(0.5, "how eager", fixed="what a step computes")
@@ -282,5 +267,5 @@ def test_a_room_that_declares_a_field_has_a_flag_a_rule_and_a_row(monkeypatch):
     lines = settings_table().splitlines()
     assert "| `--zeal` | no | what a step computes |" in lines
     assert all(line.count("|") == 4 for line in lines)
-    assert len(lines) == 2 + len(FIXED) + 1 + sum(bool(f.metadata["note"]) for f in FIELDS.values())
+    assert len(lines) == 2 + sum(bool(f.metadata["fixed"] or f.metadata["note"]) for f in FIELDS.values())
     assert Zealous(zeal=1.0).zeal == 1.0

@@ -61,7 +61,7 @@ def halt(curriculum, *words, **changed):
     outcome = training.run(**command(curriculum, dry=True, **changed))
     assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
     last = outcome.out.splitlines()[-1]
-    for word in ("halted", "--allow-bucket-exhaustion", "--init-from run", *words):
+    for word in ("halted", "--allow-bucket-exhaustion", "--init-from=run", *words):
         assert word in last, last
     return outcome
 
@@ -169,7 +169,7 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(wo
     before = rows(checkpoints()[0])
     more = mix_file([(40, {"web": 1, "tiny": 1})], name="more.yaml", max_epochs="{tiny: 0}",
                     allow_budget_mismatch="true")
-    refuse(more, "--curriculum", "{\"tiny\":1,\"web\":1}", "max_epochs", "--model-tag", "--init-from run")
+    refuse(more, "--curriculum", "{\"tiny\":1,\"web\":1}", "max_epochs", "--model-tag", "--init-from=run")
     succeed(more, num_iterations=2, model_tag="next", init_from="run", init_data="continue", init_optimizer=True)
     after = rows("final", "next")
     assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, "what was consumed stays consumed"
@@ -178,8 +178,8 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(wo
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):
-        refuse(mix, f"its phases last {5 * STEP:,} tokens, the run {steps_ * STEP:,}", "allow_budget_mismatch: true",
-               num_iterations=steps_)
+        refuse(mix, f"its phases last {5 * STEP:,} tokens, but the run {steps_ * STEP:,}",
+               "allow_budget_mismatch: true", num_iterations=steps_)
     allowed = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="allowed.yaml", allow_budget_mismatch="true")
     succeed(mix, num_iterations=1, allow_budget_mismatch=True, model_tag="by-flag")
     succeed(allowed, num_iterations=7)

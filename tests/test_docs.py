@@ -1,4 +1,4 @@
-"""The documents are true: files, links, settings and flags that they name are there, and they are short."""
+"""The docs are correct: the files, links, settings and flags that they name exist, and the pages are short."""
 
 import importlib
 import os
@@ -18,8 +18,8 @@ PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_the_file_map_lists_every_module_and_no_other():
     listed = set(re.findall(r"^\| `([^`]+\.py)` \| \S", (ROOT / "dev/ARCHITECTURE.md").read_text(), re.MULTILINE))
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "nanochat").rglob("*.py") if path.name != "__init__.py"}
-    assert len(there) > 40 and listed == there
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "nanochat").rglob("*.py") if path.name != "__init__.py"}
+    assert len(modules) > 40 and listed == modules
 
 
 def test_no_core_module_imports_an_integration_when_it_is_imported():
@@ -28,8 +28,7 @@ def test_no_core_module_imports_an_integration_when_it_is_imported():
     assert len(tops) > 300 and [line for line in tops if "integrations" in line] == []
 
 
-def test_the_table_of_settings_is_the_one_in_the_code():
-    """Prints the command that writes the table anew."""
+def test_the_table_of_settings_is_that_of_the_code():
     assert settings_table() in (ROOT / "docs/reference.md").read_text(), (
         "docs/reference.md: its table of settings is not that of the code. Replace it with the output of "
         "python -c 'from nanochat.config import settings_table; print(settings_table(), end=\"\")'")
@@ -42,7 +41,7 @@ def test_hints_never_name_the_package_of_the_same_name_on_pypi():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_short_and_its_links_lead_somewhere(page):
+def test_a_page_is_short_and_its_links_work(page):
     lines = page.read_text().splitlines()
     assert len(lines) <= (200 if page.name == "reference.md" else 150)
     assert [line for line in lines if len(line) > 120 and not (line.startswith("|") and page != README)] == []
@@ -51,7 +50,7 @@ def test_a_page_is_short_and_its_links_lead_somewhere(page):
 
 
 def flags_of(capsys, module, *words):
-    """The flags that `python -m MODULE WORDS --help` tells of."""
+    """The flags in `python -m MODULE WORDS --help`."""
     capsys.readouterr()
     with pytest.raises(SystemExit, match="0"):
         importlib.import_module(module).main([*words, "--help"])
@@ -59,26 +58,27 @@ def flags_of(capsys, module, *words):
 
 
 def commands(page):
-    """The words behind `-m` of each of our commands in a page, those in its sentences too."""
-    said = re.findall(r"`(python -m [^`]*)`", page.read_text())
-    for line in [*said, *(command for block in blocks(page) if block.language == "sh" for command in block.commands())]:
+    """The words after `-m` of each of our commands in a page, in blocks and in sentences."""
+    lines = re.findall(r"`(python -m [^`]*)`", page.read_text())
+    lines += [command for block in blocks(page) if block.language == "sh" for command in block.commands()]
+    for line in lines:
         words = shlex.split(line.partition("<<")[0].replace("\\\n", " "), comments=True)
-        words = words[:words.index("--")] if "--" in words else words  # scripts.repeat passes on the flags behind it
+        words = words[:words.index("--")] if "--" in words else words  # flags after it are base_train's
         yield from (words[i + 1:] for i, word in enumerate(words[:-1])
                     if word == "-m" and words[i + 1].startswith(("scripts.", "nanochat.", "dev.")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_of_a_page_is_run_or_says_what_else_runs_it(page):
-    text, found = page.read_text(), [*blocks(page)]
-    assert text.count("```") == 2 * len(found)
-    assert text.count("not run here") == sum(block.reason is not None for block in found)
-    assert {block.language for block in found} <= {"sh", "python", "text"}
+def test_every_block_of_a_page_is_run_or_names_what_else_runs_it(page):
+    text, all_blocks = page.read_text(), [*blocks(page)]
+    assert text.count("```") == 2 * len(all_blocks)
+    assert text.count("not run here") == sum(block.reason is not None for block in all_blocks)
+    assert {block.language for block in all_blocks} <= {"sh", "python", "text"}
     outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).splitlines()
-    shown = [line for block in found if block.language == "text" for line in block.text.splitlines()]
-    assert [line for line in outside if line.startswith(("    ", "\t"))] == [], "an indented block is never run"
-    assert [line for line in shown if re.match(r"\$ |(python|torchrun|bash|pip|sbatch) ", line)] == [], "nor is a text"
-    for reason in filter(None, (block.reason for block in found)):
+    shown = [line for block in all_blocks if block.language == "text" for line in block.text.splitlines()]
+    assert [line for line in outside if line.startswith(("    ", "\t"))] == [], "indented blocks are not run"
+    assert [line for line in shown if re.match(r"\$ |(python|torchrun|bash|pip|sbatch) ", line)] == [], "nor is text"
+    for reason in filter(None, (block.reason for block in all_blocks)):
         named = re.findall(r"(?:tests|dev)/\w+\.(?:py|sh)", reason)
         assert [name for name in named if not (ROOT / name).exists()] == []
         assert "; " in reason and (named or "nothing here runs it" in reason), reason
@@ -104,12 +104,12 @@ y = 1
 -> row
 ```
 """)
-    told = [(b.language, b.reason, b.commands()) for b in blocks(tmp_path / "page.md")]
-    assert told == [("sh", None, ["a b \\\n  c    # exit code 3\n", "cat >x <<'END'\n  y \\\nEND\n", "d\n"]),
-                    ("python", "it is long; nothing here runs it", ["import x\ny = 1\n"]), ("text", None, [])]
+    parsed = [(b.language, b.reason, b.commands()) for b in blocks(tmp_path / "page.md")]
+    assert parsed == [("sh", None, ["a b \\\n  c    # exit code 3\n", "cat >x <<'END'\n  y \\\nEND\n", "d\n"]),
+                      ("python", "it is long; nothing here runs it", ["import x\ny = 1\n"]), ("text", None, [])]
 
 
-def test_outcomes_are_those_of_the_commands_and_what_one_exports_is_there_for_the_next(tmp_path):
+def test_outcomes_are_those_of_the_commands_and_exports_last(tmp_path):
     (tmp_path / "checkout").mkdir()
     (tmp_path / "page.md").write_text("""```sh
 export X=5
@@ -128,7 +128,7 @@ touch made
 
 
 def split_at_dashes(words):
-    """A command, and that of scripts.base_train whose flags are behind its `--`."""
+    """A command, and the command of scripts.base_train whose flags follow its `--`."""
     at = words.index("--") if "--" in words else len(words)
     return [words[:at], *([["scripts.base_train", *words[at + 1:]]] if at < len(words) else [])]
 
@@ -163,5 +163,5 @@ def test_flags_that_stand_for_those_of_other_projects_exist(capsys):
                    "tokenizing_distributed_data_loader"),
 ])
 def test_names_that_forks_import_are_where_nanochat_has_them(module, names):
-    found = importlib.import_module(f"nanochat.{module}")
-    assert [n for n in names.split() if not hasattr(found, n)] == []
+    imported = importlib.import_module(f"nanochat.{module}")
+    assert [n for n in names.split() if not hasattr(imported, n)] == []

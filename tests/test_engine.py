@@ -193,7 +193,7 @@ def test_load_model_refuses_mismatched_and_missing_files(run):
     reseal(final)
     with pytest.raises(ValueError, match="another architecture"):
         load_model(final, "cpu")
-    with pytest.raises(FileNotFoundError, match="runs there: run"):
+    with pytest.raises(FileNotFoundError, match="existing runs: run"):
         load_model("huge", "cpu")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(FileNotFoundError, match="no checkpoint; there are: none yet"):

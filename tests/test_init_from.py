@@ -1,4 +1,4 @@
-"""A run that begins with another one's weights: what it takes over, what it refuses, and how it is restarted."""
+"""A run that begins with the weights of another: what it takes over, what it refuses, and how it resumes."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ from tests.training import as_bytes, die_after_step, digests, losses, refuse, su
 
 @pytest.fixture(autouse=True)
 def workplace(finished, tmp_path):
-    """A base directory with the run that the others begin with, "origin"."""
+    """A base directory with the run "origin", from which the tests start new runs."""
     with training.workplace(tmp_path, **RUN) as path:
         copy(finished, path, tag="origin")
         yield path
@@ -28,8 +28,7 @@ def checkpoint(name, tag="run"):
 
 
 def at_its_beginning(**settings):
-    """The checkpoint of a new run at step 0: one whose first look asks it to stop would be at step 1, so weights and
-    optimizer are taken where they go into the model."""
+    """Weights, optimizer state and learning rates of a new run at step 0, captured at the start of its loop."""
     taken = {}
 
     def take(model, optimizer):
@@ -46,19 +45,19 @@ def at_its_beginning(**settings):
 # ---- what is taken over ---------------------------------------------------------------------------------------------
 
 def test_weights_at_step_0_are_those_of_the_origin():
-    """By path here; how else an origin may be named: tests/test_checkpoint.py."""
+    """tests/test_checkpoint.py tests the other names of an origin."""
     theirs = load_checkpoint(checkpoint("checkpoint-6", "origin"))
     taken = at_its_beginning(init_from=str(theirs.path))
     assert taken["model"] == as_bytes(theirs.model_state())
     assert as_bytes(taken["optimizer"])["step"] == 0 and taken["optimizer"] != as_bytes(theirs.optimizer_state())
-    told = read_config(training.run_dir())["origin"]
-    assert told.items() >= {"run": "origin", "checkpoint": "checkpoint-6", "step": 6,
-                            "checksum": theirs.trainer_state["checksum"]}.items()
-    assert digests() == digests("origin")[:1], "fresh data begins at the beginning"
+    origin = read_config(training.run_dir())["origin"]
+    assert origin.items() >= {"run": "origin", "checkpoint": "checkpoint-6", "step": 6,
+                              "checksum": theirs.trainer_state["checksum"]}.items()
+    assert digests() == digests("origin")[:1], "--init-data=fresh starts at the beginning"
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
 
 
-def test_with_the_optimizer_its_state_comes_too_and_rates_stay_the_commands():
+def test_init_optimizer_takes_the_state_but_not_the_learning_rates():
     theirs = load_checkpoint(checkpoint("checkpoint-6", "origin")).optimizer_state()
     fresh = at_its_beginning(init_from="origin@6", model_tag="fresh", embedding_lr=0.1)
     taken = at_its_beginning(init_from="origin@6", init_optimizer=True, embedding_lr=0.1)
@@ -67,21 +66,21 @@ def test_with_the_optimizer_its_state_comes_too_and_rates_stay_the_commands():
     assert taken["lrs"] == fresh["lrs"]
 
 
-def test_the_data_goes_on_with_the_very_next_rows_and_all_together_is_one_run():
-    """With data, optimizer and weights, and rates that do not move, the new run's steps are the origin's next ones."""
+def test_with_data_and_optimizer_the_steps_are_the_next_ones_of_the_origin():
+    """With constant learning rates."""
     flat = {"warmup_steps": 0, "warmdown_ratio": 0, "weight_decay": 0}
     succeed(model_tag="long", num_iterations=8, save_every=4, **flat)
     outcome = succeed(init_from="long@4", init_optimizer=True, init_data="continue", num_iterations=4, **flat)
     assert digests() == digests("long")[4:] and len(set(digests())) == 4
     assert losses()[0] == losses("long")[4]
-    assert "the data goes on where" in outcome.out and "checkpoint-4" in outcome.out
+    assert "the data continues where" in outcome.out and "checkpoint-4" in outcome.out
     ours, theirs = (load_checkpoint(checkpoint("final", tag)).cursors for tag in ("run", "long"))
     assert ours == theirs
     kept = cursor_files(training.run_dir())
     assert read_cursors(kept[0])[1] == load_checkpoint(checkpoint("checkpoint-4", "long")).cursors
 
 
-def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace):
+def test_on_two_processes_the_result_is_the_same_and_only_rank_0_reads(workplace):
     more = {"init_from": "origin@6", "init_optimizer": True, "init_data": "continue", "num_iterations": 2}
     succeed(**more)
     group = training.start(2, hook=only_rank_0_reads, model_tag="two", **more)
@@ -92,7 +91,7 @@ def test_on_two_processes_it_is_the_same_and_only_rank_0_reads(workplace):
 
 
 def only_rank_0_reads():
-    """A hook: reading weights is fatal on other ranks."""
+    """A hook: other ranks fail if they read weights."""
     load = checkpoint_module.load_plain
 
     def watched(path):
@@ -102,16 +101,16 @@ def only_rank_0_reads():
     checkpoint_module.load_plain = watched
 
 
-# ---- restarts -------------------------------------------------------------------------------------------------------
+# ---- resumes --------------------------------------------------------------------------------------------------------
 
-def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again():
+def test_killed_before_its_first_checkpoint_a_run_starts_from_the_same_origin_again():
     more = {"init_from": "origin", "init_data": "continue", "num_iterations": 6, "save_every": 4}
     shutil.rmtree(checkpoint("final", "origin"))
     training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
     before = read_config(training.run_dir())["origin"]
     assert before["step"] == 6 and not training.checkpoints()
     succeed(model_tag="origin")
-    assert find_checkpoint("origin").step == STEPS, "the origin has gone on"
+    assert find_checkpoint("origin").step == STEPS, "the origin has newer checkpoints now"
     succeed(**more)
     succeed(model_tag="fresh", **{**more, "init_from": "origin@6"})
     assert load_checkpoint(checkpoint("checkpoint-4")).trainer_state["step"] == 4
@@ -119,7 +118,7 @@ def test_killed_before_its_first_checkpoint_it_begins_with_the_same_origin_again
     assert read_config(training.run_dir())["origin"] == before
 
 
-def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint():
+def test_a_changed_origin_is_refused_until_the_run_has_a_checkpoint_of_its_own():
     more = {"init_from": "origin@6", "num_iterations": 6, "save_every": 4}
     training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
     theirs, aside = checkpoint("checkpoint-6", "origin"), checkpoint("aside", "origin")
@@ -131,11 +130,11 @@ def test_an_origin_that_changed_is_refused_until_there_is_a_checkpoint():
     shutil.copytree(other, theirs)
     before = training.fingerprint(training.run_dir())
     message = refuse(**more)
-    assert "--init-from origin@6" in message and "began with step 6 of origin" in message and "--model-tag" in message
+    assert "--init-from=origin@6" in message and "began with step 6 of origin" in message and "--model-tag" in message
     assert training.fingerprint(training.run_dir()) == before
     shutil.rmtree(theirs)
     aside.rename(theirs)
     training.start(hook=partial(die_after_step, 5), sync_save=True, **more).wait_for_death()
-    shutil.rmtree(training.run_dir("origin"))  # from the first checkpoint on nobody needs it
+    shutil.rmtree(training.run_dir("origin"))  # no longer needed after the first checkpoint
     assert "at step 4" in succeed(**more).out
     assert len(digests()) == 6

@@ -320,7 +320,7 @@ def test_a_corrupt_state_is_named_and_the_next_launch_replaces_it(tmp_path):
             ({"status": "odd"}, "this version"), ({"ranks": []}, "this version"),
             ({"ranks": [1]}, r"ranks\[0\]: expected an object"), ({"heartbeat": None}, "heartbeat: expected a number"),
             ({"ranks": [{**identify(), "pid": True}]}, r"pid: expected a whole number"),
-            ({"step": "5"}, "step: expected"), ({"reason": 1}, "reason: expected a text"),
+            ({"step": "5"}, "step: expected"), ({"reason": 1}, "reason: expected a string"),
             ({"started": 1e300}, r"started: got 1e\+300"), ({"heartbeat": float("nan")}, "heartbeat: got nan"),
             ({"heartbeat": -1e12}, "heartbeat: got -1"), ({"eta_s": float("inf")}, "eta_s: got inf"),
             ({"step": 10**400}, "step: got 1000")):

@@ -102,7 +102,7 @@ def test_a_new_run_continues_the_data_of_another(workplace):
     assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
     error = training.refuse(**{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more)
-    assert re.search(r"--init-data continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", error)
+    assert re.search(r"--init-data=continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", error)
 
 
 # ---- other lengths and flags ----------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
     """Regression: Megatron's own list, 30,PREFIX,70,PREFIX, was rejected with the flags to write instead."""
     first, second = workplace["data_path"].split(",")
     both = {**workplace, "data_path": f"30,{first},70.0,{second}"}
-    assert "--blend-weights: got it and weights in --data-path" in training.refuse(**both)
+    assert "has weights, too; give only one of them" in training.refuse(**both)
     succeed(**{**both, "blend_weights": None, "num_iterations": 2, "eval_every": -1})
     config = read_json(run_dir() / "config.json")
     assert (config["data_path"], config["blend_weights"]) == (workplace["data_path"], [30, 70])
@@ -146,11 +146,11 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
 
 
 @pytest.mark.parametrize("changed, message", [
-    ({"data_format": "shards"}, "--order megatron: it is an order of Megatron's files, and --data-format is shards"),
-    ({"packing": "concat"}, "--packing: it does nothing with --order megatron; leave it out, or take --order lanes"),
-    ({"order": None}, "--split: it does nothing with --order lanes; leave it out, or take --order megatron"),
+    ({"data_format": "shards"}, "--order=megatron: needs Megatron's files, but --data-format is shards"),
+    ({"packing": "concat"}, "--packing: has no effect with --order=megatron; remove it, or use --order=lanes"),
+    ({"order": None}, "--split: has no effect with --order=lanes; remove it, or use --order=megatron"),
     ({"blend_weights": "1,2,3"}, r"--order megatron: blend: got weights \[1.0, 2.0, 3.0\] for 2 prefixes, expected"),
-    ({"blend_weights": "0,2"}, r"--blend-weights: got \[0\.0, 2\.0\], expected numbers above 0"),
+    ({"blend_weights": "0,2"}, r"--blend-weights: got \[0\.0, 2\.0\], expected finite numbers above 0"),
     ({"blend_weights": None, "num_iterations": 500}, "one pass over each prefix, which gives .* takes 4,000"),
     ({"split": "1,0,0"}, "--split: 1,0,0 leaves no whole document for validation in a, b"),
     ({"split": "none"}, "--split: got 'none', expected shares of"),

@@ -169,8 +169,9 @@ def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace)
     shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
     shutil.rmtree(training.run_dir())
     assert error_of(start(workplace, other(workplace), **paths(workplace), **SHORT)) == (
-        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is here, and not where rank 0 is; share the "
-        f"directory between the machines, or give this one --node-rank=0 (--resume scratch starts anew)")
+        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is on this machine, but not on that of rank 0; "
+        "share the directory between the machines, start this one with --node-rank=0, or start over with "
+        "--resume=scratch")
     assert not training.run_dir().exists()
 
 
@@ -194,8 +195,8 @@ def lose_data():
 @pytest.mark.parametrize(("lacks", "message"), [
     ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
     ("our flags", "rank 1 on host {host}: started differently: warmup_steps is 3, on rank 0 it is 2; "),
-    ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; each machine of a "
-                 "launch reads the data itself: copy or mount the same files there under the same path"),
+    ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; every machine of "
+                 "a launch reads the data itself: copy or mount the same files on this one under the same path"),
 ])
 def test_a_machine_that_lacks_something_is_named(workplace, lacks, message):
     flags = paths(workplace)

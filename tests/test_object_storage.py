@@ -73,7 +73,7 @@ def test_remote_and_local_paths_are_distinguished():
 @pytest.mark.parametrize("path", ["s3://KEY:hidden@bucket/x", "s3://KEY:hid/den@bucket/x", "s3://hidden@bucket",
                                   "s3://bucket/x?X-Amz-Signature=hidden", "gs://b/x?hidden"])
 def test_a_possible_secret_in_a_path_is_refused_and_not_shown(path):
-    with pytest.raises(ValueError, match="credentials do not belong into a path") as e:
+    with pytest.raises(ValueError, match="credentials do not belong in a path") as e:
         as_path(path)
     assert "hid" not in str(e.value) and "KEY:" not in str(e.value)
 

@@ -242,7 +242,7 @@ def test_only_push_shards_writes_into_object_storage(bucket, prepared, tmp_path,
                        (tok_train.main, [f"--data-path={prepared.folder / 'data'}", "--output-dir=s3://bucket/out"]),
                        (convert_shards.main, ["s3://bucket/shards", "out", "--to=megatron"]),
                        (convert_shards.main, [str(prepared.folder / "shards"), "s3://bucket/out", "--to=megatron"])):
-        with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a folder of this machine"):
+        with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a local folder"):
             main(argv)
     assert set(tmp_path.iterdir()) == before
 

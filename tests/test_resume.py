@@ -1,5 +1,5 @@
-"""Ways on that tests/test_state_machine.py does not take: from a named checkpoint, past some rows, with data that were
-moved, on a number of processes that gives other bits, in the same wandb run."""
+"""Resumes that tests/test_state_machine.py does not cover: from a named checkpoint, with skipped rows, with moved data,
+on a number of processes that changes bits, in the same wandb run."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ from tests.training import (
     take_over,
 )
 
-STEPS = 12  # of a run, unless a test says otherwise
+STEPS = 12  # of a run by default
 run, succeed, refuse, start, finish = (partial(command, num_iterations=STEPS) for command in (
     training.run, training.succeed, training.refuse, training.start, training.finish))
 
@@ -40,52 +40,52 @@ workplace = training.in_workplace(**training.SMALL)
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """The run that nothing interrupts, with which most tests here compare."""
+    """An uninterrupted run, with which most tests compare."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
 
 
-# ---- from where it goes on -------------------------------------------------------------------------------------------
+# ---- where a resume starts -------------------------------------------------------------------------------------------
 
-def test_a_named_checkpoint_is_where_it_goes_on_and_good_ones_are_kept(reference, tmp_path):
+def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, tmp_path):
     take_over(reference["path"], "checkpoint-4", "checkpoint-8")
     newer, lines = training.run_dir() / "checkpoints" / "checkpoint-8", len(all_steps())
     before = training.fingerprint(newer)
-    kept_elsewhere = newer.with_name("checkpoint-4").rename(tmp_path / "checkpoint-4")
-    assert "at step 4" in succeed(resume=kept_elsewhere).out
+    outside = newer.with_name("checkpoint-4").rename(tmp_path / "checkpoint-4")
+    assert "at step 4" in succeed(resume=outside).out
     assert [record["step"] for record in all_steps()[lines:]] == list(range(4, STEPS))
     assert training.fingerprint(newer) == before
-    assert "of another run" in refuse(resume=newer, model_tag="other")
+    assert "does not belong to" in refuse(resume=newer, model_tag="other")
     training.run_dir().with_name("link").symlink_to(training.run_dir())
     assert "completed" in succeed(resume=final(), model_tag="link").out
     assert state_of(final()) == reference["final"] and losses() == reference["losses"]
 
 
 @pytest.mark.parametrize("ends_at", [8, STEPS])
-def test_what_a_launch_saves_while_it_is_watched_to_its_end_counts(reference, monkeypatch, ends_at):
-    """What is inspected before it is known that no launch owns the run may be outdated."""
+def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(reference, monkeypatch, ends_at):
+    """Checkpoints must be listed after the check that no launch owns the run."""
     take_over(reference["path"], "checkpoint-4")
 
-    def watch(run, check=lifecycle.check_free):
+    def save_and_end(run, check=lifecycle.check_free):
         name = "final" if ends_at == STEPS else f"checkpoint-{ends_at}"
         shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
-        shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # as --keep-last-k 1 does
+        shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # like --keep-last-k=1
         return check(run)
 
-    monkeypatch.setattr(start_run, "check_free", watch)
+    monkeypatch.setattr(start_run, "check_free", save_and_end)
     outcome = succeed()
     assert "nothing to do" in outcome.out if ends_at == STEPS else events("started")[-1]["step"] == ends_at
     assert state_of(final()) == reference["final"]
 
 
-def test_on_processes_that_do_not_divide_the_leaves_the_data_are_the_same_and_the_losses_close(reference):
+def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_losses_are_close(reference):
     start(2, hook=partial(die_after_step, 6), save_every=2).wait_for_death()
     shutil.copytree(training.run_dir(), training.run_dir("on-four"))
     on_one, on_four = finish(), finish(4, model_tag="on-four")
     assert "world_size: the run has 2, this launch 1" in on_one and "do not divide" not in on_one
     assert "world_size: the run has 2, this launch 4" in on_four
-    assert on_four.count("4 processes do not divide 2 leaves: same data, but other bits") == 1
+    assert on_four.count("4 processes do not divide 2 leaves: same data, but not the same bits") == 1
     for tag in ("run", "on-four"):
         assert digests(tag) == reference["digests"]
         assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
@@ -94,7 +94,7 @@ def test_on_processes_that_do_not_divide_the_leaves_the_data_are_the_same_and_th
 
 
 @pytest.mark.parametrize("failing, kept, errors", [("(checkpoint-([468]|10)|final)", 2, 3), ("final", 10, 1)])
-def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference, failing, kept, errors):
+def test_a_full_disk_ends_the_run_at_the_third_save_or_the_last_one(reference, failing, kept, errors):
     with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
         message = refuse(save_every=2)
     assert "No space left" in message and f"checkpoint-{kept} is kept" in message and "same command again" in message
@@ -104,16 +104,16 @@ def test_the_third_save_without_room_or_the_last_one_ends_the_run(reference, fai
     assert state_of(final()) == reference["final"]
 
 
-# ---- rows that are passed over --------------------------------------------------------------------------------------
+# ---- skipped rows ---------------------------------------------------------------------------------------------------
 
-def told(*argv):
-    """The JSON lines of scripts.inspect_data on the run, which must agree with what the log says."""
+def inspected(*argv):
+    """The JSON lines of scripts.inspect_data on the run, which must agree with the log."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert inspect_data.main([*argv, str(training.run_dir())]) == 0, out.getvalue()
     return [json.loads(line) for line in out.getvalue().splitlines() if line.startswith("{")]
 
 
-def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference):
+def test_a_new_run_skips_rows_once_wherever_it_is_killed(reference):
     settings = {"num_iterations": 9, "save_every": 4, "sync_save": True, "skip_steps": 3}
     for kill_after, saved in ((2, []), (6, ["checkpoint-4"])):
         start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
@@ -122,23 +122,23 @@ def test_a_new_run_passes_over_rows_once_wherever_it_is_killed(reference):
     assert digests() == reference["digests"][3:12]
     assert load_checkpoint(final()).cursors[0]["row"] == 12 * 2
     assert "--skip-steps: the run has 3, this launch 0" in refuse(num_iterations=14)
-    assert [line["match"] for line in told("digest", "--steps=0:9")] == [True] * 9
+    assert [line["match"] for line in inspected("digest", "--steps=0:9")] == [True] * 9
 
 
-def test_behind_a_loss_spike_a_new_run_goes_on_from_the_old_one(reference):
-    """What people do after a loss that went wrong: back to the checkpoint before, and past the rows that did it."""
+def test_after_a_loss_spike_a_new_run_continues_behind_its_rows(reference):
+    """The usual remedy: the weights of the checkpoint before the spike, and the data after it."""
     shutil.copytree(reference["path"], training.run_dir("long"))
     more = {"init_from": "long@4", "init_data": "continue", "init_optimizer": True, "save_every": -1}
     succeed(skip_steps=4, num_iterations=4, **more)
     assert digests() == reference["digests"][8:12]
-    assert [line["match"] for line in told("digest", "--steps=0:4")] == [True] * 4
-    assert told("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
+    assert [line["match"] for line in inspected("digest", "--steps=0:4")] == [True] * 4
+    assert inspected("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
 
 
 # ---- what may change ------------------------------------------------------------------------------------------------
 
-def test_where_and_how_it_computes_may(reference, workplace):
-    """All at once: nothing of it moves a row, and but for B no bit either."""
+def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, workplace):
+    """All of them at once."""
     training.take_over(reference["path"], "checkpoint-8")
     moved = shutil.move(workplace / "data", workplace / "moved")
     outcome = succeed(
@@ -155,7 +155,7 @@ def test_where_and_how_it_computes_may(reference, workplace):
 # ---- wandb ----------------------------------------------------------------------------------------------------------
 
 class Wandb(types.ModuleType):
-    """Just enough of it: a run has the id that was given, or one of its own."""
+    """A stand-in: a run has the given id, or a new one."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -180,20 +180,20 @@ def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatc
     settings = {"run": "name", "save_every": -1}
     start(hook=partial(die_after_step, 1), **{**settings, "run": "dummy"}).wait_for_death()
     succeed(num_iterations=3, **settings)
-    assert fake.given == [first], "the log alone had it"
-    succeed(num_iterations=4, **{**settings, "run": "dummy"})  # a launch without it in between
+    assert fake.given == [first], "only the log had it"
+    succeed(num_iterations=4, **{**settings, "run": "dummy"})  # a launch without wandb in between
     assert load_checkpoint(final()).trainer_state["wandb_id"] == first
     succeed(num_iterations=6, **{**settings, "run": "another name"})
     assert fake.given == [first, first] and len(events("wandb")) == 1
     assert load_checkpoint(final()).trainer_state["wandb_id"] == first
     succeed(num_iterations=2, resume="scratch", force=True, **settings)
-    assert fake.given == [first, first, None], "a run that was begun anew is another one"
+    assert fake.given == [first, first, None], "a run that started over is a new one"
 
 
-def test_wandb_offline_goes_on_in_the_same_run():
+def test_wandb_offline_continues_the_same_run():
     for num_iterations in (2, 3):
         outcome = succeed(run="name", num_iterations=num_iterations, save_every=-1)
-        assert "going on without it" not in outcome.err
+        assert "without it" not in outcome.err
     [wandb_id] = {load_checkpoint(final()).trainer_state["wandb_id"], *(e["id"] for e in events("wandb"))}
     assert wandb_id
     assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2

@@ -1,4 +1,4 @@
-"""Run directories: found by tag and path; a log that outlives any crash; a run that is set aside is whole."""
+"""Run directories: finding runs, a log that survives any crash, and renaming and opening a run."""
 
 import errno
 import json
@@ -15,14 +15,14 @@ from tests import faults
 
 def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="runs there: none"):
+    with pytest.raises(FileNotFoundError, match="existing runs: none"):
         rd.find_run("d4")
     for depth in (4, 12):
         rd.run_path(f"d{depth}").mkdir(parents=True)
         (rd.run_path(f"d{depth}") / "config.json").write_text(json.dumps({"depth": depth}))
     assert rd.find_run("d4") == rd.find_run(tmp_path / "runs" / "d4") == tmp_path / "runs" / "d4"
     assert rd.read_config(rd.find_run("d12")) == {"depth": 12} and rd.list_runs() == ["d12", "d4"]
-    with pytest.raises(FileNotFoundError, match=r"'d5'.*runs there: d12, d4"):
+    with pytest.raises(FileNotFoundError, match=r"'d5'.*existing runs: d12, d4"):
         rd.find_run("d5")
     with pytest.raises(FileNotFoundError, match=r"'dd12'.*; did you mean d12\?$"):
         rd.find_run("dd12")
@@ -32,18 +32,18 @@ def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
         assert len(str(caught.value)) < 300
 
 
-def test_a_configuration_that_is_gone_or_broken_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is no run directory"):
+def test_a_missing_or_corrupt_config_json_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is not a run directory"):
         rd.read_config(tmp_path)
     for name in ("checkpoint-7", "final"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert rd.is_run_dir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so nobody knows which settings checkpoint-7, "
-                                                r"final belong to; put it back.*--resume scratch --force.*--model-tag"):
+    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so the settings of checkpoint-7, final "
+                                                r"are unknown; restore it.*--resume=scratch --force.*--model-tag"):
         rd.read_config(tmp_path)
     for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json: .*put it back, or begin anew"):
+        with pytest.raises(ValueError, match=r"config\.json: .*; restore it, start over"):
             rd.read_config(tmp_path)
 
 
@@ -53,7 +53,7 @@ def digests(path):
     return {r["step"]: r["digest"] for r in rd.iter_log(path) if rd.is_step(r)}
 
 
-def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path):
+def test_the_last_line_of_a_step_counts_and_events_are_kept(tmp_path):
     path = tmp_path / "logs" / "train.jsonl"
     with closing(rd.TrainLog(path)) as train_log:
         for step in (1, 2, 3):
@@ -63,7 +63,7 @@ def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path):
         assert [train_log.digest_of(step) for step in (1, 3, 4)] == [None, f"{3:016x}", None]
         train_log.write(event="resumed", step=2)
         train_log.write(step=3, loss=-3.0, digest="f" * 16)
-        assert train_log.digest_of(3) == f"{3:016x}", "that of the run before: a repeated step is checked against it"
+        assert train_log.digest_of(3) == f"{3:016x}", "a repeated step is checked against the older digest"
     records = rd.read_log(path)
     assert [(r.get("event"), r["step"], r.get("loss")) for r in records] == [
         (None, 1, 1.0), (None, 2, 2.0), ("eval", 2, None), ("resumed", 2, None), (None, 3, -3.0)]
@@ -72,27 +72,27 @@ def test_log_takes_the_last_line_of_a_step_and_keeps_events(tmp_path):
     assert rd.read_log(tmp_path / "none") == []
 
 
-def test_a_log_torn_at_any_byte_keeps_its_whole_lines_and_takes_new_ones(tmp_path):
+def test_a_log_truncated_at_any_byte_keeps_its_complete_lines_and_takes_new_ones(tmp_path):
     path = tmp_path / "train.jsonl"
     lines = b"".join(json.dumps({"step": s, "digest": f"é{s}"}, ensure_ascii=False).encode() + b"\n" for s in (1, 2, 3))
     for size in range(len(lines) + 1):
         path.write_bytes(lines[:size])
-        whole_lines = lines[:size].count(b"\n") + (lines[size:size + 1] == b"\n")
-        assert list(digests(path)) == [1, 2, 3][:whole_lines]
+        complete = lines[:size].count(b"\n") + (lines[size:size + 1] == b"\n")
+        assert list(digests(path)) == [1, 2, 3][:complete]
         with closing(rd.TrainLog(path)) as train_log:
             train_log.write(step=9, digest="x")
-        assert list(digests(path)) == [1, 2, 3][:whole_lines] + [9]
+        assert list(digests(path)) == [1, 2, 3][:complete] + [9]
     path.write_bytes(b'{"step": 1, "digest": "a"}\n\0\0\0\n[1]\n"text"\n' + b"[" * 100_000 + b"\n")
     assert digests(path) == {1: "a"}
 
 
-def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path):
+def test_a_full_disk_truncates_only_one_line_of_the_log(tmp_path):
     path = tmp_path / "train.jsonl"
     with faults.failing_at(4, errno.ENOSPC, below=path) as changes, closing(rd.TrainLog(path)) as train_log:
         train_log.write(step=1, digest="a")
-        raw, whole = train_log._file, train_log._file.write
-        raw.write = lambda data: whole(data[:7])  # a nearly full disk takes a part
-        with pytest.raises(OSError, match=r"train\.jsonl: the log cannot be written \(No space .*make room"):
+        raw, write = train_log._file, train_log._file.write
+        raw.write = lambda data: write(data[:7])  # a nearly full disk takes only a part
+        with pytest.raises(OSError, match=r"train\.jsonl: the log cannot be written \(No space .*free some space"):
             train_log.write(step=2, digest="b")
         del raw.write
         train_log.write(step=3, digest="c")
@@ -100,8 +100,8 @@ def test_a_log_on_a_full_disk_tears_one_line_only(tmp_path):
     assert path.read_bytes().count(b"\n") == 3
 
 
-def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(tmp_path, caplog):
-    """Lines to a file that has no name any more would be lost without a word."""
+def test_a_log_that_is_removed_while_the_run_trains_starts_over_with_a_warning(tmp_path, caplog):
+    """Otherwise, lines to the removed file would be lost silently."""
     run = tmp_path / "run"
     rd.open_folders(run)
     with closing(rd.TrainLog(run / "logs" / "train.jsonl")) as train_log:
@@ -110,15 +110,15 @@ def test_a_log_that_is_removed_while_it_is_written_is_told_and_begins_anew(tmp_p
         train_log.write(step=2)
         train_log.write(step=3)
         assert [r["step"] for r in rd.iter_log(run / "logs" / "train.jsonl")] == [2, 3]
-        assert caplog.text.count("train.jsonl was removed while the run trains") == 1
+        assert caplog.text.count("train.jsonl was removed while the run was training") == 1
         shutil.rmtree(run)
-        with pytest.raises(OSError, match=f"^{run}: it was removed while the run trains, so the run ends"):
+        with pytest.raises(OSError, match=f"^{run}: removed while the run was training, so the run ends"):
             train_log.write(step=4)
     assert not run.exists()
 
 
-def test_a_log_is_never_written_through_a_link_and_not_after_the_run_was_lost(tmp_path):
-    """Regression: lines were appended to whatever a link in place of the log pointed to."""
+def test_a_log_is_never_written_through_a_link_nor_after_another_launch_took_the_run(tmp_path):
+    """Regression: if the log was a link, lines were appended to its target."""
     (tmp_path / "precious").write_text("precious")
     path = tmp_path / "train.jsonl"
     for make in (lambda: path.symlink_to("precious"), path.mkdir, lambda: os.mkfifo(path)):
@@ -142,10 +142,10 @@ def test_a_log_is_never_written_through_a_link_and_not_after_the_run_was_lost(tm
     assert [r["step"] for r in rd.iter_log(path)] == [1]
 
 
-# ---- set aside --------------------------------------------------------------------------------------
+# ---- rename and open --------------------------------------------------------------------------------
 
 def fill(run):
-    """A run directory with some of all that a run writes, and a person's notes."""
+    """A run directory with some files of each kind, and notes of the user."""
     rd.open_folders(run)
     acquire(run)
     for name in ("config.json", "data_manifest.json", "plan.json", "report.md", "logs/train.jsonl",
@@ -161,7 +161,7 @@ def files_of(run):
     return {str(p.relative_to(run)) for p in run.rglob("*") if not p.is_dir()}
 
 
-def test_a_run_is_set_aside_whole_whatever_lies_in_it(tmp_path, caplog):
+def test_a_run_is_renamed_with_everything_in_it(tmp_path, caplog):
     for number in (1, 2):
         run, elsewhere = fill(tmp_path / "run"), tmp_path / f"elsewhere-{number}"
         (run / "logs").rename(elsewhere)
@@ -169,15 +169,15 @@ def test_a_run_is_set_aside_whole_whatever_lies_in_it(tmp_path, caplog):
         before = files_of(run)
         rd.set_aside(run)
         assert not run.exists() and files_of(tmp_path / f"run.old-{number}") == before and before
-        assert f"run.old-{number} now" in caplog.text
+        assert f"was renamed to {tmp_path}/run.old-{number}; delete it" in caplog.text
 
 
-def test_opening_a_run_removes_what_crashes_left_and_nothing_else(tmp_path):
+def test_opening_a_run_removes_only_leftovers_of_crashes(tmp_path):
     run = fill(tmp_path)
     before = files_of(run)
-    left = [".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
-            "checkpoints/.del-checkpoint-5-77/x", "checkpoints/.tmp-checkpoint-6-shutdown-77/y"]
-    for name in left:
+    leftovers = [".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
+                 "checkpoints/.del-checkpoint-5-77/x", "checkpoints/.tmp-checkpoint-6-shutdown-77/y"]
+    for name in leftovers:
         (run / name).parent.mkdir(exist_ok=True)
         (run / name).write_text("half")
     (run / ".mine.tmp").write_text("mine")

@@ -413,7 +413,7 @@ class Life(RuleBasedStateMachine):
             return
         before = files(self.run)
         outcome = self.launch_here(num_iterations=self.horizon, resume="scratch")
-        assert outcome.code == 1 and re.search("--resume scratch: .*--force.*--model-tag", outcome.err), outcome.err
+        assert outcome.code == 1 and re.search("--resume=scratch: .*--force.*--model-tag", outcome.err), outcome.err
         assert files(self.run) == before
         self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
         training.start(hook=partial(training.die_after_step, 3), num_iterations=FIRST, resume="scratch",

@@ -173,4 +173,4 @@ def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(tm
         assert training.digests() == training.digests("shards") and len(training.digests()) == 4
         assert "--min-chars: the run has 50, this launch 0" in training.refuse(**{**streamed, "min_chars": 0})
         said = training.refuse(data_path=base / "made", data_format="shards", min_chars=5, model_tag="other")
-        assert "--min-chars 5: it is for text" in said
+        assert "--min-chars=5: applies to text only" in said

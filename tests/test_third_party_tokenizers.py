@@ -261,8 +261,8 @@ def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(paths, ope
     assert len(fingerprints) == 2, "the end of documents decides ids"
     for text, problem in (("[", "not valid JSON"), ("[" * 200_000, "not valid JSON"),
                           ("[]", "expected an object, got a list"),
-                          ('{"eos_token": {"x": 1}}', "eos_token: expected a text or null, got an object"),
-                          ('{"bos_token": [1]}', "bos_token: expected a text or null, got a list")):
+                          ('{"eos_token": {"x": 1}}', "eos_token: expected a string or null, got an object"),
+                          ('{"bos_token": [1]}', "bos_token: expected a string or null, got a list")):
         (tmp_path / "tokenizer_config.json").write_text(text)
         with pytest.raises(ValueError, match=rf"tokenizer_config\.json: .*{problem}"):
             get_tokenizer(tmp_path)

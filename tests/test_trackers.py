@@ -120,7 +120,7 @@ def test_trackio_gets_the_values_of_the_log(plain, tmp_path, monkeypatch, fails)
     ("profile_steps", "7", "--profile-steps: got '7', expected A:B"),
     ("profile_steps", "9:9", "--profile-steps: got '9:9'"),
     ("profile_steps", "-1:x", "--profile-steps: got '-1:x'"),
-    ("log_to", "wandb,trackio", "--log-to trackio: it is not installed; pip install -e '.[trackio]'"),
+    ("log_to", "wandb,trackio", "--log-to=trackio: trackio is not installed; run pip install -e '.[trackio]'"),
     ("log_to", "tensorboard", "pip install -e '.[tensorboard]'")])
 def test_a_tracker_or_profile_that_cannot_work_is_one_sentence(flag, value, error, monkeypatch):
     find, extras = importlib.util.find_spec, ("tensorboard", "trackio")

@@ -68,7 +68,7 @@ def test_the_plan_of_a_run_that_can_reach_its_end(workplace, capsys):
     mix(workplace, 5, 0.01)
     code, out, _ = checked(capsys)
     assert code == 0 and "a new run" in out and "error" not in out
-    assert "memory of a GPU" not in out, "it runs on a CPU"
+    assert "memory per GPU" not in out, "it runs on a CPU"
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]

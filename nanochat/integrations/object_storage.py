@@ -357,7 +357,7 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", uplo
             _last_warning[0] = now  # one warning for all pending requests
             log.warning("%s: waiting for object storage for %.0f s", what, now - start)
 
-    return next(each(call_until_valid, [None], look=check_stop))
+    return next(each(call_until_valid, [None], poll=check_stop))
 
 
 @atexit.register

@@ -292,10 +292,10 @@ def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_t
     assert len(some(make(resume_state_dict=state), 1)) == 1
     for rank, world_size in ((0, 2), (1, 4), (0, 1)):
         be_rank(monkeypatch, rank, world_size)
-        with pytest.raises(ValueError, match=rf"rank 1 of 2, here is rank {rank} of {world_size}.*DataLoader"):
+        with pytest.raises(ValueError, match=rf"rank 1 of 2, but this is rank {rank} of {world_size}.*DataLoader"):
             next(make(resume_state_dict=state))
     be_rank(monkeypatch, 1, 2)
-    with pytest.raises(ValueError, match="T: 32 there, 16 here"):
+    with pytest.raises(ValueError, match="T was 32, now 16"):
         next(make(T=16, resume_state_dict=state))
     with pytest.raises(ValueError, match="split: got 'test'"):
         next(make("test"))

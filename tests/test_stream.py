@@ -149,9 +149,9 @@ def saved(steps=3, source=None):
 
 
 @pytest.mark.parametrize("change, what", [
-    ({"seed": 1}, "seed: 0 there, 1 here"), ({"T": 17}, "T: 16 there, 17 here"), ({"V": 8}, "V: 4 there, 8 here"),
-    ({"overlap": 6}, "overlap: 5 there, 6 here"), ({"long_docs": "crop"}, "long_docs: split there, crop here"),
-    ({"layout": "concat"}, "layout: bestfit there, concat here"), ({"buffer_size": 6}, "buffer_size"),
+    ({"seed": 1}, "seed was 0, now 1"), ({"T": 17}, "T was 16, now 17"), ({"V": 8}, "V was 4, now 8"),
+    ({"overlap": 6}, "overlap was 5, now 6"), ({"long_docs": "crop"}, "long_docs was split, now crop"),
+    ({"layout": "concat"}, "layout was bestfit, now concat"), ({"buffer_size": 6}, "buffer_size"),
     ({"unit_size": 8}, "unit_size"), ({"max_epochs": 2}, "max_epochs")])
 def test_a_cursor_of_another_configuration_is_refused_with_what_differs(change, what):
     with pytest.raises(ValueError, match=f"{what}.*--model-tag"):
@@ -159,9 +159,9 @@ def test_a_cursor_of_another_configuration_is_refused_with_what_differs(change, 
 
 
 def test_a_cursor_of_other_data_bucket_or_tokenizer_is_refused_with_what_differs():
-    for data, tokenizer, what in (({"b": fixed_source(fingerprint="other")}, "t", "data b: fixed there, other here"),
-                                  ({"c": fixed_source()}, "t", "data b: fixed there, None here"),
-                                  ({"b": fixed_source()}, "u", "tokenizer: t there, u here")):
+    for data, tokenizer, what in (({"b": fixed_source(fingerprint="other")}, "t", "data b was fixed, now other"),
+                                  ({"c": fixed_source()}, "t", "data b was fixed, now None"),
+                                  ({"b": fixed_source()}, "u", "tokenizer was t, now u")):
         with pytest.raises(ValueError, match=what):
             Stream(BASE, data, range(4), tokenizer=tokenizer, cursors=saved())
     future = [{**cursor, "format": 99} for cursor in saved()]
@@ -270,7 +270,7 @@ def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_w
     stream.next_rows(12)
     saved = json_copy(stream.cursors())
     stream.close()
-    with pytest.raises(ValueError, match="another stream"):
+    with pytest.raises(ValueError, match="belongs to another stream"):
         Stream(new, sources, range(2), tokenizer="t", cursors=saved)
     identity = stream_identity(new, {k: sources[k] for k in "bc"}, "t")
     changed = Stream(new, sources, range(2), tokenizer="t", cursors=carry_on(saved, identity))

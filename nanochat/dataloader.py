@@ -86,8 +86,8 @@ class StepLayout:
             raise ValueError(f"--lanes: {self.V} does not divide the {self.rows_per_step} rows of a step "
                              f"(total_batch_size / T). Choose a divisor.")
         if self.world_size > self.V:
-            raise ValueError(f"--lanes: {self.V} lanes are too few for {self.world_size} processes, because each process "
-                             f"needs one. Raise --lanes, or start fewer processes.")
+            raise ValueError(f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
+                             f"one. Raise --lanes, or start fewer processes.")
         if not 1 <= self.num_leaves <= self.V or self.num_leaves & (self.num_leaves - 1):
             raise ValueError(f"--leaves: got {self.num_leaves}, expected a power of two, at most the {self.V} lanes")
         if self.device_batch_size < 1:

@@ -55,14 +55,14 @@ class StreamConfig:
     buffer_size: int = 128  # short documents pending in a lane, for bestfit
     unit_size: int = 64  # maximum of documents read and tokenized at once
     pack: bool = True  # False: one entry per row, for binned
-    max_epochs: int = 0  # passes over a bucket, 0 = no limit; a curriculum has its own limits
+    max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
     curriculum: "Curriculum | None" = None
     packer_version: int = VERSION
 
     def __post_init__(self) -> None:
         for name in ("T", "V", "buffer_size", "unit_size"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected 1 or more")
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if self.layout not in LAYOUTS:
             raise ValueError(f"--packing: got {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
         if not self.pack and self.layout != "binned":
@@ -82,7 +82,7 @@ class StreamConfig:
         return {**asdict(replace(self, curriculum=None)), "curriculum": curriculum}
 
     def epochs(self, bucket: str) -> int:
-        """Maximum of passes over a bucket; 0 = no limit."""
+        """Maximum number of passes over a bucket; 0 = unlimited."""
         return self.max_epochs if self.curriculum is None else self.curriculum.epochs(bucket)
 
     @property
@@ -123,7 +123,8 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
     makes V smaller than 8 or than the number of processes."""
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
-    return max((v for v in enough if v <= fed), default=enough[0] if enough else divisors[-1])
+    smallest = enough[0] if enough else divisors[-1]
+    return max((v for v in enough if v <= fed), default=smallest)
 
 
 # ---- the order of a bucket -----------------------------------------------------------------------
@@ -187,9 +188,9 @@ class Order:
         return (number - epoch) % self.V, place
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,) int64
-        name its documents in the order of use. In a large bucket, the lane will soon read the group's later rows before
-        row `keep`, too."""
+        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
+        int64 are its documents in the order of use. In a large bucket, the lane will soon read the group's next rows up
+        to row `keep`, too."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]

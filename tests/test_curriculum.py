@@ -175,7 +175,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     ("curriculum: !!int ''\n", "not valid YAML .*the tag !!int"), ("a: &a [1]\nb: *a\n", "line 2: the alias"),
     ("a: " + "b" * 2**19, "more than 524,288 bytes"),
     ("max_epochs: {}\n", "the file: curriculum: expected a list, got nothing"),
-    (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; there is allow_.*; did you mean max_epochs\?"),
+    (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; expected allow_.*; did you mean max_epochs\?"),
     (ONE + "curriculum:\n", "the key 'curriculum' appears twice"),
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: expected true or false, got a whole number"),
     ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phase in it"),
@@ -196,10 +196,10 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (MIX + "web\n", "phase 2: mix: expected an object, got a text"), (MIX + "{}\n", "at least one weight"),
     (MIX + "{web: 1, code: -0.1}\n", "weight of 'code': got -0.1, expected a number"),
     (MIX + "{web: .nan}\n", "weight of 'web': got nan"), (MIX + "{web: yes}\n", "weight of 'web': got True"),
-    (MIX + "{no: 1}\n", "got False for a bucket, expected a name; put it in quotes"),
+    (MIX + "{no: 1}\n", "got the bucket False, expected a name; put it in quotes"),
     (MIX + "{web: 1, code: 1, web: 2}\n", "key 'web' appears twice"), (MIX + "{web: 0, code: 0.0}\n", "weight above 0"),
     (ONE + "max_epochs: 3\n", "max_epochs: expected an object, got a whole number"),
-    (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase mixes 'code'; there is web; give it a weight"),
+    (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase mixes 'code'; expected web; give it a weight"),
     (MIX + "{web: 1, code: 0}\nmax_epochs: {code: 1}\n", "no phase mixes 'code'"),
     (ONE + "max_epochs: {web: 1.5}\n", "max_epochs of 'web': got 1.5, expected a whole number"),
 ])
@@ -212,7 +212,7 @@ def test_every_error_names_the_file_and_what_is_there(write, text, message):
 
 def test_a_bucket_that_the_data_lack_is_told_by_name():
     c = curriculum((5, {"web": 1}), (5, {"code": 1}))
-    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*; there is coed, web; did you mean coed\?$"):
+    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*; expected coed, web; did you mean coed\?$"):
         c.check_buckets(["web", "coed"])
     c.check_buckets({"web", "code", "more"})
 

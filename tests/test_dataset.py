@@ -146,7 +146,7 @@ def test_an_idx_without_its_bin_is_found_without_comparing_all_files_with_all(tm
         assert len(find_files(tmp_path, "shards")) == 40
     assert len(compared) < 200
     (tmp_path / "7.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"7\.bin: not there, but 7\.idx needs it"):
+    with pytest.raises(FileNotFoundError, match=r"7\.bin: missing, but 7\.idx needs it"):
         find_files(tmp_path, "shards")
 
 
@@ -177,7 +177,7 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: tiny(p / "a"), "a", "text", r"a: no such data folder.*without \.bin, with --data-format"),
     (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx is there; --data-path takes"),
     (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron",
-     r"a\.bin: not there, but a\.idx needs it"),
+     r"a\.bin: missing, but a\.idx needs it"),
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
     (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),

@@ -83,7 +83,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_o
         found = [ByteTokenizer().decode(ids) for g, n in enumerate(source.groups.tolist())
                  for ids in source.read(g, np.arange(n))[0]]
         assert found == want == list(read_texts(source.paths[0]))
-        assert "shorter than --min-chars 10 left out" in caplog.text
+        assert "shorter than --min-chars 10 skipped" in caplog.text
         groups.append(source.groups.tolist())
     assert groups[0] == groups[1] == groups[2] and len(groups[0]) > 3
     prints = {fingerprint(scan(tmp_path / "jsonl", selection=Selection(**changed))) for changed in (
@@ -118,7 +118,7 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
     with pytest.raises(ValueError, match=r"data-00001-of-00003\.arrow: not a whole stream"):
         list(read_texts(path))
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"data-00001-of-00003\.arrow: not there, but state\.json lists it"):
+    with pytest.raises(FileNotFoundError, match=r"data-00001-of-00003\.arrow: missing, but state\.json lists it"):
         find_files(folder)
 
 
@@ -134,16 +134,16 @@ def test_a_broken_line_of_a_file_that_trains_and_validates_is_told_once(tmp_path
 
 def test_flags_that_make_no_sense_are_one_sentence(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    for values, said in (({"val_fraction": 1.0}, "--val-fraction 1.0"), ({"min_chars": -1}, "--min-chars -1")):
+    for values, said in (({"val_fraction": 1.0}, "--val-fraction: got 1.0"), ({"min_chars": -1}, "--min-chars: got -1")):
         with pytest.raises(ValueError, match=said):
             Selection.of(values)
-    with pytest.raises(ValueError, match="--val-fraction: the validation files have a place of their own"):
+    with pytest.raises(ValueError, match="--val-fraction: the data already has validation files"):
         split_train_val(path, path, shared=True)
     with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*--val-fraction 0\.1"):
         scan(path, selection=Selection(val_fraction=0.1, part="val"))
     with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*and 2 shorter than --min-chars"):
         scan(path, selection=Selection(min_chars=5))
-    with pytest.raises(ValueError, match="or share out its documents with --val-fraction"):
+    with pytest.raises(ValueError, match="or divide its documents with --val-fraction"):
         split_train_val(path)
 
 

@@ -27,9 +27,9 @@ bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling
 
 So each count differs from its share by less than one row, and all sum to 256. With u = frac(block / golden ratio +
 lane sqrt(2)), whose values are spread about as evenly as points can be, remainders carry over: in any run of up to
-4,096 blocks, a bucket differs by less than five rows in total. A permutation keyed by (seed, phase, lane, block) orders the
-rows of a block. All arithmetic uses integers, a weight is the decimal in the file, and buckets are sorted by name. So
-the sequence is the same on every machine, in whatever order the file names the buckets.
+4,096 blocks, a bucket differs by less than five rows in total. A permutation keyed by (seed, phase, lane, block) orders
+the rows of a block. All arithmetic uses integers, a weight is the decimal in the file, and buckets are sorted by name.
+So the sequence is the same on every machine, in whatever order the file names the buckets.
 
 Rejected: a draw for each row (a quarter of 256 rows would often differ by 7); remainders added up from block to block
 (the mix of a row would depend on all blocks before it).

@@ -6,11 +6,11 @@ From a document to the rows that trained on it.
                          --lane 17 alone, packed again from step 1000-->  step 1180, row 139: tokens 0 to 2,048
 
 The order gives the lane that reads a document in an epoch. The cursors of the run's saves show between which two saves
-the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending. The
-cost does not depend on the length of the run, and training records nothing for it.
+the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
+The cost does not depend on the length of the run, and training records nothing for it.
 
-In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list the
-documents of each sample.
+In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list
+the documents of each sample.
 
 A document has the name FILE:ROW, where ROW counts the documents of the file that are read, from 0. In pretokenized
 files, each entry is a document.
@@ -90,7 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. The last epoch is the first one in which the run has not read it."""
+        """The uses of a document, epoch by epoch. After an epoch in which its lane has not read it yet, the next one
+        follows only if another lane has read it there."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
@@ -205,8 +206,8 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
     several splits share a file, a document that is whole in none of them has group -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
-        raise ValueError(f"{name}: expected FILE:ROW, for example web/0007.parquet:41; FILE is relative to the data path, "
-                         f"and ROW counts its documents from 0")
+        raise ValueError(f"{name}: expected FILE:ROW, for example web/0007.parquet:41; FILE is relative to the data "
+                         f"path, and ROW counts its documents from 0")
     row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
     for split, sources in data.items():
         for bucket, source in sources.items():

@@ -172,7 +172,7 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards",
      r"a\.bin: this pair is of --data-format megatron.*mixes"),
     (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
-    (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format shards or megatron"),
+    (lambda p: tiny(p / "a"), "", "text", "it has files for --data-format shards or megatron"),
     (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),
     (lambda p: tiny(p / "a"), "a", "text", r"a: no such data folder.*without \.bin, with --data-format"),
     (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx is there; --data-path takes"),
@@ -181,8 +181,8 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
     (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),
-    (lambda p: tiny(p / "a"), "", "pretokenized", r"got 'pretokenized'.*; gpt-simple's pretokenized is shards here$"),
-    (lambda p: tiny(p / "a"), "", "jsonl", r"got 'jsonl'.*; gpt-simple's jsonl is text here$"),
+    (lambda p: tiny(p / "a"), "", "pretokenized", r"got 'pretokenized'.*; gpt-simple's pretokenized is called shards here$"),
+    (lambda p: tiny(p / "a"), "", "jsonl", r"got 'jsonl'.*; gpt-simple's jsonl is called text here$"),
     (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"add --order=megatron, or write "
                                                              r"--data-path=/.*/a,/.*/a$"),
 ])

@@ -280,8 +280,8 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
     cursors = stream.cursors()
     for changed, told in (({"num_samples": 81}, "num_samples was 80, now 81"), ({"seed": 6}, "seed was 5, now 6"),
                           ({"split": "98,1,1"}, "split was 969,30,1, now 98,1,1"), ({"V": 2}, "V was 4, now 2"),
-                          ({"weights": (3.0, 2.0, 2.0)}, r"weights: \[3.0, 2.0, 1.0\] there"),
-                          ({"eod_mask_loss": True}, "eod_mask_loss: F"), ({"T": 13}, "T: 12 there")):
+                          ({"weights": (3.0, 2.0, 2.0)}, r"weights was \[3.0, 2.0, 1.0\], now"),
+                          ({"eod_mask_loss": True}, "eod_mask_loss was F"), ({"T": 13}, "T was 12")):
         with pytest.raises(ValueError, match=f"belongs to another stream .*{told}"):
             stream_of(config_of(**changed), sources, cursors=cursors)
     stream.next_rows(2)

@@ -110,7 +110,7 @@ def test_fingerprint_depends_on_what_files_hold_not_on_where_they_lie(folder, tm
     ({"content": ["a", "b"]}, "no `text` column.*content"),
     ({"text": [1, 2]}, "type int64, expected string"),
     ({"text": ["a", None, "b", None]}, r"2 null\(s\) in column `text` of row group 0"),
-    ({"text": pa.array([], pa.string())}, r"empty parquet file \(0 rows\)"),
+    ({"text": pa.array([], pa.string())}, r"the parquet file is empty \(0 rows\)"),
 ])
 def test_bad_parquet_is_named(tmp_path, table, what):
     write_parquet(tmp_path / "good.parquet", ["a"])

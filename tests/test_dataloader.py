@@ -88,9 +88,9 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, 
             assert live == sorted(live, reverse=True), "dead rows come last"
             assert (batch.inputs[~alive(batch)] == BOS).all()
             dead += live.count(False)
-            found = [rows.index(batch.inputs[i].tolist()) for i in range(B) if live[i]]
-            assert len({leaf_of[i] for i in found}) <= 1
-            order += found
+            numbers = [rows.index(batch.inputs[i].tolist()) for i in range(B) if live[i]]
+            assert len({leaf_of[i] for i in numbers}) <= 1
+            order += numbers
     assert order == list(range(len(rows))) and len(counts) == 1
     layout = StepLayout(8, n * 8, B, 0, W, K)
     assert layout.dead_share == pytest.approx(dead / (dead + len(rows)))
@@ -333,7 +333,8 @@ def test_the_prefetch_thread_uses_its_own_gpu_and_sleeps_while_it_waits(monkeypa
 
     monkeypatch.setattr(module, "Slot", fake_slot)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: calls.append((threading.current_thread().name, device)))
     with make_loader(device="cuda:3") as loader:
         next(loader)
     assert set(calls) == {("prefetch", torch.device("cuda:3")), ("event", True)}

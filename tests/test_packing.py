@@ -247,8 +247,8 @@ def test_law_the_bit_sets_choose_the_same_pieces_as_a_search_through_all(kind):
 
 
 def test_crop_stays_near_the_floor_on_log_normal_lengths():
-    """The floor is the share that can never fit. With 128 pending documents at T = 2048, the loss is a few hundredths of
-    a point above it."""
+    """The floor is the share that can never fit. With 128 pending documents at T = 2048, the loss is a few hundredths
+    of a point above it."""
     T, rng = 2048, np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6.1, 1.1, 30_000).astype(int) + 1, 2, 200_000).tolist()
     drive = Drive(BestFit(T), lengths, 128)

@@ -212,8 +212,8 @@ class Run:
 
 
 def drained(world, opened, plan, *, num_threads):
-    """Take rows until all lanes are dry. `plan`: (number of processes, the step before which they stop or, at last, inf).
-    The ledger must balance at each stop."""
+    """Take rows until all lanes are dry. `plan`: (number of processes, the step before which they stop; inf for the
+    last). The ledger must balance at each stop."""
     run = Run()
     for W, stop in plan:
         streams = [Stream(world.config, opened, block(r, W, world.config.V), tokenizer="t", drop_dry=True,

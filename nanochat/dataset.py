@@ -357,28 +357,28 @@ def read_manifests(path: Path) -> Manifests:
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
     """Add "without": {file: rows}, where None means all rows, to the training manifests: the documents that a text file
     lists. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid document."""
-    counts = {(bucket, entry["name"]): sum(entry["groups"])
-              for bucket, manifest in buckets.items() for entry in manifest["files"]}
-    rows: dict[tuple[str, str], set[int] | None] = {}
+    counts = {entry["name"]: sum(entry["groups"]) for manifest in buckets.values() for entry in manifest["files"]}
+    listed: dict[str, set[int] | None] = {}
     for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
         if not (line := line.strip()) or line.startswith("#"):
             continue
         name, _, row = line.rpartition(":")
         where = f"{list_path}: line {number}: {line}"
-        places = [place for place in counts if place[1] == name]
-        if not places or not (row == "*" or row.isdecimal()):
+        if name not in counts or not (row == "*" or row.isdecimal()):
             raise ValueError(f"{where}: expected FILE:ROW or FILE:*, where FILE is a training file such as "
-                             f"{next(iter(counts))[1]}")
-        if row != "*" and int(row) >= counts[places[0]]:
-            raise ValueError(f"{where}: the file has documents 0 to {counts[places[0]] - 1}; choose one of them")
-        listed = rows.setdefault(places[0], set())
+                             f"{next(iter(counts))}")
         if row == "*":
-            rows[places[0]] = None
-        elif listed is not None:
-            listed.add(int(row))
+            listed[name] = None
+            continue
+        if int(row) >= counts[name]:
+            raise ValueError(f"{where}: the file has documents 0 to {counts[name] - 1}; name one of them")
+        rows = listed.setdefault(name, set())
+        if rows is not None:
+            rows.add(int(row))
     reduced: dict[str, Manifest] = {}
     for bucket, manifest in buckets.items():
-        without = {name: None if some is None else sorted(some) for (b, name), some in rows.items() if b == bucket}
+        names = {entry["name"] for entry in manifest["files"]}
+        without = {name: None if rows is None else sorted(rows) for name, rows in listed.items() if name in names}
         reduced[bucket] = {**manifest, "without": without} if without else dict(manifest)
     return reduced
 

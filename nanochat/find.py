@@ -110,7 +110,9 @@ class History:
 
         def position(step: int) -> tuple[int, int]:
             """(epoch, place) that the lane had reached at a save."""
-            return position_of(self.nearest_cursors(step)[1], lane, document.bucket, order)
+            feeds = [cursor["buckets"].get(document.bucket) for cursor in self.nearest_cursors(step)[1] or ()
+                     if cursor["lane"] == lane]
+            return (feeds[0]["epoch"], feeds[0]["place"]) if any(feeds) else (0, order.share(lane, 0).start)
 
         behind = bisect_left(self.saves, True, key=lambda step: position(step) > (epoch, place))
         step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
@@ -176,12 +178,6 @@ def uses_of(row: Row, key: tuple[int, int, int], step: int, number: int, config:
         if placed == key:
             rest = start > 0 and config.layout == "bestfit"  # a rest, which begins with a BOS of its own
             yield Use(key[0], step, number, row.lane, start, start + length - rest)
-
-
-def position_of(cursors: Sequence[Cursor] | None, lane: int, bucket: str, order: Order) -> tuple[int, int]:
-    """(epoch, place) that a lane has reached in a bucket, according to cursors (None: the beginning of the data)."""
-    feed = next((cursor["buckets"].get(bucket) for cursor in cursors or () if cursor["lane"] == lane), None)
-    return (0, order.share(lane, 0).start) if feed is None else (feed["epoch"], feed["place"])
 
 
 def total_read(order: Order, lane: int, epoch: int, place: int) -> int:

@@ -71,15 +71,12 @@ class Source:
         """{group: (documents,) bool}: the documents whose targets are off (--without-documents)."""
         without = {}
         for number, entry in enumerate(self.manifest["files"]):
-            if (rows := rows_by_file.get(entry["name"], [])) == []:
-                continue
-            listed = np.ones(sum(entry["groups"]), bool)
-            if rows is not None:
-                listed[:] = False
-                listed[rows] = True
-            for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1])):
+            rows = rows_by_file.get(entry["name"], [])  # None: all
+            listed = np.zeros(sum(entry["groups"]), bool)
+            listed[slice(None) if rows is None else rows] = True
+            for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1]), self._first_group[number]):
                 if mask.any():
-                    without[int(self._first_group[number]) + group] = mask
+                    without[int(group)] = mask
         return without
 
     @staticmethod

@@ -174,7 +174,7 @@ class Feed:
         return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def prefetch(self) -> None:
-        """Let the pool read the next unit if fewer documents are pending than the packer wants and half a unit more."""
+        """Let the pool read the next unit once the pending documents are less than half a unit above the target."""
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
@@ -190,7 +190,7 @@ class Feed:
             self._submit_unit()
             unit = self.unit.result() if self.unit else self._fetch(self.epoch, self.place, self.share.stop)
             self.unit = None
-            self.place, documents = unit
+            next_place, documents = unit
             for group, row, length, ids, repeated in documents:
                 if length == 0:  # an empty stored entry
                     continue
@@ -205,6 +205,7 @@ class Feed:
                 packer.repeated += repeated
                 self.read += length - framed - repeated
                 self.num_documents += 1
+            self.place = next_place
 
     def _kept(self, ids: np.ndarray) -> Any:
         """A pending document's ids as the feed stores them: cut to what a row can hold if documents are cropped,
@@ -239,7 +240,7 @@ class Feed:
         off: list[tuple[int, int]] = []  # ranges of the row whose tokens are not targets
         at = 0
         for key, start, length, context in placed:
-            # Take the document's ids. After a resume the pool may still be reading them.
+            # After a resume, the pool may still be reading the document's ids.
             document = self.documents.pop(key)
             ids, repeated = document.result().pop(key) if isinstance(document, Future) else document
             # The continuation of a cut document gets a BOS of its own, which counts towards `length`.
@@ -247,8 +248,8 @@ class Feed:
             if rest:
                 pieces.append(np.full(1, bos, ids.dtype))
             pieces.append(ids[start:start + length - rest])
-            # Tokens that an earlier row or stored window already had are context, not targets. A BOS in front of
-            # them stays a target.
+            # Tokens that an earlier row or stored window already had are context, so their targets are off. The BOS in
+            # front of them stays a target.
             if rest or repeated:
                 begin = at + (framed and (rest or start == 0))
                 end = at + rest + max(context, min(repeated + framed - start, length - rest))

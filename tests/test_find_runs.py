@@ -1,5 +1,5 @@
-"""inspect_data find, spikes and rows --sort=loss, compared with a table of all rows of a run that was killed and resumed
-with another number of processes."""
+"""inspect_data find, spikes and rows --sort=loss, compared with a table of all rows of a run that was killed and
+resumed with another number of processes."""
 
 import contextlib
 import io

@@ -35,8 +35,8 @@ from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
 if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum
 
-UNITS = 8  # the minimum in a lane's share of an epoch, if it has that many documents
-UNIT_TOKENS = 1 << 16  # the approximate maximum of a large bucket's unit
+UNITS = 8  # the minimum of units in a lane's share of an epoch, if it has that many documents
+UNIT_TOKENS = 1 << 16  # the approximate maximum of tokens in a large bucket's unit
 MAX_LANES = 64  # of the default V
 MIN_LANES = 8  # of the default V, however small the data is
 PLENTY = 10  # a lane's share of an epoch is at least this many times the documents that it keeps pending
@@ -140,9 +140,9 @@ class Order:
         self.documents, self.small, self.V, self.key = documents, small, config.V, (config.seed, bucket)
         self.first = np.concatenate([[0], np.cumsum(documents)])  # number of each group's first document
         total, tokens = int(self.first[-1]), int(documents @ means)
-        # documents in each item that is shuffled: a group, or a single document
+        # `counts` and `means` are those of the shuffled items: groups, or single documents. Shares have equal numbers of
+        # the tokens that rows can hold.
         self.counts = np.ones(total, np.int64) if small else documents
-        # Shares have equal numbers of the tokens that rows can hold.
         usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable
         # A unit has few enough documents that a lane's share has several units, and that units have about equal

@@ -71,7 +71,9 @@ class Source:
         """{group: (documents,) bool}: the documents whose targets are off (--without-documents)."""
         without = {}
         for number, entry in enumerate(self.manifest["files"]):
-            rows = rows_by_file.get(entry["name"], [])  # None: all
+            if entry["name"] not in rows_by_file:
+                continue
+            rows = rows_by_file[entry["name"]]  # None: all
             listed = np.zeros(sum(entry["groups"]), bool)
             listed[slice(None) if rows is None else rows] = True
             for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1]), self._first_group[number]):

@@ -140,8 +140,8 @@ class Order:
         self.documents, self.small, self.V, self.key = documents, small, config.V, (config.seed, bucket)
         self.first = np.concatenate([[0], np.cumsum(documents)])  # number of each group's first document
         total, tokens = int(self.first[-1]), int(documents @ means)
-        # `counts` and `means` describe the shuffled items: groups, or single documents. Shares have equal numbers of the
-        # tokens that rows can hold.
+        # `counts` and `means` describe the shuffled items: groups, or single documents. Shares are equal in the tokens
+        # that rows can hold.
         self.counts = np.ones(total, np.int64) if small else documents
         usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable

@@ -57,13 +57,16 @@ def grouped(texts, size=GROUP):
 
 # ---- manifest -------------------------------------------------------------------------------------------------------
 
-def test_check_returns_an_unchanged_manifest_under_another_root_too(folder, tmp_path):
-    manifest = scan(folder)
+def test_manifest_and_fingerprint_survive_a_move_and_follow_the_contents(folder, tmp_path):
+    manifest, elsewhere = scan(folder), tmp_path / "elsewhere"
     assert check(manifest) == manifest
-    folder.rename(tmp_path / "moved")
-    moved = check(manifest, tmp_path / "moved")
-    assert moved["files"] == manifest["files"] and moved["root"] == str(tmp_path / "moved")
-    assert fingerprint(moved) == fingerprint(manifest)
+    folder.rename(elsewhere)
+    moved = check(manifest, elsewhere)
+    assert moved["files"] == manifest["files"] and moved["root"] == str(elsewhere)
+    (elsewhere / "s0.parquet").rename(elsewhere / "r0.parquet")
+    assert fingerprint(moved) == fingerprint(manifest) == fingerprint(scan(elsewhere))
+    write_parquet(elsewhere / "r0.parquet", some_texts(20, seed=77), GROUP)
+    assert fingerprint(scan(elsewhere)) != fingerprint(manifest)
 
 
 def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
@@ -93,15 +96,6 @@ def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     if "gone" in what:  # while a run reads it
         with pytest.raises(FileNotFoundError, match=r"s1\.parquet"):
             texts_of(source, 3, [0])
-
-
-def test_the_fingerprint_depends_on_the_contents_of_files_not_on_their_names_or_folder(folder, tmp_path):
-    before = fingerprint(scan(folder))
-    (folder / "s0.parquet").rename(folder / "r0.parquet")
-    folder.rename(tmp_path / "elsewhere")
-    assert fingerprint(scan(tmp_path / "elsewhere")) == before
-    write_parquet(tmp_path / "elsewhere" / "r0.parquet", some_texts(20, seed=77), GROUP)
-    assert fingerprint(scan(tmp_path / "elsewhere")) != before
 
 
 # ---- refused files --------------------------------------------------------------------------------------------------

@@ -128,11 +128,16 @@ def test_golden_digests_of_a_fixed_corpus_never_change(layout):
 BASE = make_config("split", T=16, V=4, overlap=5, buffer_size=5, unit_size=4)
 
 
-def saved(steps=3, source=None):
-    with Ranks(BASE, {"b": source or fixed_source()}, n=1, W=1) as ranks:
-        for _ in range(steps):
+def saved():
+    """The cursors of BASE after 3 steps."""
+    with Ranks(BASE, {"b": fixed_source()}, n=1, W=1) as ranks:
+        for _ in range(3):
             ranks.step()
         return json_copy(ranks.cursors())
+
+
+def resume(cursors, lanes=range(4)):
+    return Stream(BASE, {"b": fixed_source()}, lanes, tokenizer="t", cursors=cursors)
 
 
 @pytest.mark.parametrize("change, name, fingerprint, tokenizer, diff", [
@@ -149,20 +154,16 @@ def test_a_cursor_of_another_stream_is_refused_with_a_diff(change, name, fingerp
                cursors=saved())
 
 
-def test_a_cursor_of_another_format_is_refused():
-    future = [{**cursor, "format": 99} for cursor in saved()]
-    with pytest.raises(ValueError, match="format 99, expected 5"):
-        Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=future)
-
-
-def test_cursors_that_lack_a_lane_or_have_one_twice_are_refused():
+def test_cursors_of_another_format_missing_ones_and_duplicates_are_refused():
     cursors = saved()
+    with pytest.raises(ValueError, match="format 99, expected 5"):
+        resume([{**cursor, "format": 99} for cursor in cursors])
     with pytest.raises(ValueError, match=r"cursors of lanes \[0, 1, 3\], expected one of each of \[0, 1, 2, 3\]"):
-        Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=[cursors[i] for i in (0, 1, 3)])
+        resume([cursors[i] for i in (0, 1, 3)])
     with pytest.raises(ValueError, match=r"expected one of each of"):
-        Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=[*cursors, cursors[2]])
-    Stream(BASE, {"b": fixed_source()}, range(1, 3), tokenizer="t", cursors=cursors).close()
-    Stream(BASE, {"b": fixed_source()}, range(1, 3), tokenizer="t", cursors=cursors[1:3]).close()
+        resume([*cursors, cursors[2]])
+    resume(cursors, range(1, 3)).close()
+    resume(cursors[1:3], range(1, 3)).close()
 
 
 def test_a_pending_document_whose_tokens_changed_is_refused_at_the_row_that_needs_it():

@@ -83,7 +83,7 @@ class StepLayout:
 
     def __post_init__(self) -> None:
         if self.rows_per_step % self.V:
-            raise ValueError(f"--lanes: {self.V} does not divide the {self.rows_per_step} rows of a step "
+            raise ValueError(f"--lanes {self.V}: it does not divide the {self.rows_per_step} rows of a step "
                              f"(total_batch_size / T). Choose a divisor.")
         if self.world_size > self.V:
             raise ValueError(f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "

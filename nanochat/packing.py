@@ -19,11 +19,12 @@ step.
 It must implement:
 
     push(key, length, start, place)    add a document, or a piece that `waiting` returned
-    next_row()                         return the placements of the next row; count dropped, padded and repeated tokens
+    next_row()                         return the placements of the next row
     waiting()                          return {key: Piece} of all pending documents; `push` restores the packer from it
     key in packer                      whether any part of a document is still pending
 
-It may override:
+`push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up to date. The packer may
+override:
 
     ready, wants(target), pending      if they differ from "the pending tokens fill a row"
     of(config)                         if it needs more settings than T
@@ -69,7 +70,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 VERSION = 3  # part of the stream's law: a packer that places anything differently needs another number
-LIMIT_ROW = 2049  # the smallest row, in tokens, for which `token_limit` allows memory
+LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
 Key = Any  # the caller's name for a document; hashable

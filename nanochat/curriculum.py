@@ -6,33 +6,33 @@ Curricula: which buckets are mixed when, in phases, and the bucket of each row t
         mix: {web: 7, books: 2, code: 1}
       - duration_tokens: 1_000_000
         mix: {web: 0.25, code: 0.5, math: 0.25}
-    max_epochs: {code: 2}             # passes over a bucket; 1 where it is not named, 0 = no limit
-    allow_bucket_exhaustion: false    # true: a lane whose bucket has run dry goes on with the others
-    allow_budget_mismatch: false      # true: training may be longer or shorter than the phases together
+    max_epochs: {code: 2}             # maximum passes over a bucket; default 1; 0 = unlimited
+    allow_bucket_exhaustion: false    # true: a lane drops a bucket that has run dry and continues with the others
+    allow_budget_mismatch: false      # true: training may be longer or shorter than all phases together
 
-A weight is a share of rows; weights need not sum to 1. A phase lasts floor(duration_tokens / (T V))
-rows of each of the V lanes; the last phase goes on for as long as anyone asks.
+A weight is a share of rows. Weights need not sum to 1. A phase lasts floor(duration_tokens / (T V)) rows of each of the
+V lanes. The last phase never ends.
 
-`Mixer` tells the bucket of row k of lane l, for any row, without a look at those before it:
+`Mixer` computes the bucket of row k of lane l for any row, without those before it:
 
     rows of a lane, in a phase of 600:
     |--- block 0: 256 rows ---|--- block 1: 256 rows ---|- 88 of block 2 -|   next phase: block 0 ...
 
-In a block the counts are the weights, rounded: lay the buckets end to end on a line of 256 rows,
-and count for each the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
+In a block, the counts are the rounded weights: lay the buckets end to end on a line of 256 rows, and count for each
+bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
 
     weights 5, 3, 1:   |------------ 142.2 ------------|------ 85.3 ------|- 28.4 -|
     u = 0.9                         143                         85            28
     u = 0.6                         142                         86            28
 
-So each count is less than one row off its share and all sum to 256. With u = frac(block / golden ratio +
-lane sqrt(2)), which is spread about as evenly as points can be, remainders carry over: in any run of up to
-4,096 blocks a bucket is less than five rows off, in all. The order in a block is a permutation keyed by
-(seed, phase, lane, block). All arithmetic is of integers, a weight is the decimal that the file shows, and
-buckets are taken by name: the same sequence on every machine, in whatever order the file names them.
+So each count differs from its share by less than one row, and all sum to 256. With u = frac(block / golden ratio +
+lane sqrt(2)), whose values are spread about as evenly as points can be, remainders carry over: in any run of up to
+4,096 blocks, a bucket differs by less than five rows in total. A permutation keyed by (seed, phase, lane, block) orders
+the rows of a block. All arithmetic uses integers, a weight is the decimal in the file, and buckets are sorted by name.
+So the sequence is the same on every machine, in whatever order the file names the buckets.
 
-Rejected: a draw for each row (a quarter of 256 rows would be 7 off, as a rule); remainders added up
-from block to block (the mix of a row would need all blocks before it).
+Rejected: a draw for each row (a quarter of 256 rows would often differ by 7); remainders added up from block to block
+(the mix of a row would depend on all blocks before it).
 """
 
 import functools
@@ -49,42 +49,42 @@ from typing import Any
 from nanochat.cli import did_you_mean, read_yaml
 from nanochat.common import check_shape, permutation
 
-VERSION = 1  # of the sequence that a Mixer makes of a curriculum
+VERSION = 1  # of the sequence that a Mixer computes from a curriculum
 BLOCK = 256  # rows
 GOLDEN, SQRT2 = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909  # frac(golden ratio), frac(sqrt(2)), times 2**64
-PHASE = {"duration_tokens": int | float | str, "mix": dict}  # of a file; what may be left out:
+PHASE = {"duration_tokens": int | float | str, "mix": dict}  # of a file
 OPTIONAL = {"max_epochs": dict, "allow_bucket_exhaustion": bool, "allow_budget_mismatch": bool}
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 
 def _show(value: Any) -> str:
-    """A value for a message, cut where it is long."""
+    """A value for a message, shortened if necessary."""
     huge = isinstance(value, int) and value.bit_length() > 1000
     text = "a whole number of more than 300 digits" if huge else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _hint(word: object, known: Collection[str]) -> str:
-    """What there is, and what the word was probably meant to be."""
+    """The end of a message about an unknown word: the known words, and the most similar one."""
     names = sorted(known)
-    return f"; there is {', '.join(names) or 'nothing'}" + did_you_mean(_show(word).strip("'"), names)
+    return f"; expected {', '.join(names)}" + did_you_mean(_show(word).strip("'"), names)
 
 
-def _number(value: Any, what: str, *, whole: bool = False, least: int = 0) -> int | float:
-    """A number from `least` to 2**63. YAML leaves 5e9 a text, so texts that are numbers are taken too."""
-    found = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
-    if isinstance(found, float) and found.is_integer():
-        found = int(found)
-    if type(found) not in ((int,) if whole else (int, float)) or not least <= found < 2**63:
+def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> int | float:
+    """A number from `minimum` to 2**63. YAML reads 5e9 as a string, so strings that are numbers are accepted."""
+    number = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if type(number) not in ((int,) if whole else (int, float)) or not minimum <= number < 2**63:
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{what}: got {_show(value)}, expected {kind} of {least} or more")
-    return found
+        raise ValueError(f"{what}: got {_show(value)}, expected {kind} of {minimum} or more")
+    return number
 
 
 def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
-    """ValueError unless a value is an object with the fields of these shapes, and no other."""
+    """ValueError unless a value is an object with fields of these shapes and no others."""
     check_shape(value, dict, what)
-    for key in value:  # before what is missing: a misspelled key is both
+    for key in value:  # before missing keys, because a misspelled key is also missing
         if key not in required | optional:
             raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, required | optional)}")
     check_shape(value, required | {key: shape for key, shape in optional.items() if key in value}, what)
@@ -92,16 +92,16 @@ def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, 
 
 @dataclass(frozen=True)
 class Phase:
-    """For so many tokens, rows in these shares. Raises ValueError on what cannot be mixed."""
+    """A duration in tokens, and the shares of the buckets. ValueError for values that cannot be mixed."""
 
     duration_tokens: int
     mix: dict[str, int | float]  # {bucket: weight}, sorted by name
 
     def __post_init__(self) -> None:
-        duration = _number(self.duration_tokens, "duration_tokens", whole=True, least=1)
+        duration = _number(self.duration_tokens, "duration_tokens", whole=True, minimum=1)
         for bucket in self.mix:
             if not isinstance(bucket, str):
-                raise ValueError(f"mix: got {_show(bucket)} for a bucket, expected a name; put it in quotes")
+                raise ValueError(f"mix: got the bucket {_show(bucket)}, expected a name; put it in quotes")
         mix = {bucket: _number(self.mix[bucket], f"weight of {_show(bucket)}") for bucket in sorted(self.mix)}
         if not any(mix.values()):
             raise ValueError(f"mix: got {_show(mix)}, expected at least one weight above 0")
@@ -119,7 +119,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Curriculum:
-    """What a curriculum file says. Raises ValueError on what contradicts itself."""
+    """The contents of a curriculum file. ValueError if they contradict each other."""
 
     phases: list[Phase]
     max_epochs: dict[str, int] = field(default_factory=dict)
@@ -141,11 +141,11 @@ class Curriculum:
         return sorted({bucket for phase in self.phases for bucket, weight in phase.mix.items() if weight})
 
     def epochs(self, bucket: str) -> int:
-        """How many passes over a bucket are allowed, 0 = no limit."""
+        """Maximum number of passes over a bucket; 0 = unlimited."""
         return int(self.max_epochs.get(bucket, 1))
 
     def check_buckets(self, available: Collection[str]) -> None:
-        """Raises ValueError where a phase names a bucket that is not available."""
+        """ValueError if a phase names a bucket that is not available."""
         for number, phase in enumerate(self.phases, 1):
             for bucket in phase.mix:
                 if bucket not in available:
@@ -153,7 +153,7 @@ class Curriculum:
                                      f"bucket{_hint(bucket, available)}")
 
     def phase_rows(self, T: int, V: int) -> list[int]:
-        """How many rows of each lane a phase lasts, for each phase. Raises ValueError where that is none."""
+        """The rows of each lane that each phase lasts. ValueError if a phase has none."""
         for number, phase in enumerate(self.phases, 1):
             if phase.duration_tokens < T * V:
                 raise ValueError(f"--curriculum: phase {number} lasts {phase.duration_tokens:,} tokens, less than one "
@@ -162,7 +162,7 @@ class Curriculum:
         return [phase.duration_tokens // (T * V) for phase in self.phases]
 
     def mixer(self, *, T: int, V: int, seed: int) -> "Mixer":
-        """What says which bucket each row of each lane comes from."""
+        """The `Mixer` of this curriculum."""
         return Mixer(self, T=T, V=V, seed=seed)
 
     def to_json(self) -> dict[str, Any]:
@@ -171,8 +171,8 @@ class Curriculum:
 
     @classmethod
     def from_json(cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases") -> "Curriculum":
-        """What `to_json` gave; a curriculum file calls the list of phases `curriculum`. Raises
-        ValueError for anything else, which says where."""
+        """The inverse of `to_json`. In a curriculum file, `curriculum` is the name of the list of phases. ValueError
+        locates any other mistake."""
         _check(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
@@ -184,9 +184,9 @@ class Curriculum:
         return cls(phases, **{key: value[key] for key in OPTIONAL if key in value})
 
     def identity(self) -> str:
-        """Canonical JSON of what decides the bucket of a row, and when a bucket is dry: equal
-        strings, equal rows. How the file writes a weight is not in it, nor what is allowed, nor how
-        long the last phase is: it goes on."""
+        """Canonical JSON of everything that decides the bucket of a row and when a bucket is dry: equal strings mean
+        equal rows. It excludes the notation of weights, the `allow_` fields, and the duration of the last phase, which
+        never ends."""
         phases = [{"duration_tokens": p.duration_tokens, "shares": p.shares()} for p in self.phases]
         phases[-1]["duration_tokens"] = None
         value = {"version": VERSION, "phases": phases, "max_epochs": {b: self.epochs(b) for b in self.buckets}}
@@ -196,8 +196,8 @@ class Curriculum:
 # ---- the file ------------------------------------------------------------------------------------
 
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or take what stands in a file of flags instead. Every error
-    (FileNotFoundError, ValueError) names the file, what is there and what is expected."""
+    """Read a curriculum file, or take the curriculum (a dict) in a file of flags. FileNotFoundError and ValueError name
+    the file, the value found and the values expected."""
     if isinstance(path, dict):
         return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
     path = Path(path)
@@ -212,33 +212,32 @@ def load(path: Path | str | dict) -> Curriculum:
 # ---- mixing --------------------------------------------------------------------------------------
 
 class Mixer:
-    """The bucket of row k of lane l. No history: any row may be asked for at any time. ValueError
-    for a phase of no rows."""
+    """Computes the bucket of row k of lane l, for any row, without history. ValueError if a phase has no rows."""
 
     def __init__(self, curriculum: Curriculum, *, T: int, V: int, seed: int):
         self.V, self.seed = V, seed
         lengths = curriculum.phase_rows(T, V)
         self._starts = [sum(lengths[:i]) for i in range(len(lengths))]  # the first row of each phase
         self._shares = [phase.shares() for phase in curriculum.phases]
-        self._block = functools.lru_cache(2 * V)(self._draw)  # that of each lane and the next
+        self._block = functools.lru_cache(2 * V)(self._draw)  # each lane's present block and the next
 
     def phase_of(self, row: int) -> tuple[int, int]:
-        """(phase, counted from 0; row within the phase). Behind the end is still the last phase."""
+        """(phase, from 0; row within the phase). Rows after the end belong to the last phase."""
         phase = bisect_right(self._starts, row) - 1
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
-        """The bucket of a lane's row where the lane has dropped some; None where it has dropped all of the phase."""
+        """The bucket of a lane's row, if the lane has dropped some buckets; None if it has dropped all of the phase."""
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
         return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]
 
     def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
-        """The buckets of a block's rows. On the line bucket j ends behind floor(BLOCK * P_j + u)
-        rows, P_j being the share of the buckets up to j."""
+        """The buckets of a block's rows. On the line, bucket j ends after floor(BLOCK * P_j + u) rows, where P_j is the
+        share of the buckets up to j."""
         shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
         total, up_to, line = sum(shares.values()), 0, list[str | None]()
-        u = (block * GOLDEN + lane * SQRT2) % 2**64  # of 2**64, so that all of this is exact
+        u = (block * GOLDEN + lane * SQRT2) % 2**64  # times 2**64, so that the arithmetic is exact
         for bucket, n in shares.items():
             up_to += n
             end = ((BLOCK * up_to << 64) + u * total) // (total << 64)

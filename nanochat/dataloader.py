@@ -3,20 +3,19 @@ The loader: rows of the stream as batches on the device.
 
     Stream --rows--> [prefetch thread: fills slots] --queue (bounded)--> next(loader): copy to the device
 
-A rank owns a block of lanes. Its rows of a step are cut into **leaves** (blocks of lanes over which
-gradients are added in a fixed order), and each leaf into micro-batches of B rows. Micro-batches
-never cross a leaf, and every leaf has as many of them as the longest needs. What is short is filled
-with dead rows, whose targets are all off, so shapes never change:
+A rank owns a block of lanes. Its rows of a step are divided into **leaves** (blocks of lanes whose gradients are added
+in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never cross a leaf. Every leaf has as many
+of them as the longest one needs. Dead rows, whose targets are all off, fill the gaps, so shapes never change:
 
     V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
-One thread per rank packs, copies and digests ahead of the trainer; tokenizing goes on in the
-stream's pool. Host buffers are a ring of **slots**: pinned on CUDA, and a slot is filled again only
-after the event recorded behind its copy has passed. The state of the lanes travels with the last
-micro-batch of its step, so what was prefetched but not used is never part of what is saved.
+One thread per rank packs, copies and digests rows ahead of the trainer, while the stream's pool tokenizes. Host buffers
+are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after the event recorded behind its copy
+has passed. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched
+rows that were not used.
 
-Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need
-shared memory, state and a shutdown of their own.
+Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared memory, state
+and a shutdown of their own.
 """
 
 import contextlib
@@ -41,8 +40,8 @@ from nanochat.stream import Cursor, LaneState, Row, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 OFF = -100  # target where the loss is off
-PREFETCH = 8  # micro-batches that are ready ahead
-NUM_PROMPTS, PROMPT_TOKENS = 6, 12  # of samples that continue validation documents
+PREFETCH = 8  # micro-batches ready in advance
+NUM_PROMPTS, PROMPT_TOKENS = 6, 12  # prompts from validation documents, and their maximum length
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +50,18 @@ class MicroBatch:
 
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, -100 = off
-    doc_ids: torch.Tensor | None  # (B, T) int32: which document of its row an input belongs to; None unless asked for
-    num_docs: int | None  # how many documents the inputs of all rows have; None with them
-    buckets: torch.Tensor  # (B,) int64: which of the loader's `buckets` a row is of; 0 for dead rows
+    doc_ids: torch.Tensor | None  # (B, T) int32: the document of its row that an input belongs to; optional
+    num_docs: int | None  # documents in the inputs of all rows; None without `doc_ids`
+    buckets: torch.Tensor  # (B,) int64: index of each row's bucket in the loader's `buckets`; 0 for dead rows
 
 
 class Dry(Exception):
-    """A lane of this rank cannot give the rows of a step: the bucket that is due has run dry, and
-    dropping it is not allowed, or all have (`bucket` is None)."""
+    """A lane of this rank cannot give the rows of a step, because the bucket of its next row has run dry and may not be
+    dropped, or because all buckets have (`bucket` is None)."""
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
-        super().__init__(f"step {step}: lane {lane} has no row left, {what} run dry there")
+        super().__init__(f"step {step}: lane {lane} has no row left, because {what} run dry")
         self.step, self.lane, self.bucket = step, lane, bucket
 
 
@@ -73,8 +72,7 @@ def default_leaves(world_size: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Who owns which rows of a step: the rank's leaves and their micro-batches. ValueError names
-    the flag to mend."""
+    """The rows of a step that a rank owns: its leaves and their micro-batches. ValueError names the flag to change."""
 
     V: int
     rows_per_step: int
@@ -85,11 +83,11 @@ class StepLayout:
 
     def __post_init__(self) -> None:
         if self.rows_per_step % self.V:
-            raise ValueError(f"--lanes {self.V} does not divide the {self.rows_per_step} rows of a step "
-                             f"(total_batch_size / T); choose a divisor")
+            raise ValueError(f"--lanes {self.V}: it does not divide the {self.rows_per_step} rows of a step "
+                             f"(total_batch_size / T). Choose a divisor.")
         if self.world_size > self.V:
-            raise ValueError(f"{self.world_size} processes but only {self.V} lanes, and each process needs "
-                             f"one; raise --lanes or start fewer processes")
+            raise ValueError(f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
+                             f"one. Raise --lanes, or start fewer processes.")
         if not 1 <= self.num_leaves <= self.V or self.num_leaves & (self.num_leaves - 1):
             raise ValueError(f"--leaves: got {self.num_leaves}, expected a power of two, at most the {self.V} lanes")
         if self.device_batch_size < 1:
@@ -97,7 +95,7 @@ class StepLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Leaves of all ranks: K where W divides it, else each rank's block is one."""
+        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is one leaf."""
         return self.num_leaves if self.num_leaves % self.world_size == 0 else self.world_size
 
     @property
@@ -107,17 +105,17 @@ class StepLayout:
 
     @property
     def leaves(self) -> list[range]:
-        """This rank's leaves, as lanes."""
+        """The lanes of each of this rank's leaves."""
         each = self.num_blocks // self.world_size
         return [block(j, self.num_blocks, self.V) for j in range(self.rank * each, (self.rank + 1) * each)]
 
     @property
     def rows_per_lane(self) -> int:
-        """n: rows that a lane gives to a step."""
+        """n: the rows that each lane gives to a step."""
         return self.rows_per_step // self.V
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
-        """The rows of a step, counted over all ranks, that are in a micro-batch of one of this rank's leaves."""
+        """The numbers, counted over all ranks, of the rows in a micro-batch of one of this rank's leaves."""
         n, B, lanes = self.rows_per_lane, self.device_batch_size, self.leaves[leaf]
         first, stop = lanes.start * n + micro_batch * B, lanes.stop * n
         return range(min(first, stop), min(first + B, stop))
@@ -129,12 +127,12 @@ class StepLayout:
 
     @property
     def dead_share(self) -> float:
-        """Share of the rows that all ranks compute which are dead."""
+        """The share of dead rows among all rows that the ranks compute."""
         return 1 - self.rows_per_step / (self.num_blocks * self.micro_batches_per_leaf * self.device_batch_size)
 
 
 class Slot:
-    """Host memory for one micro-batch, filled again and again. The device makes int64 of its int32."""
+    """Reusable host memory for one micro-batch. It holds int32, which the device converts to int64."""
 
     def __init__(self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False):
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -148,7 +146,7 @@ class Slot:
         self.copied: torch.cuda.Event | None = None
 
     def fill(self, rows: Sequence[Row], buckets: Sequence[str]) -> None:
-        """Write up to B rows, dead ones after them. Waits for the copy of what the slot held."""
+        """Write up to B rows, followed by dead ones. Waits until the slot's previous batch has been copied."""
         if self.copied is not None:
             self.copied.synchronize()
         (inputs, targets), bucket_ids = self.tokens.numpy(), self.buckets.numpy()
@@ -165,7 +163,7 @@ class Slot:
             self.num_docs = len(self.doc_ids) + int(self.doc_ids.diff().count_nonzero())
 
     def batch(self) -> MicroBatch:
-        """Start the copies to the device, and record the event that says when the slot may be filled again."""
+        """Start the copies to the device, and record an event after which the slot may be refilled."""
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True, copy=True)
 
@@ -178,16 +176,16 @@ class Slot:
         return batch
 
 
-# a slot that is full, the digest of its step, and with the last micro-batch of a step (steps done, state of the stream)
+# a full slot, the digest of its step, and with the last micro-batch of a step (steps done, state of the stream)
 Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
 
 
 class DataLoader:
-    """Endless iterator over this rank's micro-batches. Where epochs are limited it ends by raising `Dry`.
+    """Endless iterator over this rank's micro-batches. If epochs are limited, it ends by raising `Dry`.
 
-    `config` says which order it is. `cursors`: of all V lanes, or of this rank's at least;
-    `drop_dry`: see `Stream`. What goes wrong while prefetching is raised by the `next` that would
-    have had the batch. Close it, or use it as a context manager.
+    `config` is a `StreamConfig`, or Megatron's. `cursors` are those of all V lanes, or at least of this rank's.
+    `drop_dry`: see `Stream`. An error while prefetching is raised by the `next` that needs the batch. Close the loader,
+    or use it as a context manager.
     """
 
     def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
@@ -200,14 +198,14 @@ class DataLoader:
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint,
                                   cursors=cursors, num_threads=num_threads, drop_dry=drop_dry)
-        self.buckets = self.stream.buckets  # what MicroBatch.buckets counts
+        self.buckets = self.stream.buckets  # the names that MicroBatch.buckets refers to
         self.step = start_step  # the step whose micro-batches come next
-        self.digest = 0  # of the last complete step, this rank's part
-        self.wait_s = 0.0  # that `next` has waited for batches, in all
-        self._ends = {start_step: self.stream.state()}  # of the last two steps, by the number of steps done
+        self.digest = 0  # this rank's part of the last complete step's digest
+        self.wait_s = 0.0  # total time that `next` has waited for batches
+        self._ends = {start_step: self.stream.state()}  # the stream's last two states, by the number of steps done
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
-        self._first: Filled | BaseException | None = None  # taken out of the queue, and not used yet
+        self._first: Filled | BaseException | None = None  # taken from the queue, but not used yet
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         for _ in range(PREFETCH):
             self._free.put(Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), self.device,
@@ -218,34 +216,28 @@ class DataLoader:
     # -- the thread
 
     def _prefetch(self) -> None:
-        """Fill slots, step after step, until closed. What goes wrong is handed to the consumer."""
+        """Fill slots, step after step, until the loader is closed. Errors are passed to the consumer."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # else waiting for an event opens a context on GPU 0
+                torch.cuda.set_device(self.device)  # otherwise waiting for an event opens a context on GPU 0
+            lanes, n = self.layout.lanes, self.layout.rows_per_lane
             for step in itertools.count(self.step):
-                if not self._fill_step(step):
-                    return
-        except BaseException as e:  # whatever it is
+                rows = self.stream.next_rows(n)
+                if len(rows) < n * len(lanes):
+                    dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
+                    raise Dry(step, dry, self.stream.dry_bucket(dry))
+                state = self.stream.state()
+                digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
+                for i in range(self.micro_batches_per_step):
+                    slot = self._free.get()
+                    if slot is None or self._closed.is_set():
+                        return
+                    mine = self.layout.rows_of(*divmod(i, self.layout.micro_batches_per_leaf))
+                    slot.fill(rows[mine.start - lanes.start * n:mine.stop - lanes.start * n], self.buckets)
+                    last = i + 1 == self.micro_batches_per_step
+                    self._filled.put((slot, digest, (step + 1, state) if last else None))
+        except BaseException as e:  # every kind
             self._filled.put(e)
-
-    def _fill_step(self, step: int) -> bool:
-        """Fill the slots of a step; False when the loader was closed meanwhile. Raises `Dry`."""
-        lanes, n = self.layout.lanes, self.layout.rows_per_lane
-        rows = self.stream.next_rows(n)
-        if len(rows) < n * len(lanes):
-            dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
-            raise Dry(step, dry, self.stream.dry_bucket(dry))
-        state = self.stream.state()
-        digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
-        for i in range(self.micro_batches_per_step):
-            slot = self._free.get()
-            if slot is None or self._closed.is_set():
-                return False
-            mine = self.layout.rows_of(*divmod(i, self.layout.micro_batches_per_leaf))
-            slot.fill(rows[mine.start - lanes.start * n:mine.stop - lanes.start * n], self.buckets)
-            last = i + 1 == self.micro_batches_per_step
-            self._filled.put((slot, digest, (step + 1, state) if last else None))
-        return True
 
     # -- the consumer
 
@@ -257,7 +249,7 @@ class DataLoader:
             raise RuntimeError("this loader is closed")
         filled = self._peek()
         assert filled is not None
-        if isinstance(filled, BaseException):  # it stays for the next call
+        if isinstance(filled, BaseException):  # and again at every later call
             raise filled
         self._first = None
         slot, digest, end = filled
@@ -270,37 +262,36 @@ class DataLoader:
         return batch
 
     def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
-        """What `next` will take, once it is ready; None if that takes longer than `wait_s`."""
+        """The item that `next` will take, once it is ready; None if that takes longer than `wait_s`."""
         began = time.perf_counter()
         while self._first is None and time.perf_counter() - began < wait_s:
-            with contextlib.suppress(queue.Empty):  # each time it wakes up, Python handles signals
+            with contextlib.suppress(queue.Empty):  # the timeout lets Python handle signals
                 self._first = self._filled.get(timeout=0.2)
         self.wait_s += time.perf_counter() - began
         return self._first
 
     def next_digest(self, wait_s: float = math.inf) -> int | None:
-        """This rank's part of the digest of the next step, at the end of a step; None if the step has no
-        rows here, or if they are not packed within `wait_s`."""
+        """This rank's part of the next step's digest. Call it between steps. None if the step has no rows on this rank,
+        or if they are not packed within `wait_s`."""
         filled = self._peek(wait_s)
         return None if filled is None or isinstance(filled, BaseException) else filled[1]
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
-        """This rank's cursors after the last complete step, or after so many steps: the last one or
-        the one before."""
+        """This rank's cursors after `steps` steps, which must be the number of complete steps (default) or one less."""
         return self.stream.cursors(self._ends[self.step if steps is None else steps])
 
     def dropped(self) -> dict[str, int]:
-        """{bucket: how many of this rank's lanes have dropped it by the end of the last complete step}."""
+        """{bucket: number of this rank's lanes that had dropped it at the end of the last complete step}."""
         return {bucket: sum(bucket in lane.dropped for lane in self._ends[self.step]) for bucket in self.buckets}
 
     @property
     def phase(self) -> int | None:
-        """The phase of the curriculum that this rank's first lane is in, from 1; None without one."""
+        """The curriculum's phase, from 1, that this rank's first lane is in; None without a curriculum."""
         mixer, ends = self.stream.mixer, self._ends[self.step]
         return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
 
     def close(self) -> None:
-        """Stop the thread and the stream's pool, and wait for both; what the thread is packing is given up."""
+        """Stop the thread and the stream's pool, and wait for both. The thread discards its unfinished step."""
         self._closed.set()
         self._free.put(None)
         self.stream.close()
@@ -316,7 +307,7 @@ class DataLoader:
 # ---- validation ----------------------------------------------------------------------------------
 
 def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's own lanes, layout and seed, from the data alone. Nothing is dropped, in one pass."""
+    """Validation's own lanes, layout and seed, which follow from the data alone. One pass, and nothing is dropped."""
     documents = int(source.groups.sum())
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
@@ -325,11 +316,11 @@ def validation_config(source: Source, T: int) -> StreamConfig:
 def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_batch_size: int, num_tokens: int,
                       device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
                       num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows, as many from
-    each lane (at least one; fewer where the data ends).
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same number from each lane (at
+    least one; fewer if the data ends).
 
-    A batch is of one leaf's lanes (the run's leaves, or as many as there are lanes), so that batches are
-    the same for every W that divides the leaves. A rank beyond the number of lanes has none.
+    The rows of a batch belong to one leaf (of the run's `num_leaves`, or of V if that is fewer), so batches are the
+    same for every W that divides the leaves. A rank beyond V has no batches.
     """
     config, B = validation_config(source, T), device_batch_size
     if rank >= config.V:
@@ -353,14 +344,14 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
 
 
 def validation_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, T: int) -> list[list[int]]:
-    """The beginnings, BOS first, of the documents at the start of a few rows of the first validation source."""
+    """The first tokens, BOS included, of the documents at the start of a few rows of the first validation source."""
     source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
     prompts = []
     for batch in validation_loader(source, tokenizer=tokenizer, T=T, device="cpu", device_batch_size=NUM_PROMPTS,
                                    num_tokens=NUM_PROMPTS * T):
         for row in batch.inputs.tolist():
             tokens = row[:min(PROMPT_TOKENS, T // 2)]
-            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # of the first document only
+            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # cut before the second document
     return prompts[:NUM_PROMPTS]
 
 
@@ -376,28 +367,28 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         resume_state_dict: State | None = None,
         buffer_size: int = 1000, data_dir: Path | str | None = None, *, layout: str = "bestfit",
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """Yields `inputs, targets, state_dict` for ever: (B, T) int64 on `device` (None: the best one that is
-    available), BOS-aligned rows, documents cropped. `data_dir`: a folder of parquet files, the last of which
-    validates; None: the download.
+    """Yields `inputs, targets, state_dict` without end: (B, T) int64 on `device` (None: the best available), rows that
+    start with BOS, documents cropped. `data_dir`: a folder of parquet files, whose last file validates; None: the
+    download.
 
-    It knows no global batch, so one step is B rows on each of the W ranks. `state_dict` shows
-    pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the exact cursors of its
-    lanes: resuming goes on with the very next row, on the same rank of as many; otherwise
-    ValueError (`DataLoader` can). `buffer_size` is shared by the lanes.
+    The loader knows no global batch, so a step is B rows on each of the W ranks. `state_dict` shows pq_idx, rg_idx and
+    epoch (from 1) of this rank's first lane, and holds the exact cursors of its lanes. It resumes with the very next
+    row, on the same rank of the same number of ranks; otherwise ValueError (`DataLoader` resumes on any number). The
+    lanes share `buffer_size`.
     """
     _, rank, _, world_size = get_dist_info()
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
     if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
-        raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so these loaders did not write it; "
-                         f"nanochat's own state names a row group and not the next row, and its documents come in "
-                         f"another order here: start without resume_state_dict")
+        raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so these loaders did not write it. "
+                         f"nanochat's own state names a row group, not the next row, and this loader reads documents "
+                         f"in another order: start without resume_state_dict")
     if (state["rank"], state["world_size"]) != (rank, world_size):
-        raise ValueError(f"this state is of rank {state['rank']} of {state['world_size']}, here is rank {rank} of "
-                         f"{world_size}; nanochat.dataloader.DataLoader resumes on any number of ranks")
-    most = max(1, 64 // world_size)
-    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= most)  # of each rank
+        raise ValueError(f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
+                         f"is rank {rank} of {world_size}. Use nanochat.dataloader.DataLoader, which resumes on any "
+                         f"number of ranks.")
+    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= max(1, 64 // world_size))  # of each rank
     config = StreamConfig(T=T, V=lanes * world_size, layout=layout, buffer_size=max(16, buffer_size // lanes),
                           unit_size=min(64, tokenizer_batch_size))
     paths = [Path(p) for p in list_parquet_files(data_dir)]
@@ -425,7 +416,7 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) ->
 
 
 def tokenizing_distributed_data_loader_with_state(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any, State]]:
-    """The same in the `concat` layout, with the default tokenizer: (B, T, split, ...)."""
+    """The same in the `concat` layout with the default tokenizer; its arguments start with B, T, split."""
     return tokenizing_distributed_data_loader_with_state_bos_bestfit(get_tokenizer(), *args, **kwargs, layout="concat")
 
 

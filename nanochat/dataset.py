@@ -1,32 +1,31 @@
 """
-Which files train and which validate, and how a run pins them; downloads of nanochat's data sets.
+Which files train and which validate, and how a run pins them; nanochat's data sets.
 
     settings --split_train_val--> {"train": {bucket: [paths]},     --scan, each-->  {"train": {bucket: manifest},
                                    "val":   {bucket: [paths]}}                       "val":   {bucket: manifest}}
-                 `pin_files` does both when a run starts: RUN/data_manifest.json
-                 `check_files` compares that file with the disk when it resumes
+                 `pin_files` does both when a run starts, for RUN/data_manifest.json
+                 `check_files` compares that file with the disk when the run resumes
 
 The place of a file decides whether it trains or validates, and its suffix is its format:
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
-    PREFIX,PREFIX                              token files without their endings, in order
+    PREFIX,PREFIX                              token files without their suffixes, in order
 
-Hidden files are never data. Any of these paths may be in object storage.
+Hidden files are never data. All of these paths may be in object storage.
 
-**Pinned files.** A run must always see the same files. The manifest of a bucket holds for each file
-its relative name, size, a hash of its footer, the rows of its groups and, of an object, its ETag. A
-file that changed or vanished is an error that names it; files that arrive later are not in the manifest
-and so not in the stream. Hashing whole files at each start would take hours on large data sets. The
-footer holds offsets, sizes and statistics of every column chunk, so a rewritten parquet file has another
-one. ETags count only while the data is where it was: another store gives the same bytes another ETag.
+**Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
+its size, a hash of its footer, the rows of its groups and, for an object, its ETag. A file that changed or vanished is
+an error that names it. Files that arrive later are not in the manifest, so the stream ignores them. To hash whole files
+at each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk,
+so a rewritten parquet file has a different one. ETags are compared only if the root is the same, because another object
+storage gives the same bytes another ETag.
 
-**Known data sets.** The last shard of a download is validation and is pinned by name: it is always
-fetched, and it is an error if it is missing. Taking "the last file that is here" instead would turn a
-failed download into a silent change of every number computed on validation.
+**Known data sets.** The last shard of a download validates and is pinned by name: it is always downloaded, and it is an
+error if it is missing. Otherwise a failed download would silently change every number computed on validation data.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
-    python -m nanochat.dataset --verify       # read everything on disk and name what is broken
+    python -m nanochat.dataset --verify       # read everything on disk and name corrupt files
     python -m nanochat.dataset --eval-bundle  # the tasks of the CORE metric
 """
 
@@ -68,22 +67,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}  # suffixes by --data-format
-GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # its names of formats
-GET_DATA = ("download some with python -m nanochat.dataset -n 8, make some of what is on this machine with python -m "
-            "dev.make_sample_corpus, or point --data-path at yours")
+GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
+GET_DATA = ("download some with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
+            "-m dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket if there is only one
 
-Manifest = dict[str, Any]  # of the shape PINNED; "root" may move
+Manifest = dict[str, Any]  # has the shape PINNED; "root" may move
 Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {bucket: manifest}}
 PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
 
 HUB = "https://huggingface.co"
-MARKER = "dataset.json"  # beside downloaded shards: which data set they are
+MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 
 class Dataset(NamedTuple):
-    """A known data set: shards 0 to `last_shard` are below `base_url`, and the last one validates."""
+    """A known data set: `base_url` has shards 0 to `last_shard`, and the last one validates."""
 
     base_url: str
     last_shard: int
@@ -94,15 +93,14 @@ DATASETS = {
     "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
 }
 NAME = "climbmix"  # the default
-BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed when it is asked for
+BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed on access
 
 
 # ---- the files below a path ----------------------------------------------------------------------
 
 def reader_class(name: str) -> Any:
-    """The class that pins and reads a file that is not text, by its suffix: `TokenSource` for .bin, and for .xyz the
-    class `FileSource` of nanochat/source_xyz.py, a subclass of `nanochat.sources.Source`. ValueError if there is
-    none."""
+    """The subclass of `nanochat.sources.Source` that pins and reads a file that is not text: `TokenSource` for .bin,
+    and for .xyz the class `FileSource` in nanochat/source_xyz.py. ValueError if that module does not exist."""
     if name.endswith(".bin"):
         from nanochat.tokens import TokenSource
 
@@ -111,12 +109,12 @@ def reader_class(name: str) -> Any:
     try:
         return importlib.import_module(f"nanochat.source_{suffix}").FileSource
     except ModuleNotFoundError as e:
-        raise ValueError(f"{name}: no source reads .{suffix} files (nanochat/source_{suffix}.py would)") from e
+        raise ValueError(f"{name}: no source reads .{suffix} files; write nanochat/source_{suffix}.py") from e
 
 
 def named_files(path: Path | str) -> list[Path]:
-    """The files that a --data-path names one by one: a single file, or token files without their endings; [] for a
-    folder, and for a path that does not exist."""
+    """The files that a --data-path names one by one: a single file, or token files without their suffixes. [] for a
+    folder or a path that does not exist."""
     if as_path(path).exists():
         return [as_path(path)] if as_path(path).is_file() else []
     from nanochat.tokens import find_prefixes
@@ -125,20 +123,20 @@ def named_files(path: Path | str) -> list[Path]:
 
 
 def data_folder(path: Path | str) -> Path:
-    """The folder that names of files are relative to: the --data-path, or the folder of the files that it names."""
+    """The folder that file names are relative to: the --data-path, or the folder of the files that it names."""
     folders = [file.parent for file in named_files(path)]
     return as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0] if folders else as_path(path)
 
 
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
-    """The files of a format that a --data-path stands for: all below a folder, in the order of their relative paths,
-    or those that it names. FileNotFoundError or ValueError if there is none, or if one cannot be data."""
-    # a format that is not in the table is a suffix (see `reader_class`)
+    """The files of a format at a --data-path: all files below a folder, in the order of their relative paths, or the
+    files that it names. FileNotFoundError or ValueError if there are none, or if one cannot be data."""
+    # A format that is not in the table is a suffix (see `reader_class`).
     path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
         ours = GPT_SIMPLE.get(data_format)
-        hint = f"; gpt-simple's {data_format} is {ours} here" if ours else did_you_mean(data_format, FORMATS)
-        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz where "
+        hint = f"; gpt-simple's {data_format} is called {ours} here" if ours else did_you_mean(data_format, FORMATS)
+        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz if "
                          f"nanochat/source_xyz.py reads .xyz files{hint}")
     if path.is_dir():
         below = [file for file in path.rglob("*") if file.is_file()
@@ -153,11 +151,11 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     else:
         below = files = named_files(path) if path.is_file() or data_format != "text" else []
         if not files:
-            raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (of a pair of token files also without "
-                                    f".bin, with --data-format)")
+            raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (a pair of token files may be named "
+                                    f"without .bin, with --data-format)")
         if not files[0].name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
-                             f"--data-format {data_format}; rename it, or take another --data-format")
+                             f"--data-format {data_format}; rename it, or change --data-format")
     for file in files:
         try:
             str(file).encode()
@@ -166,19 +164,19 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     if ".bin" in suffixes:
         known = set(below)
         for idx in below:
-            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # else there would silently be less data
-                raise FileNotFoundError(f"{idx.with_suffix('.bin')}: not there, but {idx.name} needs it; bring it "
-                                        f"back, or delete {idx.name} and rerun scripts.tok_shards")
+            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # its data would be missing silently
+                raise FileNotFoundError(f"{idx.with_suffix('.bin')}: missing, but {idx.name} needs it; restore it, or "
+                                        f"delete {idx.name} and rerun scripts.tok_shards")
     if not files:
         others = [name for name, some in FORMATS.items() if any(file.name.endswith(some) for file in below)]
-        hint = f"there are files of --data-format {' or '.join(others)}" if others else "is --data-path right?"
+        hint = f"it has files for --data-format {' or '.join(others)}" if others else "check --data-path"
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it; {hint}")
     return files
 
 
 def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders, or
-    all files with `merge`, are the bucket BUCKET."""
+    """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders form
+    the bucket BUCKET, and so do all files with `merge`."""
     folder, prefixes = data_folder(path), not path.exists()
     buckets: dict[str, list[Path]] = {}
     for file in find_files(path, data_format):
@@ -195,23 +193,22 @@ def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) 
 
 def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
                     by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
-    """{"train": {bucket: files}, "val": {bucket: files}} of a --data-path.
+    """{"train": {bucket: files}, "val": {bucket: files}} for a --data-path.
 
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
         DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket validates
         DIR/...                                      one bucket: the last of all files validates
-        PREFIX,PREFIX                                with `by_bucket`, each is a bucket; else the same
+        PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise the same
 
-    `val_path` names validation files instead of the last ones; each of its subfolders is a bucket.
-    `shared`: with --val-fraction all files are in both. ValueError or FileNotFoundError if there are no files for one
-    of the two.
+    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both, for
+    --val-fraction. ValueError or FileNotFoundError if one of the two has no files.
     """
     root = as_path(data_path)
     has_train = (root / "train").is_dir()
     if shared:
         if val_path is not None or has_train:
-            raise ValueError(f"--val-fraction: the validation files have a place of their own "
-                             f"({root / 'val' if val_path is None else val_path}); leave out one of the two")
+            raise ValueError(f"--val-fraction: the data already has validation files "
+                             f"({root / 'val' if val_path is None else val_path}); use only one of the two")
         files = find_buckets(root, data_format, merge=not by_bucket)
         return {"train": files, "val": files}
     if known_dataset(root):
@@ -226,22 +223,21 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
-        raise ValueError(f"{root}: one data file only "
-                         f"({only}){' in each bucket' * (len(train) > 1)}, expected at least two "
-                         f"(the last one is validation); add one, name validation data with "
-                         f"--val-path, or share out its documents with --val-fraction=0.01")
+        raise ValueError(f"{root}: one data file only ({only}){' in each bucket' * (len(train) > 1)}, expected at "
+                         f"least two (the last one validates); add one, name validation data with --val-path, or "
+                         f"divide its documents with --val-fraction=0.01")
     return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()},
             "val": val}
 
 
 def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether, without --val-fraction, the last file validates only because nothing names the validation data."""
+    """Whether, without --val-fraction, the last file validates by default, because nothing names validation data."""
     root = as_path(data_path)
     return val_path is None and not (root / "train").is_dir() and known_dataset(root) is None
 
 
 class DataFile(NamedTuple):
-    """A file for `describe_split`. `name` is relative to the data path; `documents` is None if nothing counted them."""
+    """A file for `describe_split`. `name` is relative to the data path. `documents` is None if unknown."""
 
     name: str
     num_bytes: int
@@ -256,14 +252,13 @@ def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
 
 def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads: str = "", shared: float = 0.0,
                    chosen: bool = False) -> list[str]:
-    """Lines that say which files validate and which train, and a warning for a split that looks accidental.
+    """Lines about which files validate and which train, and a warning if the split looks accidental.
 
         validates: web/0007.parquet (1,024 documents), 12.1% of all bytes
         trains: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
 
-    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: see
-    `last_file_validates`. This default suits shuffled shards, and surprises the owner of a folder of a few
-    different files.
+    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file
+    validates by default, which suits shuffled shards but is a surprise in a folder of a few different files.
     """
     def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
         known = [file.documents for file in files if file.documents is not None]
@@ -298,8 +293,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
 
 def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
               mix: "Curriculum | None" = None, selection: Selection = ALL) -> Manifests:
-    """The files of a new run and what pins them. `mix`: a curriculum, for buckets of their own. FileNotFoundError or
-    ValueError names the file that is missing or bad."""
+    """Find and pin the files of a new run. `mix`: a curriculum, whose buckets stay separate. FileNotFoundError or
+    ValueError names the file that is missing or corrupt."""
     files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=mix is not None,
                             shared=selection.val_fraction > 0)
     if mix is not None:
@@ -316,20 +311,21 @@ def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data
 
 
 def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL) -> Manifest:
-    """The manifest of some files (default: all) below `root`. The first bad file raises."""
+    """The manifest of some files (default: all) below `root`. ValueError or FileNotFoundError for the first file that
+    cannot be read."""
     folder = data_folder(root)
     files = find_files(root) if files is None else files
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
         raise ValueError(f"{files[0]}: empty documents only, as in all {len(files)} file(s) of this part of the data; "
-                         f"name others with --data-path and --val-path, or another field with --text-field")
+                         f"choose other data with --data-path and --val-path, or another field with --text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 
 
 def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
-    """A file's entry in a manifest. For a file that is converted to parquet, all but "own_size", which is for reports,
-    describes that parquet file."""
+    """A file's entry in a manifest. If the file is converted to parquet, the entry describes the parquet file, except
+    for "own_size", which reports use."""
     if not name.endswith(SUFFIXES):
         return reader_class(name).scan_file(path, name, selection.text_field)
     parquet = as_parquet(path, selection)
@@ -340,95 +336,91 @@ def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
 
 
 def read_manifests(path: Path) -> Manifests:
-    """What a run has pinned in its data_manifest.json; {} if there is no such file. ValueError if it is broken."""
+    """The manifests in a run's data_manifest.json; {} if the file does not exist. ValueError if it is corrupt."""
     if not path.exists():
         return {}
-    way_out = "put it back, or start a new run (--model-tag)"
-    manifests = read_json(path, {"train": dict, "val": dict}, way_out=way_out)
+    remedy = "restore the file, or start a new run (--model-tag)"
+    manifests = read_json(path, {"train": dict, "val": dict}, way_out=remedy)
     for split in ("train", "val"):
         check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
         for manifest in manifests[split].values():
             if not manifest["files"]:
-                raise ValueError(f"{path}: {split}: a bucket without files; {way_out}")
+                raise ValueError(f"{path}: {split}: a bucket has no files; {remedy}")
             counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
             listed = {name: rows for name, rows in manifest.get("without", {}).items() if rows is not None}
             check_shape(listed, {name: [int] for name in listed}, f"{path}: {split}: without")
             if any(not 0 <= row < counts.get(name, 0) for name, rows in listed.items() for row in rows):
-                raise ValueError(f"{path}: {split}: it leaves out a document that its files do not have; {way_out}")
+                raise ValueError(f"{path}: {split}: `without` lists a document that does not exist; {remedy}")
     return manifests
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """The training manifests with the documents that a file lists under "without": {file: rows}, None for all rows.
-    Blank lines and lines that begin with # are skipped. ValueError names the line with no such document."""
-    counts = {(bucket, entry["name"]): sum(entry["groups"])
-              for bucket, manifest in buckets.items() for entry in manifest["files"]}
-    rows: dict[tuple[str, str], set[int] | None] = {}
+    """Add "without": {file: rows}, where None means all rows, to the training manifests: the documents that a text file
+    lists. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid document."""
+    counts = {entry["name"]: sum(entry["groups"]) for manifest in buckets.values() for entry in manifest["files"]}
+    listed: dict[str, set[int] | None] = {}
     for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
         if not (line := line.strip()) or line.startswith("#"):
             continue
         name, _, row = line.rpartition(":")
         where = f"{list_path}: line {number}: {line}"
-        places = [place for place in counts if place[1] == name]
-        if not places or not (row == "*" or row.isdecimal()):
+        if name not in counts or not (row == "*" or row.isdecimal()):
             raise ValueError(f"{where}: expected FILE:ROW or FILE:*, where FILE is a training file such as "
-                             f"{next(iter(counts))[1]}")
-        if row != "*" and int(row) >= counts[places[0]]:
-            raise ValueError(f"{where}: the file has documents 0 to {counts[places[0]] - 1}; name one of them")
-        listed = rows.setdefault(places[0], set())
+                             f"{next(iter(counts))}")
         if row == "*":
-            rows[places[0]] = None
-        elif listed is not None:
-            listed.add(int(row))
-    found: dict[str, Manifest] = {}
+            listed[name] = None
+            continue
+        if int(row) >= counts[name]:
+            raise ValueError(f"{where}: the file has documents 0 to {counts[name] - 1}; name one of them")
+        rows = listed.setdefault(name, set())
+        if rows is not None:
+            rows.add(int(row))
+    reduced: dict[str, Manifest] = {}
     for bucket, manifest in buckets.items():
-        without = {name: None if some is None else sorted(some) for (b, name), some in rows.items() if b == bucket}
-        found[bucket] = {**manifest, "without": without} if without else dict(manifest)
-    return found
+        names = {entry["name"] for entry in manifest["files"]}
+        without = {name: None if rows is None else sorted(rows) for name, rows in listed.items() if name in names}
+        reduced[bucket] = {**manifest, "without": without} if without else dict(manifest)
+    return reduced
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """A hash of what the files hold, wherever they are."""
+    """A hash of the contents of a manifest's files, independent of their location."""
     pins = [[e["size"], e["footer"], e["groups"], e.get("tokens")] for e in manifest["files"]]
     return hash_json(pins + Selection.of(manifest).hashed())
 
 
 def check_files(manifests: Mapping[str, Mapping[str, Manifest]], data_path: Path | str | None = None,
                 val_path: Path | str | None = None, *, strict: bool = False) -> Manifests:
-    """A run's manifests, compared with the files of this machine (below other paths, if given); see `check`."""
+    """Compare a run's manifests with the files on this machine (below other paths, if given); see `check`."""
     roots = {"train": data_path, "val": val_path or data_path}
     return {split: {bucket: check(manifest, roots[split], strict=strict) for bucket, manifest in buckets.items()}
             for split, buckets in manifests.items()}
 
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
-    """Compare a manifest with the disk (under another root, if given). Returns it with the root in
-    use.
-
-    Raises FileNotFoundError or ValueError naming the first file that vanished or changed, and if
-    `strict` the first that has a broken line.
-    """
+    """Compare a manifest with the disk (under another root, if given), and return it with the root in use.
+    FileNotFoundError or ValueError names the first file that vanished or changed or, if `strict`, has a broken line."""
     folder = data_folder(root or manifest["root"])
     new_root = str(folder.resolve())
     compared = ("size", "footer", "groups", "tokens", *(["etag"] if new_root == manifest["root"] else []))
 
     def compare(old: dict[str, Any]) -> dict[str, Any]:
-        """The entry of a file as it is now."""
+        """The entry of a file in its present state."""
         path = folder / old["name"]
         if not path.exists():
-            raise FileNotFoundError(f"{path}: this run reads it and it is gone; bring it back, or start a "
-                                    f"new run with other data (--model-tag)")
+            raise FileNotFoundError(f"{path}: this run reads it, but it is gone; restore it, or start a new run with "
+                                    f"other data (--model-tag)")
         if "etag" in compared and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
         new = pin(path, old["name"], Selection.of({**manifest, "strict": strict}))
-        sampled = {"blocks"} & old.keys() & new.keys()  # older runs pinned none, and so do those in object storage
+        sampled = {"blocks"} & old.keys() & new.keys()  # older runs have none, nor does object storage
         for key in (*compared, *sampled):
             if old.get(key) != new.get(key):
                 raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "
-                                 f"now); bring the old file back, or start a new run (--model-tag)")
+                                 f"now); restore the old file, or start a new run (--model-tag)")
         return new
 
-    folder.is_dir()  # lists a folder of object storage once
+    folder.is_dir()  # in object storage: one listing instead of a request per file
     make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
     return {**manifest, "root": new_root, "files": list(each(compare, manifest["files"]))}
 
@@ -436,12 +428,12 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
 # ---- known data sets -----------------------------------------------------------------------------
 
 def index_to_filename(index: int) -> str:
-    """The name of shard `index`."""
+    """The file name of shard `index`."""
     return f"shard_{index:05d}.parquet"
 
 
 def default_data_dir(name: str = NAME) -> Path:
-    """Where a known data set is or is downloaded to: data/NAME, or the folder of nanochat's own downloads."""
+    """The folder of a known data set: data/NAME, or nanochat's own download folder if only that exists."""
     ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
@@ -455,8 +447,8 @@ if not TYPE_CHECKING:
 
 
 def known_dataset(data_dir: Path | str) -> str | None:
-    """The name of the data set whose downloaded shards a folder holds, by the downloader's marker or by its path;
-    None for any other folder, in which simply the last file is validation."""
+    """The name of the data set in a download folder, according to the downloader's marker or the path. None for any
+    other folder, whose last file validates."""
     folder = as_path(data_dir)
     if not (folder / MARKER).exists():
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
@@ -467,9 +459,9 @@ def known_dataset(data_dir: Path | str) -> str | None:
 
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
-    """Full paths of the parquet files below a folder (default: the download's) in the order of
-    their relative paths; the last one is validation. FileNotFoundError if there is none, or if the
-    folder holds a download without its validation shard; ValueError if that shard is not the last."""
+    """Full paths of the parquet files below a folder (default: the download's), in the order of their relative paths.
+    The last one validates. FileNotFoundError if there are none, or if a download lacks its validation shard; ValueError
+    if that shard is not the last file."""
     root = as_path(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
@@ -477,35 +469,34 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     if name := known_dataset(root):
         pinned = index_to_filename(DATASETS[name].last_shard)
         if root / pinned not in files:
-            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing, {len(files)} other files "
-                                    f"are there; run `python -m nanochat.dataset --dataset={name} -n 8 "
+            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing beside {len(files)} other "
+                                    f"files; run `python -m nanochat.dataset --dataset={name} -n 8 "
                                     f"--data-dir={root}`")
         if files[-1] != root / pinned:
             raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
-                             f"shard {pinned}; move what is not {name} elsewhere")
+                             f"shard {pinned}; move files that are not from {name} elsewhere")
     return [str(file) for file in files]
 
 
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
                           data_dir: Path | str | None = None) -> Iterator[list[str]]:
-    """Yield the texts of one row group after another: from all files but the last for "train", from the last one for
-    "val". Rank r of W passes start=r, step=W and gets row groups r, r + W, ... of each file."""
+    """Yield the texts of each row group: of all files except the last for "train", of the last one for "val". Rank r of
+    W passes start=r, step=W and gets row groups r, r + W, ... of each file."""
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     paths = list_parquet_files(data_dir)
     if len(paths) < 2:
-        raise ValueError(f"{paths[0]}: the only file here, expected at least 2 (the last one is "
-                         f"validation); add one")
+        raise ValueError(f"{paths[0]}: the only file, expected at least 2 (the last one validates); add one")
     for path in paths[:-1] if split == "train" else paths[-1:]:
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):
                 yield [text for column in read_batches(file, group, path) for text in column.to_pylist()]
 
 
-# ---- downloads: a lazy import, so that training loads no HTTP library ----------------------------
+# ---- downloads, imported lazily, so that training does not load an HTTP library ------------------
 
 def download_single_file(index: int) -> bool:
-    """Fetch one shard of climbmix unless it exists; True when it does. The reason for a False is logged."""
+    """Download a shard of climbmix unless it exists. True on success; otherwise an error is logged."""
     from nanochat.integrations.download import make_downloader
 
     try:

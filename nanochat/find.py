@@ -5,15 +5,15 @@ From a document to the rows that trained on it.
                          --kept cursors (bisection)-->  read between the saves of step 1000 and step 1250
                          --lane 17 alone, packed again from step 1000-->  step 1180, row 139: tokens 0 to 2,048
 
-The order says which lane reads a document in an epoch. The cursors that the run kept at every save say between which
-two saves it was read. So only that lane is packed again, from the save before, until no token of the document is
-pending. The cost does not depend on the length of the run, and nothing is recorded for it while the run trains.
+The order gives the lane that reads a document in an epoch. The cursors of the run's saves show between which two saves
+the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
+The cost does not depend on the length of the run, and training records nothing for it.
 
-In Megatron's order lanes have no share of the data. There the tables that say which documents are in a sample are read
-the other way round (`SampleStream.samples_with`).
+In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list
+the documents of each sample.
 
-A document has the name FILE:ROW, in which ROW counts the documents of the file that are read, from 0. In pretokenized
-files each entry is a document.
+A document has the name FILE:ROW, where ROW counts the documents of the file that are read, from 0. In pretokenized
+files, each entry is a document.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Tokens `start` to `stop` - 1 of a document in a row that was trained on. Token 0 is its BOS."""
+    """Tokens `start` to `stop` - 1 of a document in a row of a completed step. Token 0 is its BOS."""
 
     epoch: int
     step: int
@@ -58,18 +58,18 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """What became of a document in one epoch."""
+    """The uses of a document in one epoch."""
 
     epoch: int
-    lane: int | None  # that reads it in this epoch; None in Megatron's order
+    lane: int | None  # the lane that reads it in this epoch; None in Megatron's order
     uses: list[Use]
     length: int  # tokens of the document, BOS included; 0 if it has not been read
-    pending: bool = False  # the lane has read it, and will still use tokens of it
-    expected: float | None = None  # the step around which it is used next; infinite: none of this run
+    pending: bool = False  # whether the lane has read it, and will use more of its tokens
+    expected: float | None = None  # the approximate step of its next use; infinite: not in this run
 
     @property
     def cropped_after(self) -> int | None:
-        """How many of its tokens rows have had, if the others were dropped."""
+        """The number of its tokens that rows have used, if the others were cropped; otherwise None."""
         stop = max((use.stop for use in self.uses), default=0)
         done = not self.pending and self.expected is None
         return stop if done and 0 < stop < self.length else None
@@ -77,21 +77,21 @@ class Pass:
 
 @dataclass(frozen=True)
 class History:
-    """A run in the order of lanes: what fixes its rows, and the cursors that it kept."""
+    """A run in the order of lanes: everything that fixes its rows, and its kept cursors."""
 
     config: StreamConfig
     sources: Mapping[str, Source]
-    tokenizer: str  # its fingerprint
-    rows_per_lane: int  # that each lane gives to a step
-    saves: Sequence[int]  # the steps at which cursors were kept, ascending, and step 0
+    tokenizer: str  # fingerprint
+    rows_per_lane: int  # in each step
+    saves: Sequence[int]  # the steps of the kept cursors, ascending, and step 0
     # (step, cursors) of the newest readable save at or before a step; None: the beginning of the data
     nearest_cursors: Callable[[int], tuple[int, Sequence[Cursor] | None]]
-    trained: int  # steps that are done
-    horizon: int  # steps of the whole run
+    trained: int  # number of completed steps
+    horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """What became of a document, epoch by epoch, up to the first epoch in which the run has not read it. An epoch
-        that some lanes have begun counts, although the document's lane may still be in the one before."""
+        """The uses of a document, epoch by epoch. After an epoch in which its lane has not read it yet, the next one
+        follows only if another lane has read it there."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
@@ -105,12 +105,14 @@ class History:
             ahead = of_epoch.expected is not None
 
     def _pass(self, document: Document, epoch: int, order: Order) -> Pass:
-        """What became of a document in one epoch: pack its lane again from the last save before it was read."""
+        """The uses of a document in one epoch. Packs its lane again from the last save before the lane read it."""
         lane, place = order.find(epoch, document.group, document.row)
 
         def position(step: int) -> tuple[int, int]:
-            """(epoch, place) up to which the lane had read at a save."""
-            return position_of(self.nearest_cursors(step)[1], lane, document.bucket, order)
+            """(epoch, place) that the lane had reached at a save."""
+            feeds = [cursor["buckets"].get(document.bucket) for cursor in self.nearest_cursors(step)[1] or ()
+                     if cursor["lane"] == lane]
+            return (feeds[0]["epoch"], feeds[0]["place"]) if any(feeds) else (0, order.share(lane, 0).start)
 
         behind = bisect_left(self.saves, True, key=lambda step: position(step) > (epoch, place))
         step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
@@ -121,7 +123,7 @@ class History:
             feed = stream.feeds[document.bucket][lane]
             while step < self.trained:
                 if (feed.epoch, feed.place) > (epoch, place) and key not in feed.packer:
-                    break  # all of it is used
+                    break  # no token of it is pending
                 rows = stream.next_rows(self.rows_per_lane)
                 uses += [use for i, row in enumerate(rows) if row.bucket == document.bucket
                          for use in uses_of(row, key, step, lane * self.rows_per_lane + i, self.config)]
@@ -135,8 +137,8 @@ class History:
             return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
-        """The step around which the only lane of a stream has used what waits in a bucket and the next `first`
-        documents: rows hold as many documents as before, and are of the buckets that the curriculum says."""
+        """The approximate step at which a stream's only lane will have used a bucket's pending documents and the next
+        `first` ones, if rows hold as many documents as before. The curriculum gives the buckets of rows."""
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
         pending = len(feed.packer.waiting())
@@ -152,8 +154,8 @@ class History:
 
 def sample_passes(stream: "SampleStream", document: Document, *, rows_per_step: int, begin: int, trained: int,
                   ) -> Iterator[Pass]:
-    """What became of a document of a run in Megatron's order, epoch by epoch. `begin`: samples before its first step,
-    which another run had."""
+    """The uses of a document of a run in Megatron's order, epoch by epoch. `begin`: the samples before its first step,
+    which belong to an earlier run."""
     n, length = rows_per_step // stream.config.V, stream.document_length(document.bucket, document.number)
     pieces = stream.samples_with(document.bucket, document.number)
     for epoch in range(max((piece.epoch for piece in pieces), default=0) + 1):
@@ -166,7 +168,7 @@ def sample_passes(stream: "SampleStream", document: Document, *, rows_per_step: 
             elif step >= 0:
                 uses.append(Use(epoch, step, row, row // n, start, stop))
         if not covered.all():
-            steps.append(math.inf)  # the run ends before a sample that holds the rest
+            steps.append(math.inf)  # the samples with the other tokens come after the run's end
         yield Pass(epoch, None, sorted(uses), length, expected=min(steps, default=None))
 
 
@@ -174,25 +176,19 @@ def uses_of(row: Row, key: tuple[int, int, int], step: int, number: int, config:
     """The uses of a document in a row."""
     for placed, start, length, _ in row.placed:
         if placed == key:
-            rest = start > 0 and config.layout == "bestfit"  # it has a BOS of its own in front
+            rest = start > 0 and config.layout == "bestfit"  # a rest, which begins with a BOS of its own
             yield Use(key[0], step, number, row.lane, start, start + length - rest)
 
 
-def position_of(cursors: Sequence[Cursor] | None, lane: int, bucket: str, order: Order) -> tuple[int, int]:
-    """(epoch, place) up to which a lane has read a bucket, according to cursors (None: those of the beginning)."""
-    feed = next((cursor["buckets"].get(bucket) for cursor in cursors or () if cursor["lane"] == lane), None)
-    return (0, order.share(lane, 0).start) if feed is None else (feed["epoch"], feed["place"])
-
-
 def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
-    """Documents that a lane reads before it comes to a place of an epoch."""
+    """The number of documents that a lane reads before it reaches a place of an epoch."""
     return sum(len(order.share(lane, e)) for e in range(epoch)) + place - order.share(lane, epoch).start
 
 
 # ---- names of documents --------------------------------------------------------------------------
 
 def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(name, the number of the first document that is read, documents in each group) of each file of a source."""
+    """(name, number of the first document that is read, documents of each group) of each file of a source."""
     manifest = source.manifest
     for entry in manifest["files"]:
         if "documents" in manifest:  # a part of one file
@@ -202,12 +198,12 @@ def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
-    """(split, the document FILE:ROW) of {split: {bucket: source}}. ValueError if there is no such file, or no such row
-    in it. A document of a file that several splits share, and that is whole in none of them, has group -1."""
+    """(split, the document FILE:ROW) in {split: {bucket: source}}. ValueError if the file or row does not exist. If
+    several splits share a file, a document that is whole in none of them has group -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
-        raise ValueError(f"{name}: expected FILE:ROW, as web/0007.parquet:41; FILE is relative to the data path, and "
-                         f"ROW counts its documents from 0")
+        raise ValueError(f"{name}: expected FILE:ROW, for example web/0007.parquet:41; FILE is relative to the data "
+                         f"path, and ROW counts its documents from 0")
     row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
     for split, sources in data.items():
         for bucket, source in sources.items():
@@ -230,7 +226,7 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
 
 
 def documents_with(source: Source, bucket: str, text: str) -> Iterator[Document]:
-    """All documents of a source in which a text occurs. A bar shows how far the search is."""
+    """All documents of a source that contain a text. Shows a progress bar."""
     groups = [(file, int(first)) for file, before, counts in files_of(source)
               for first in before + np.cumsum(counts) - counts]
     for group, (file, first) in enumerate(tqdm(groups, desc=f"searching {bucket}", unit="group", disable=None)):

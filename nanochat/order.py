@@ -1,8 +1,8 @@
 """
 The order of the data: settings of the stream, and which lane reads which documents when.
 
-An epoch of a bucket is a sequence of its documents. It is dealt out in V contiguous shares that fill
-about the same number of rows, and in epoch e lane l reads share (l + e) mod V:
+An epoch of a bucket is a sequence of its documents, divided into V contiguous shares that fill about the same number of
+rows. In epoch e, lane l reads share (l + e) mod V:
 
     small    d7 d2 d9 | d0 d4 | d8 | d1 d6 d3 d5      every document by itself, in a seeded permutation
              lane 0     lane 1  lane 2   lane 3       (V = 4; d8 is a book)
@@ -10,14 +10,13 @@ about the same number of rows, and in epoch e lane l reads share (l + e) mod V:
     large    group 7         group 2         group 0            groups in a seeded permutation
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
-A **unit** is what a lane reads at once: at most 64 documents. In a large bucket it is a run of
-documents of one group, permuted, so each group is read by one lane (or two neighbours), once, in
-order. There a lane meets one kind of document for as long as a group lasts. That is fair where a
-lane reads many groups. In a small bucket it would not be: one lane's epoch could be all books and
-another's all notes. So the documents of a small bucket are shuffled one by one.
+A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
+permuted. So one lane (or two neighbours) reads each group, once, in order. A lane then sees one kind of document as
+long as a group lasts, which is fair if it reads many groups. In a small bucket it would not be fair: the whole epoch of
+one lane could be books, and that of another notes. So the documents of a small bucket are shuffled one by one.
 
-The length of a text is unknown before it is tokenized. So each document counts for the estimated mean
-of its file (`nanochat.sources`), and in `crop` at most for what a row holds.
+The length of a text is unknown before it is tokenized. So each document counts for the estimated mean of its file
+(`nanochat.sources`), and in `crop` for at most a row.
 
 Permutations sort raw words of a counter-based generator, keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
@@ -36,28 +35,27 @@ from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
 if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum
 
-UNITS = 8  # in a lane's share of an epoch, at least, if it has as many documents
-UNIT_TOKENS = 1 << 16  # in a unit of a large bucket, about, at most
-MAX_LANES = 64  # by default
-MIN_LANES = 8  # by default, however small the data is
-PLENTY = 10  # a lane's share of an epoch is at least so many times what it keeps pending
+UNITS = 8  # the minimum of units in a lane's share of an epoch, if it has that many documents
+UNIT_TOKENS = 1 << 16  # the approximate maximum of tokens in a large bucket's unit
+MAX_LANES = 64  # of the default V
+MIN_LANES = 8  # of the default V, however small the data is
+PLENTY = 10  # a lane's share of an epoch is at least this many times the documents that it keeps pending
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Everything but data and tokenizer that decides what is in a row. ValueError for values that
-    cannot work."""
+    """Everything that decides the tokens of a row, except data and tokenizer. ValueError for impossible values."""
 
-    T: int  # tokens a row trains on; a row holds T + 1
+    T: int  # tokens that a row trains on; a row holds T + 1
     V: int = 64  # lanes
     seed: int = 0
     layout: str = "bestfit"  # bestfit | concat | binned
     long_docs: str = "crop"  # crop | split, for bestfit
     overlap: int = 64  # tokens of context repeated in front of a continuation, for split
-    buffer_size: int = 128  # short documents that wait in a lane, for bestfit
-    unit_size: int = 64  # documents read and tokenized at once, at most
-    pack: bool = True  # False: one entry a row, for binned
-    max_epochs: int = 0  # passes over a bucket, 0 = no limit; a curriculum has its own limits
+    buffer_size: int = 128  # short documents pending in a lane, for bestfit
+    unit_size: int = 64  # maximum of documents read and tokenized at once
+    pack: bool = True  # False: one entry per row, for binned
+    max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
     curriculum: "Curriculum | None" = None
     packer_version: int = VERSION
 
@@ -72,20 +70,19 @@ class StreamConfig:
         if self.long_docs not in ("crop", "split"):
             raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
         if self.layout == "bestfit" and self.long_docs == "split" and not 0 <= self.overlap <= self.T - 2:
-            raise ValueError(f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that "
-                             f"a continuation brings something new")
+            raise ValueError(f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that the "
+                             f"continuation of a document has new tokens")
         if self.packer_version != VERSION:
-            raise ValueError(f"this run was packed by packer version {self.packer_version}, this code has "
-                             f"{VERSION}; go on with the code that began it, or start a new run "
-                             f"(--model-tag)")
+            raise ValueError(f"the run uses packer version {self.packer_version}, but this code has {VERSION}; resume "
+                             f"with the code that started it, or start a new run (--model-tag)")
 
     def identity(self) -> dict[str, Any]:
-        """All of it as JSON values: equal identities, equal streams of the same data."""
+        """All settings as JSON values: with equal identities, the same data gives the same stream."""
         curriculum = None if self.curriculum is None else self.curriculum.identity()
         return {**asdict(replace(self, curriculum=None)), "curriculum": curriculum}
 
     def epochs(self, bucket: str) -> int:
-        """Passes allowed over a bucket, 0 = no limit."""
+        """Maximum number of passes over a bucket; 0 = unlimited."""
         return self.max_epochs if self.curriculum is None else self.curriculum.epochs(bucket)
 
     @property
@@ -98,8 +95,8 @@ class StreamConfig:
         return LAYOUTS[self.layout].of(self)
 
     def fill_target(self, row: int) -> int:
-        """Documents that should wait before row `row` of a lane is packed. It grows to `buffer_size`
-        over the first rows, so that the first step waits for one unit of each lane."""
+        """How many documents should be pending before row `row` of a lane is packed. The number grows to `buffer_size`
+        over the first rows, so that the first step needs only one unit of each lane."""
         return min(self.buffer_size, 2 * row)
 
 
@@ -107,13 +104,12 @@ class StreamConfig:
 
 def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: int = StreamConfig.buffer_size,
               unit_size: int = StreamConfig.unit_size) -> int:
-    """How many lanes a bucket feeds well: each lane's share of an epoch is at least ten times what it
-    keeps pending.
+    """How many lanes a bucket can feed: each lane's share of an epoch is at least `PLENTY` times the documents that the
+    lane keeps pending.
 
-    documents, means (G,) int64: the documents of each group, and about how many tokens they have on
-    average. A lane keeps `buffer_size` documents shorter than a row pending and reads a unit at a
-    time; longer documents arrive between the short ones, up to the packer's limit of tokens. Lengths
-    are taken as exponentially distributed around the mean.
+    documents, means (G,) int64: the documents of each group, and the estimated mean of their tokens. A lane keeps
+    `buffer_size` documents shorter than a row pending and reads a unit at a time. Longer documents arrive between the
+    short ones, up to the packer's limit of tokens. Lengths are assumed to be exponentially distributed around the mean.
     """
     shorter = -np.expm1(-(T + 1) / means)  # the share of documents that are shorter than a row
     all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
@@ -123,13 +119,12 @@ def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: 
 
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
-    """V of a new run: the largest divisor of R that is at most 64 and at most `fed`, see `fed_lanes`. Small
-    data alone never makes it smaller than 8 or than the number of processes."""
+    """V of a new run: the largest divisor of R up to 64 and up to `fed` (see `fed_lanes`). Small data alone never
+    makes V smaller than 8 or than the number of processes."""
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
-    least = max(MIN_LANES, world_size)
-    fitting = [v for v in divisors if least <= v <= fed]
-    enough = [v for v in divisors if v >= least]
-    return fitting[-1] if fitting else enough[0] if enough else divisors[-1]
+    enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
+    smallest = enough[0] if enough else divisors[-1]
+    return max((v for v in enough if v <= fed), default=smallest)
 
 
 # ---- the order of a bucket -----------------------------------------------------------------------
@@ -137,46 +132,44 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 class Order:
     """The order of one bucket: epochs, shares, units.
 
-    documents, means (G,) int64: the documents of each group, and about how many tokens they have on
-    average. `small`: documents are shuffled one by one, not by groups. A *place* is a position in an
-    epoch's sequence of documents, counted from 0.
+    documents, means (G,) int64: the documents of each group, and the estimated mean of their tokens. `small`: documents
+    are shuffled one by one, not by groups. A *place* is a position in an epoch's sequence of documents, counted from 0.
     """
 
     def __init__(self, documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig):
         self.documents, self.small, self.V, self.key = documents, small, config.V, (config.seed, bucket)
-        self.first = np.concatenate([[0], np.cumsum(documents)])  # the number of each group's first document
+        self.first = np.concatenate([[0], np.cumsum(documents)])  # number of each group's first document
         total, tokens = int(self.first[-1]), int(documents @ means)
-        # what is shuffled: groups, or every document as a group of its own
+        # `counts` and `means` describe the shuffled items: groups, or single documents. Shares are equal in the tokens
+        # that rows can hold.
         self.counts = np.ones(total, np.int64) if small else documents
-        # shares are equal in what rows can hold of each document
-        usable = np.minimum(means, config.new_packer().most or means.max())
+        usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable
-        # Documents in a unit: few enough that a lane has several units, and that they have about equal tokens.
-        # In a small bucket they are fewer, so that a lane waits for about as many as its packer asks for.
+        # A unit has few enough documents that a lane's share has several units, and that units have about equal
+        # tokens. In a small bucket it has even fewer, so that a lane reads about as many as its packer wants.
         self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
-        most = min(UNIT_TOKENS, tokens // (UNITS * self.V))
-        self.sizes = self.counts if small else np.clip(most // means, 1, config.unit_size)
+        unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
+        self.sizes = self.counts if small else np.clip(unit_tokens // means, 1, config.unit_size)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
-        self._words = functools.lru_cache(config.V)(words)  # of the group that each lane reads
+        self._words = functools.lru_cache(config.V)(words)  # of the groups that the lanes read
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(what is shuffled, in order; the place at which each of these begins, and the end; the
-        tokens before each of them, and all tokens)."""
+        """(shuffled groups or documents; the place where each of them begins, and the end; the tokens before each of
+        them, and all tokens)."""
         sequence = permutation(len(self.counts), *self.key, epoch)
         counts = self.counts[sequence]
         return sequence, _running(counts), _running(counts * self.means[sequence])
 
     def _cut(self, epoch: int, share: int) -> int:
-        """The place at which a share begins: at the start of the unit that is nearest to where its
-        part of the tokens begins."""
+        """The place where a share begins: the start of the unit that is nearest to the share's first token."""
         sequence, places, tokens = self._epoch(epoch)
         if share == self.V:
             return int(places[-1])
-        wanted = int(tokens[-1]) * share // self.V
-        at = int(np.searchsorted(tokens, wanted, side="right")) - 1
+        first_token = int(tokens[-1]) * share // self.V
+        at = int(np.searchsorted(tokens, first_token, side="right")) - 1
         size = int(self.sizes[sequence[at]])
         unit_tokens = size * int(self.means[sequence[at]])
-        units = (2 * (wanted - int(tokens[at])) + unit_tokens) // (2 * unit_tokens)
+        units = (2 * (first_token - int(tokens[at])) + unit_tokens) // (2 * unit_tokens)
         return min(int(places[at]) + units * size, int(places[at + 1]))
 
     def share(self, lane: int, epoch: int) -> range:
@@ -185,8 +178,8 @@ class Order:
         return range(self._cut(epoch, number), self._cut(epoch, number + 1))
 
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) of a document in an epoch: which lane reads it, and where it stands in the sequence. In a large
-        bucket a lane reads the documents of a unit together, so that the place is exact up to a unit."""
+        """(lane, place) of a document in an epoch: the lane that reads it, and its position in the sequence. In a large
+        bucket the place is exact up to a unit, because the documents of a unit are permuted."""
         sequence, places, _ = self._epoch(epoch)
         shuffled = self.first[group] + row if self.small else group
         at = int(np.flatnonzero(sequence == shuffled)[0])
@@ -195,9 +188,9 @@ class Order:
         return (number - epoch) % self.V, place
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep), with
-        groups, rows (n,) int64: the documents in the order in which they are used. In a large bucket
-        the lane will soon read the rows of that group up to row `keep`, in order."""
+        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
+        int64 are its documents in the order of use. In a large bucket, the lane will soon read the group's next rows up
+        to row `keep`, too."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]
@@ -205,7 +198,7 @@ class Order:
             return groups, numbers - self.first[groups], 0
         at = int(np.searchsorted(places, place, side="right")) - 1
         group, begin = int(sequence[at]), place - int(places[at])
-        drawn = self._words(int(self.documents[group]), *self.key, epoch, group)  # a word for each document
+        drawn = self._words(int(self.documents[group]), *self.key, epoch, group)  # a random word per document
         last = min(len(drawn), stop - int(places[at]))
         end = min(begin + int(self.sizes[group]), last)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")
@@ -213,5 +206,5 @@ class Order:
 
 
 def _running(counts: np.ndarray) -> np.ndarray:
-    """(n + 1,) int64: the sums of the first 0, 1, ... n of them."""
+    """(n + 1,) int64: the sums of the first 0, 1, ... n counts."""
     return np.concatenate([[0], np.cumsum(counts)])

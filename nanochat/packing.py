@@ -1,164 +1,167 @@
 """
 Packers: from document lengths to rows, without a token in sight.
 
-A packer is given documents as (key, length) and returns rows as lists of placements. It never sees
-a token, so the same engine streams text, reads token files, rehearses a run from lengths alone,
-keeps the ledger and answers which documents step N held.
+A packer takes documents as (key, length) and returns rows as lists of placements. It never sees a token. So the same
+code streams text, reads token files, plans a run from lengths alone, keeps the ledger, and finds the documents of any
+step.
 
-    T = 7, so a row has 8 tokens; three documents wait, # is BOS:      a: #aaaaa    b: #b    c: #cccccccc
+    T = 7, so a row has 8 tokens; three documents are pending, # is BOS:   a: #aaaaa    b: #b    c: #cccccccc
 
-    bestfit    # a a a a a # b      oldest first, then the document (or pair) that ends at the row's end
-    crop       # c c c c c c c      a document that fills a row leaves in its turn; the rest is dropped
-    split      # c c c c c c c      the rest comes back: BOS, the last tokens again (targets off), the rest
+    bestfit    # a a a a a # b      the oldest first, then the document (or pair) that fills the row exactly
+    crop       # c c c c c c c      a long document leaves when it is due; its rest is dropped
+    split      # c c c c c c c      its rest comes back: BOS, the last tokens again (targets off), the rest
                # c c c ...
-    concat     # a a a a a # b      one stream of tokens; the next row starts with the last token of this
+    concat     # a a a a a # b      one stream of tokens; the next row starts with the last token of this one
                b # c c c c c c
-    binned     a a a a a / b /      stored entries (/ is EOD), whole; what is left is padding
+    binned     a a a a a / b /      stored entries (/ is EOD), whole; padding fills the row
 
-**A new packer** is a subclass of `Packer` and a line in `LAYOUTS` at the end of this file; --packing=NAME then
-takes it. It implements:
+**A new packer** is a subclass of `Packer` and a line in `LAYOUTS` at the end of this file. --packing=NAME selects it.
+It must implement:
 
-    push(key, length, start, place)    a document, or a restored piece, is pending from now on
-    next_row()                         the next row's placements; counts what it dropped, padded or repeated
-    waiting()                          {key: Piece} of all that is pending, from which `push` restores it
-    key in packer                      whether something of a document is still pending
-    ready, wants(target), pending      only where they differ from "the pending tokens fill a row"
-    of(config)                         only where it takes more settings than T
+    push(key, length, start, place)    add a document, or a piece that `waiting` returned
+    next_row()                         return the placements of the next row
+    waiting()                          return {key: Piece} of all pending documents; `push` restores the packer from it
+    key in packer                      whether any part of a document is still pending
 
-`tests/test_hacks.py` adds one in 30 lines. Its rows are part of a run's identity: to place anything differently
-later, rename it or raise VERSION.
+`push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up to date. The packer may
+override:
 
-A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from
-document `key`, whose token 0 is its BOS. `start` is the document's token they begin at. In
-`bestfit`, a placement with `start > 0` has a BOS of its own in front (counted in `length`), and the
-`off` tokens after that BOS are repeated context whose targets are off.
+    ready, wants(target), pending      if they differ from "the pending tokens fill a row"
+    of(config)                         if it needs more settings than T
+    lead(keys)                         if it changes the order of documents: the next row starts with these
+    whole_length(piece)                if a piece is shorter than its document
+    framed, own_bos, max_tokens        if documents have no BOS, continuations get one, or rows hold only a part
 
-**Fitting.** Whole documents shorter than a row are *fillers*. Their lengths are a set of bits in one
-Python integer: bit n is on when a document of n tokens waits. Beside it is its mirror image, where
-bit T + 1 - n is on. The largest filler that fits r tokens is one mask and one `bit_length`. Two of
-them fill r exactly where `bits & (mirror >> (T + 1 - r))` has a bit: some n with both n and r - n on.
+`tests/test_hacks.py` adds one in 30 lines. A layout's rows are part of a run's identity: to change any placement of an
+existing layout, rename it or raise VERSION.
 
-**The token clock.** Every waiting piece has its place: how many tokens arrived before it, of any
-piece at most what a row holds. A document that fills a row leaves when as many tokens have left as
-came before it. All other rows start with the filler that has waited longest, and are completed by
-exact fits, pairs, and the largest that fits.
+A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from document `key`, beginning
+at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with `start > 0` begins with a BOS of
+its own, which `length` counts, and the `off` tokens after that BOS are repeated context whose targets are off.
 
-    arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, what a row holds
+**Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers are a set of bits in
+a Python integer: bit n is 1 if a filler of n tokens is pending. A second integer is its mirror image, where bit
+T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits r tokens. Two fillers fill r exactly if
+`bits & (mirror >> (T + 1 - r))` has a bit: some n for which both bit n and bit r - n are 1.
+
+**The token clock.** Each pending piece has a place: the number of tokens that arrived before it, where a piece counts
+for at most a row. A document that fills a row leaves once as many tokens have left as arrived before it. Every other
+row starts with the oldest filler. Exact fits, pairs and the largest filler that fits complete it.
+
+    arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
     tokens left  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
 
-So the rows of any stretch hold long and short documents as the data do, and nothing waits for ever.
-The rest of a cut document arrives anew, behind all that waits, and starts a row in its turn. So the
-pieces of one document lie as far apart as the buffer allows.
+So every stretch of rows holds long and short documents in the proportions of the data, and nothing waits forever. The
+rest of a cut document arrives again behind all pending pieces, and starts a row when it is due. So the pieces of one
+document lie as far apart as the buffer allows.
 
-**The buffer** counts fillers only: documents that fill a row need no partner, so they do not keep a
-lane from reading on until enough fillers are pending. Memory does: see `token_limit`.
+**The buffer** counts fillers only. Long documents need no partner, so a lane continues to read until enough fillers are
+pending, or until it holds as many tokens as memory allows (`token_limit`).
 
-**The end of an epoch.** A lane finishes an epoch before it begins the next one. What cannot fill a
-row any more is named by `lead`: the next row starts with it and is completed from the next epoch.
+**The end of an epoch.** A lane finishes an epoch before it begins the next one. Pieces that no longer fill a row are
+passed to `lead`: the next row starts with them, and documents of the next epoch complete it.
 
-Rejected: long documents at once (the first rows hold nothing else); every row started with the
-oldest document (the first rows hold short ones); rests as fillers (two pieces of one document in
-neighbouring rows); a list searched from end to end for each placement, as in nanochat, where
-over-long documents fill up the buffer.
+Rejected: long documents first (the first rows hold nothing else); every row started with the oldest document (the
+first rows hold only short ones); rests as fillers (two pieces of one document in neighbouring rows); nanochat's search
+through a list for each placement, where long documents fill up the buffer.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 3  # part of the stream's law: a packer that places anything differently gets another number
-LIMIT_ROW = 2049  # tokens of a row, at least, by which the limit of a buffer is counted
+VERSION = 3  # part of the stream's law: a packer that places anything differently needs another number
+LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
-Key = Any  # whatever the caller names documents by; hashable
+Key = Any  # the caller's name for a document; hashable
 Placement = tuple[Key, int, int, int]
 
 
 class Piece(NamedTuple):
-    """A document that waits, or what is left of one."""
+    """A pending document, or the rest of one."""
 
-    length: int  # tokens; of a rest: 1 BOS + context + what no row has had
-    start: int  # the document's tokens that are used up; 0: the whole document waits
-    place: int  # tokens that came before it, of any piece at most what a row holds
+    length: int  # tokens; of a rest: 1 BOS + context + the tokens that no row has had
+    start: int  # tokens of the document that rows have had; 0: the whole document is pending
+    place: int  # tokens that arrived before it, where a piece counts for at most a row
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """Tokens that a lane keeps pending at most, of each document at most what a row holds: as many as
-    `buffer_size` rows of 2,049 tokens or more. The limit matters where few documents are shorter than
-    a row. At 2 bytes a token, 64 lanes keep at most 34 MB for T up to 2,048."""
+    """The maximum of tokens that a lane keeps pending, where a document counts for at most a row: `buffer_size` rows
+    of 2,049 tokens or more. It takes effect if few documents are shorter than a row. At 2 bytes per token, 64 lanes
+    hold at most 34 MB for T up to 2,048."""
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
 class Packer:
-    """What all packers have. Counts are of the packer's whole life, restarts included, in tokens.
+    """The base of all packers. Counts are in tokens and cover the packer's whole life, including before a resume.
 
-    `state` and `restore` carry everything over: a restored packer places what this one would have.
+    `state` and `restore` carry everything over: a restored packer places documents exactly as the original would.
     """
 
     framed = True  # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
-    own_bos = False  # whether placements with start > 0 have a BOS of their own in front
+    own_bos = False  # whether placements with start > 0 begin with a BOS of their own
 
     @classmethod
     def of(cls, config: Any) -> "Packer":
-        """An empty packer of a `nanochat.order.StreamConfig`."""
+        """An empty packer with the settings of a `nanochat.order.StreamConfig`."""
         return cls(config.T)
 
     def __init__(self, T: int):
         self.capacity = T + 1  # tokens of a row
-        self.most: int | None = None  # of a document's tokens that rows can hold; None: all
-        self.tokens = 0  # in all waiting pieces
-        self.row = 0  # rows packed
+        self.max_tokens: int | None = None  # the part of a document that rows can hold, in tokens; None: all of it
+        self.tokens = 0  # in all pending pieces
+        self.row = 0  # number of rows packed
         self.inserted = 0  # BOS put in front of documents and rests
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
         self.padded = 0  # tokens of rows that no document fills
-        self.left = 0  # tokens of pieces that have left, of any piece at most what a row holds
+        self.left = 0  # tokens of pieces that have left, where a piece counts for at most a row
 
     def __contains__(self, key: Hashable) -> bool:
-        """Whether something of that document waits."""
+        """Whether any part of a document is pending."""
         raise NotImplementedError
 
     def waiting(self) -> dict[Key, Piece]:
-        """A copy of all that waits."""
+        """A copy of everything that is pending."""
         raise NotImplementedError
 
     @property
     def ready(self) -> bool:
-        """Whether the waiting pieces can fill a row."""
+        """Whether the pending pieces can fill a row."""
         return self.tokens >= self.capacity
 
     @property
     def pending(self) -> int:
-        """Tokens of waiting documents that no row has had yet."""
+        """Tokens of pending documents that no row has had yet."""
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether more documents should come before the next row is packed; `target`: how many
-        should wait."""
+        """Whether to push more documents before packing the next row. `target`: how many should be pending."""
         return not self.ready
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document of `length` tokens. `start` and `place` are those of a restored piece."""
+        """Add a document of `length` tokens. A restored piece also has `start` and `place`, as in `Piece`."""
         raise NotImplementedError
 
     def lead(self, keys: Sequence[Key]) -> None:
-        """The next row starts with these pieces, which are fewer tokens than a row. A packer that
-        keeps documents in their order has nothing to do."""
+        """Start the next row with these pieces, which together are shorter than a row. A packer that keeps documents
+        in order does that anyway."""
 
     def next_row(self) -> list[Placement]:
-        """The next row. The caller sees to it that `ready` holds."""
+        """The placements of the next row. Call it only if `ready`."""
         raise NotImplementedError
 
     def whole_length(self, piece: Piece) -> int:
-        """Tokens of the whole document that a waiting piece is of."""
+        """Tokens of the whole document that a pending piece belongs to."""
         return piece.length
 
     def state(self) -> tuple[dict[str, int], dict[Key, Piece]]:
-        """The packer as it is now: (its counts, a copy of what waits)."""
+        """The packer's present state: (its counts, a copy of its pending pieces)."""
         counts = {name: getattr(self, name) for name in COUNTS}
         return {**counts, "pending": self.pending}, self.waiting()
 
     def restore(self, counts: Mapping[str, Any], waiting: dict[Key, Piece]) -> None:
-        """Make an empty packer what `state` told."""
+        """Give an empty packer the state that `state` returned."""
         for name in COUNTS:
             setattr(self, name, counts[name])
         for key, piece in waiting.items():
@@ -166,8 +169,8 @@ class Packer:
 
 
 class BestFit(Packer):
-    """BOS-aligned rows, always full. `split` brings the rest of a cut document back, otherwise it
-    is dropped."""
+    """Rows that start with BOS and are always full. The rest of a cut document comes back if `split`; otherwise it is
+    dropped."""
 
     own_bos = True
 
@@ -178,15 +181,15 @@ class BestFit(Packer):
     def __init__(self, T: int, *, split: bool = False, overlap: int = 64):
         super().__init__(T)
         self.split, self.overlap = split, overlap
-        self.most = None if split else self.capacity
-        self.near = not split  # whether a row may end with a document that is a little too long
-        self.leading: list[Key] = []  # what the next row starts with, whatever its turn
+        self.max_tokens = None if split else self.capacity
+        self.crops_fillers = not split  # whether a row may end with a filler that is slightly too long
+        self.leading: list[Key] = []  # the pieces that the next row must start with
         self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
-        self.timed: dict[Key, Piece] = {}  # long ones and rests, oldest first: each in its turn
+        self.timed: dict[Key, Piece] = {}  # documents that fill a row, and rests, oldest first
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
-        self.bits = self.mirror = 0
-        self.counted = 0  # tokens that wait, of any piece at most what a row holds
-        self.context = 0  # BOS and repeated tokens of the rests that wait
+        self.bits = self.mirror = 0  # the lengths of the fillers, see the head of this file
+        self.counted = 0  # pending tokens, where a piece counts for at most a row
+        self.context = 0  # BOS and repeated tokens of the pending rests
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.fillers or key in self.timed
@@ -199,14 +202,14 @@ class BestFit(Packer):
         return self.tokens - self.context
 
     def wants(self, target: int) -> bool:
-        """Until `target` fillers wait, or as many tokens as memory allows."""
+        """True until `target` fillers are pending, or as many tokens as memory allows."""
         limit = target * self.capacity if self.split else token_limit(target, self.capacity)
         full = len(self.fillers) >= target or self.counted >= limit
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """A document waits from now on, or what is left of it from `start`. `place`: its place on
-        the token clock, where a cursor brings it back; else behind all that has come."""
+        """Add a document, or its rest from token `start`. `place` is its place on the token clock (default: behind
+        everything that has arrived)."""
         piece = Piece(length, start, self.left + self.counted if place is None else place)
         self.tokens += length
         self.counted += min(length, self.capacity)
@@ -222,14 +225,14 @@ class BestFit(Packer):
         self.by_length[length].append(key)
 
     def _context(self, start: int) -> int:
-        """BOS and repeated tokens in front of a rest."""
+        """Number of BOS and repeated tokens in front of a rest."""
         return 1 + min(self.overlap, start - 1) if start else 0
 
     def whole_length(self, piece: Piece) -> int:
         return piece.start + piece.length - self._context(piece.start)
 
     def _pop(self, key: Key) -> Piece:
-        """Take a piece out of all that waits."""
+        """Remove a piece, and advance the token clock."""
         if key in self.timed:
             piece = self.timed.pop(key)
             self.context -= self._context(piece.start)
@@ -248,11 +251,13 @@ class BestFit(Packer):
         return piece
 
     def _place(self, key: Key, room: int, placements: list[Placement]) -> int:
-        """Place a piece in the `room` that a row has left, and return what is left then. What does
-        not fit is dropped or comes back."""
+        """Place a piece in the last `room` tokens of a row, and return the room that remains. Tokens that do not fit
+        are dropped or come back."""
         length, start, _ = self._pop(key)
         placed = min(length, room)
-        context = self._context(start)  # the rest of a document: BOS, repeated tokens, new ones
+        # A rest is a BOS, then context (targets off), then new tokens. Its placement starts at the first token of the
+        # context. If there is little room, the row may end within the context.
+        context = self._context(start)
         off = min(context, placed) - 1 if start else 0
         placements.append((key, start - context + 1 if start else 0, placed, off))
         if start:
@@ -260,6 +265,7 @@ class BestFit(Packer):
             self.repeated += off
         if placed < length:
             if self.split:
+                # Rows have now had `used` of the document's `whole` tokens. The others arrive again with new context.
                 used = start + placed - 1 - off if start else placed
                 whole = start + length - context
                 self.push(key, self._context(used) + whole - used, used)
@@ -271,56 +277,56 @@ class BestFit(Packer):
         self.leading = [*keys]
 
     def next_row(self) -> list[Placement]:
-        """A full row: the pieces that lead it, or the document that is due by the clock, or the oldest
-        filler; then what fills the rest best."""
+        """A full row: it starts with the pieces that lead it, or with the long document that is due, or with the oldest
+        filler. Then come the pieces that fill it best."""
         placements: list[Placement] = []
         self.row += 1
         room = self.capacity
-        for first in self.leading or [self._first_key()]:
-            room = self._place(first, room, placements)
+        if not self.leading:
+            # The oldest long document or rest is due if the clock has reached its place.
+            first = next(iter(self.timed), None)
+            if first is None or (self.fillers and self.timed[first].place > self.left):
+                first = next(iter(self.fillers))
+            self.leading = [first]
+        for key in self.leading:
+            room = self._place(key, room, placements)
         self.leading = []
         while room:
-            room = self._place(self._next_key(room), room, placements)
+            if not self.fillers:
+                key = next(iter(self.timed))
+            else:
+                length = self._best(room)
+                if length == 0:
+                    # Nothing fits, so a filler is cut: the shortest one if its rest is dropped, because that loses
+                    # least; the longest one if its rest comes back.
+                    length = (self.bits if self.split else self.bits & -self.bits).bit_length() - 1
+                key = self.by_length[length][0]
+            room = self._place(key, room, placements)
         return placements
 
-    def _first_key(self) -> Key:
-        """The piece that a row starts with."""
-        first = next(iter(self.timed), None)
-        if first is None or (self.fillers and self.timed[first].place > self.left):
-            first = next(iter(self.fillers))
-        return first
-
-    def _next_key(self, room: int) -> Key:
-        """The piece to go on with where a row has `room` tokens left."""
-        if not self.fillers:
-            return next(iter(self.timed))
-        length = self._best(room)
-        if length == 0:  # none fits. A cut document loses least where it is short; a long one comes back
-            shortest, longest = (self.bits & -self.bits).bit_length() - 1, self.bits.bit_length() - 1
-            length = longest if self.split else shortest
-        return self.by_length[length][0]
-
     def _best(self, room: int) -> int:
-        """The length of an exact fit, of the larger of an exact pair, of one that is a few tokens
-        too long (where that is allowed), or of the largest that fits; 0 where none does."""
+        """The length of the filler that fills `room` best; 0 if none fits."""
+        # an exact fit
         if room in self.by_length:
             return room
+        # the larger of two fillers that fit exactly together; two of room / 2 must be two different ones
         pairs = self.bits & self.mirror >> self.capacity - room
         larger = pairs.bit_length() - 1
         if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
             return larger
-        # A row that no document fits would end with the shortest one, cropped. One that is too long by
-        # no more than that costs less, and saves the short ones for rows that need them.
-        if self.near and (longer := self.bits >> room):
-            over, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
-            if over <= shortest:
-                return room + over
+        # A filler that is too long by at most the length of the shortest one: a row that nothing fits would end with
+        # that shortest one, cropped. This loses no more, and saves the short ones for rows that need them.
+        if self.crops_fillers and (longer := self.bits >> room):
+            excess, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
+            if excess <= shortest:
+                return room + excess
+        # the largest that fits
         return max(0, (self.bits & (1 << room) - 1).bit_length() - 1)
 
 
 class Binned(BestFit):
-    """Stored entries, whole: the oldest first, then what fills the row best. What is left of the
-    row is padding. With `pack=False` a row is one entry, in order."""
+    """Stored entries, whole: the oldest first, then those that fill the row best, then padding. With `pack=False` each
+    row is one entry, in order."""
 
     framed = own_bos = False
 
@@ -329,15 +335,15 @@ class Binned(BestFit):
         return cls(config.T, pack=config.pack)
 
     def __init__(self, T: int, *, pack: bool = True):
-        super().__init__(T + 1)  # so that an entry of T + 1 tokens is a filler like any other
-        self.near, self.most, self.pack = False, None, pack
+        super().__init__(T + 1)  # so that an entry of T + 1 tokens is a filler, too
+        self.crops_fillers, self.max_tokens, self.pack = False, None, pack
 
     @property
     def ready(self) -> bool:
         return bool(self.fillers)
 
     def wants(self, target: int) -> bool:
-        """Until `target` entries wait."""
+        """True until `target` entries are pending."""
         return len(self.fillers) < max(1, target if self.pack else 1)
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
@@ -345,7 +351,7 @@ class Binned(BestFit):
         T = self.capacity - 2
         if length > T + 1:
             raise ValueError(f"an entry has {length:,} tokens, a row of the binned layout {T + 1:,}; "
-                             f"make the shards with --max-length {T}, or take --packing bestfit")
+                             f"make the shards with --max-length {T}, or use --packing bestfit")
         super().push(key, length, start, place)
 
     def next_row(self) -> list[Placement]:
@@ -359,12 +365,12 @@ class Binned(BestFit):
 
 
 class Concat(Packer):
-    """One stream of tokens: nothing is dropped, and rows are not aligned with documents. Each row
-    starts with the last token of the row before it."""
+    """One stream of tokens. Nothing is dropped, and rows need not begin with a document. Each row starts with the last
+    token of the previous row."""
 
     def __init__(self, T: int):
         super().__init__(T)
-        self.documents: dict[Key, Piece] = {}  # in order; the first one's last used token is shared
+        self.documents: dict[Key, Piece] = {}  # in order; the last used token of the first one is used again
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.documents
@@ -381,7 +387,7 @@ class Concat(Packer):
         self.tokens += length - start
 
     def next_row(self) -> list[Placement]:
-        """A full row: documents in the order in which they came, the last one cut where it ends."""
+        """A full row: documents in the order of their arrival, the last one cut at the row's end."""
         placements: list[Placement] = []
         room = self.capacity
         while room:
@@ -391,7 +397,7 @@ class Concat(Packer):
             room -= placed
             if room:
                 del self.documents[key]
-            else:  # the row's last token is the first one of the next row
+            else:  # the row's last token is also the first one of the next row
                 self.documents[key] = Piece(length, start + placed - 1, 0)
         self.tokens -= self.capacity - 1
         self.repeated += 1 if self.row else 0

@@ -1,26 +1,26 @@
 """
-The plan: what a run will take from each bucket, and at which step one runs dry, before it starts.
+The plan: what a run will take from each bucket, and at which step one runs dry.
 
     phase   from step         tokens   web      code     math
     1               0      5,000,000   60.0 %   30.0 %   10.0 %
     2           2,441      5,000,000   30.0 %   30.0 %   40.0 %
 
-    bucket   tokens there       asked     trained      usable   passes   cropped %   dry at step
-    code        4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312
+    bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
+    code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312
 
-Placements come from lengths alone. So a stream of documents that have a length and no tokens packs
-the very same rows, and a plan is that stream followed step by step:
+Placements follow from lengths alone. So a stream of documents that have a length but no tokens packs exactly the rows
+of the run, and a plan follows that stream step by step:
 
-    lengths --> Stream(feed=Rehearsal) --rows of a step--> all there, or a lane halts, or drops a bucket
+    lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-For token files this is what will happen, halting step and accounts included. Text has no lengths
-before it is tokenized: they are drawn from a few hundred documents, and what comes of that is
-called an estimate. A bucket without limit, or whose totals are far beyond what is asked of it,
-cannot run dry. It is not rehearsed; what is told of its cropping is that of some thousand rows.
+For token files, the plan is exact, including the halting step and the ledger. Text has no lengths before it is
+tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate. A bucket that cannot
+run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
+thousand rows.
 
-A run makes a plan only when it has a curriculum, because otherwise nothing limits its epochs. It keeps the
-plan in RUN/plan.json, and a resumed run reads it there. scripts.validate makes a plan of any run but one in
-Megatron's order, which does not start if it has too few samples.
+A run makes a plan only if it has a curriculum, because otherwise its epochs are unlimited. It keeps the plan in
+RUN/plan.json for a resume. scripts.validate plans every run except one in Megatron's order, which does not start if it
+has too few samples.
 """
 
 import logging
@@ -42,38 +42,32 @@ from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_
 log = logging.getLogger(__name__)
 
 PHASE = {"first_step": int, "tokens": int, "asked": dict}
-ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of a bucket's account
-FAR = 4  # times what is asked: half may be dropped, and lanes' shares differ
-SHARE_DOCUMENTS = 1024  # least documents of a lane's share for shares to be much alike
-SAMPLE_ROWS = 4096  # packed of a bucket that is not rehearsed
-DRY_WAYS = ("shorten the run or mix less of it, allow more passes (max_epochs), or go on without "
-            "it where it is dry (--allow-bucket-exhaustion)")
+ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of an account
+FAR = 4  # times the requested tokens: half of a bucket may be dropped, and lanes' shares differ
+SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
+SAMPLE_ROWS = 4096  # rows packed of a bucket that is not rehearsed
+DRY_WAYS = ("shorten the run or give the bucket less weight, allow more passes (max_epochs), or continue without it "
+            "when it is dry (--allow-bucket-exhaustion)")
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a run takes from a bucket, in tokens. What is trained on is rows * T.
+    """What a run takes from a bucket, in tokens. It trains on rows * T."""
 
-        tokens    of one pass: what `read` counts, so without BOS and what repeats the window before
-        passes    tokens that leave the buffers, cropped ones included, by the last step / tokens
-        cropped   of what leaves the buffers
-        repeated  of what enters them: read + bos + repeated
-    """
-
-    documents: int  # in one pass; windows that overlap are one document
-    tokens: int  # in one pass
-    max_epochs: int  # passes allowed, 0 = no limit
-    asked: int  # that the mix asks for, had it all
-    trained: int  # that the run gets
-    usable: int | None  # to be had before the first lane is dry; None: more than is asked
-    dry_step: int | None  # at which the first lane is dry
-    account: dict[str, int]  # see nanochat.stream.ledger; `exact` or of some rows
+    documents: int  # in one pass; overlapping windows are one document
+    tokens: int  # in one pass, as `read` counts them: without BOS and repeated tokens
+    max_epochs: int  # maximum number of passes; 0 = unlimited
+    asked: int  # tokens that the mix requests
+    trained: int  # tokens that the run receives
+    usable: int | None  # tokens available until the first lane is dry; None: more than requested
+    dry_step: int | None  # the step at which the first lane is dry
+    account: dict[str, int]  # as in nanochat.stream.ledger: of the run's rows if `exact`, otherwise of some rows
     exact: bool
 
     @property
     def passes(self) -> float:
-        """Over the bucket, by the last step. The account may be of other rows than the run's: it says
-        how many tokens a row takes."""
+        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, per `tokens`.
+        The account only contributes the number of tokens per row."""
         account = self.account
         if not account["rows"]:
             return 0.0
@@ -83,12 +77,12 @@ class BucketPlan:
 
     @property
     def cropped(self) -> float:
-        """Share of the tokens that left the buffers, see `nanochat.stream.share`."""
+        """Share of the tokens that left the buffers (`nanochat.stream.share`)."""
         return share(self.account, "cropped")
 
     @property
     def repeated(self) -> float:
-        """Share of the tokens that entered the buffers: overlap of a split document, or of stored windows."""
+        """Share of the tokens that entered the buffers: the overlap of split documents or stored windows."""
         return self.account["repeated"] / max(1, self._entered)
 
     @property
@@ -98,17 +92,17 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. JSON all through."""
+    """What a run will do, in JSON values."""
 
-    estimate: bool  # lengths are those of a sample
+    estimate: bool  # whether lengths are drawn from a sample
     T: int
     V: int
     rows_per_step: int
-    num_steps: int  # asked
-    steps: int  # that the run will take
-    halt: str  # why it takes no more; empty if it does not halt
-    allowed: bool  # whether dry buckets are dropped
-    crops: bool  # whether --long-docs=split would use more
+    num_steps: int  # requested
+    steps: int  # possible
+    halt: str  # the reason if the run halts before `num_steps`; otherwise empty
+    allowed: bool  # whether lanes may drop dry buckets
+    crops: bool  # whether --long-docs=split would use more tokens
     phases: list[dict[str, Any]]  # {"first_step", "tokens", "asked": {bucket: tokens}}
     buckets: dict[str, BucketPlan]
 
@@ -124,33 +118,31 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in a file. FileNotFoundError if there is none, ValueError if it is broken."""
+    """The plan in a file. FileNotFoundError if it does not exist, ValueError if it is corrupt."""
     value = read_json(path, get_type_hints(Plan) | {"phases": [PHASE], "buckets": dict})
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(ACCOUNT, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
     try:
         return Plan.from_json(value)
     except TypeError as e:
-        raise ValueError(f"{path}: of another version ({e})") from None
+        raise ValueError(f"{path}: written by another version ({e})") from None
 
 
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
 class Lengths:
-    """The documents of a source as their lengths. Those of text are drawn from 64 documents of each
-    of up to 8 groups, in turn. `plenty`: whether the bucket has far more than is asked of it."""
+    """A source's documents as lengths. The lengths of text are drawn in turn from a sample of 64 documents from each of
+    up to 8 groups. `plenty`: whether the bucket has far more tokens than requested."""
 
     def __init__(self, source: Source, config: StreamConfig):
         self.source, self.plenty, self.entries = source, False, int(source.groups.sum())
         self.groups, self.means, self.small = source.groups, source.means, source.small
         self.fingerprint, self.locate = source.fingerprint, source.locate
-        self.sample: np.ndarray | None = None
-        if not source.lengths_known:
-            self.sample = sample_lengths(source)
+        self.sample = None if source.lengths_known else sample_lengths(source)
         self.documents, self.tokens, self.rows = self._totals(config)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
-        """As `Source.read`, with ranges in place of ids."""
+        """Like `Source.read`, with ranges in place of ids."""
         if self.sample is None:
             lengths, repeated = self.source.lengths(group, rows)
         else:
@@ -159,7 +151,7 @@ class Lengths:
         return [range(n) for n in lengths], repeated
 
     def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
-        """(documents, their tokens, about how many rows) of one pass. See `BucketPlan`."""
+        """(documents, their tokens, estimated rows) of one pass, see `BucketPlan`."""
         crop, documents, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0, 0.0
         if self.sample is not None:
             used = np.minimum(self.sample, config.T + 1) if crop else self.sample
@@ -167,17 +159,17 @@ class Lengths:
             mean = float(self.sample.mean()) - config.framed
             return self.entries, round(self.entries * mean), self.entries * share
         for group, n in enumerate(self.groups.tolist()):
-            found, repeated = self.source.lengths(group, np.arange(n))
+            lengths, repeated = self.source.lengths(group, np.arange(n))
             documents += repeated.count(0)
-            tokens += sum(found) - sum(repeated) - config.framed * n
-            used = np.minimum(found, config.T + 1) if crop else np.array(found)
+            tokens += sum(lengths) - sum(repeated) - config.framed * n
+            used = np.minimum(lengths, config.T + 1) if crop else np.array(lengths)
             rows += float(used.sum()) / (config.T + 1) if config.pack else n
         return documents, tokens, rows
 
 
 class Rehearsal(Feed):
-    """A feed of `Lengths`: it packs rows and makes none. Of a bucket with plenty it packs none
-    either, and has one whenever one is due."""
+    """A feed of `Lengths`: it packs rows without tokens. A bucket with plenty is not even packed, because it always has
+    a next row."""
 
     source: Any
 
@@ -189,10 +181,10 @@ class Rehearsal(Feed):
         return self.pack()
 
     def _kept(self, ids: Any) -> None:
-        """Nothing."""
+        """Keep nothing."""
 
-    def _fetch_again(self, group: int, waiting: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Nothing: a document that waits is known by its length."""
+    def _fetch_pending(self, group: int, waiting: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Read nothing: the packer knows the lengths of pending documents."""
         return {}
 
 
@@ -201,24 +193,24 @@ class Rehearsal(Feed):
 def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
               num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
               start_step: int = 0) -> Plan:
-    """The plan of a run of `num_steps` steps in all. `cursors`: of all lanes, to plan the rest of a
-    run that has done `start_step` steps. Raises ValueError for bad files."""
+    """The plan of a run of `num_steps` steps. `cursors` of all lanes plan the rest of a run that has completed
+    `start_step` steps. ValueError for corrupt files."""
     V, n = config.V, rows_per_step // config.V
     lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
     stream = Stream(config, lengths, range(V), tokenizer=fingerprint, cursors=cursors,  # type: ignore[arg-type]
                     num_threads=0, drop_dry=drop_dry, feed=Rehearsal)
     buckets = stream.buckets
-    begin = stream.rows[0]
-    first, stop = begin - start_step * n, begin + (num_steps - start_step) * n
+    first = stream.rows[0] - start_step * n  # the run's rows of each lane: `first` to `stop` - 1
+    stop = first + num_steps * n
     phases = _phases(config, buckets, first, stop, n)
     asked = {b: sum(phase["asked"][b] for phase in phases) for b in buckets}
-    most = (stop - first) * V * config.T if drop_dry else 0  # that is asked, were all other buckets dry
+    whole_run = (stop - first) * V * config.T
     for b in buckets:
-        of = lengths[b]
-        there = config.epochs(b) * of.rows * config.T
-        enough = of.entries >= SHARE_DOCUMENTS * V and there >= FAR * max(most, asked[b])
-        of.plenty = not config.epochs(b) or enough
+        available = config.epochs(b) * lengths[b].rows * config.T
+        needed = whole_run if drop_dry else asked[b]  # with `drop_dry`, all other buckets could be dry
+        enough = lengths[b].entries >= SHARE_DOCUMENTS * V and available >= FAR * needed
+        lengths[b].plenty = not config.epochs(b) or enough
     rehearsed = not all(lengths[b].plenty for b in buckets)
     steps, halt, state, dry = _follow(stream, n, range(start_step if rehearsed else num_steps, num_steps))
     accounts, plans = ledger(stream.cursors(state), config.T), {}
@@ -239,8 +231,8 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
 
 
 def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
-    """Take the rows of `steps`, n of each lane: (the step before which the run halts, why or "",
-    the state there, {bucket that ran dry: (its usable tokens, the step)})."""
+    """Pack the rows of `steps`, n of each lane: (the step before which the run halts, the reason or "", the state at
+    that step, {bucket that ran dry: (its usable tokens, the step)})."""
     dry: dict[str, tuple[int, int]] = {}
     state, V, T = stream.state(), stream.config.V, stream.config.T
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
@@ -256,8 +248,8 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
                 ran_dry |= set() if last is None else {last}
             for bucket in ran_dry:
                 usable = stream.feeds[bucket][lane].packer.row * V * T
-                least, first = dry.get(bucket, (usable, step))
-                dry[bucket] = min(least, usable), first
+                usable_before, first = dry.get(bucket, (usable, step))
+                dry[bucket] = min(usable_before, usable), first
         if halts:
             return step, halts[0], state, dry
         state = stream.state()
@@ -265,7 +257,7 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
 
 
 def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
-    """A bucket's account after the first rows of one lane."""
+    """A bucket's account after the first `rows` rows of a lane."""
     feed = Rehearsal(config, bucket=bucket, lane=0, source=lengths,  # type: ignore[arg-type]
                      order=Order(lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config),
                      pool=None)
@@ -275,25 +267,24 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
 
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:
-    """Each phase: its first step, its tokens, and how many of each bucket its mix asks for (a row or
-    two of each lane more or less). A lane's rows of the run are `first` to `stop` - 1, n a step."""
+    """Each phase with its first step, its tokens, and the tokens that its mix requests from each bucket (up to two rows
+    of each lane more or less). A lane's rows of the run are `first` to `stop` - 1, n per step."""
     mix = config.curriculum
     lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
     shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
     edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
-    found = []
+    phases = []
     for begin, end, share_of in zip(edges, edges[1:], shares):
         tokens, whole = (end - begin) * config.V * config.T, sum(share_of.values())
-        found.append({"first_step": (begin - first) // n, "tokens": tokens,
-                      "asked": {bucket: tokens * share_of.get(bucket, 0) // whole for bucket in buckets}})
-    return found
+        phases.append({"first_step": (begin - first) // n, "tokens": tokens,
+                       "asked": {bucket: tokens * share_of.get(bucket, 0) // whole for bucket in buckets}})
+    return phases
 
 
-# ---- for people ----------------------------------------------------------------------------------
+# ---- reports -------------------------------------------------------------------------------------
 
 def rehearse(start: Any, data: Any) -> Plan:
-    """Make and print the plan of a run that is about to start. ValueError for a run that would halt, unless its
-    --plan is to warn."""
+    """Make and print the plan of a run that is about to start. ValueError if the run would halt, unless --plan=warn."""
     plan = make_run_plan(start, data)
     print0("\n".join(describe(plan)))
     why = problem(plan)
@@ -305,8 +296,8 @@ def rehearse(start: Any, data: Any) -> Plan:
 
 
 def make_run_plan(start: Any, data: Any) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`: the one in RUN/plan.json, if the run goes
-    on and is to be as long as it was then. Writes nothing."""
+    """The plan of a `start_run.Start` with its `RunData`. A resume of the same length takes the plan in RUN/plan.json.
+    Writes nothing."""
     settings, num_steps = start.settings, start.horizon.num_iterations
     config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
@@ -315,24 +306,23 @@ def make_run_plan(start: Any, data: Any) -> Plan:
             if (kept.num_steps, kept.allowed) == (num_steps, drop_dry):
                 return kept
         except (FileNotFoundError, ValueError):
-            pass  # one that cannot be read costs nothing but time
+            pass  # the plan is made again
     return make_plan(config, data.train, rows_per_step=settings.total_batch_size // config.T, num_steps=num_steps,
                      drop_dry=drop_dry, cursors=start.cursors, start_step=start.step)
 
 
 def problem(plan: Plan) -> str:
-    """What keeps the run from its last step, in a sentence; empty where nothing does. An estimate
-    never says so."""
+    """A sentence about why the run will not reach its last step; empty if it will, and for an estimate."""
     if not plan.halt or plan.estimate:
         return ""
-    about = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
+    why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
     if plan.allowed:
-        return f"{about}; shorten the run, or allow more passes (max_epochs)"
-    return f"{about}; {DRY_WAYS}, or train until there with --plan warn"
+        return f"{why}; shorten the run, or allow more passes (max_epochs)"
+    return f"{why}; {DRY_WAYS}, or train up to that step with --plan warn"
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What a person should know before starting, a sentence each."""
+    """Warnings before the start, one sentence each."""
     dry, notes, about = [], [], "about " * plan.estimate
     for name, bucket in plan.buckets.items():
         data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
@@ -341,13 +331,13 @@ def warnings(plan: Plan) -> list[str]:
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""
-        line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: {bucket.asked:,} "
-                f"tokens are asked of it, {bucket.usable:,} are usable with {plan.V} lanes")
+        line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
+                f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes")
         if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
             line += f"; {cropped:.1%} are cropped, which --long-docs=split would train on"
         dry.append(f"{line}; fewer --lanes may use more of it")
     if plan.estimate and plan.halt:
-        dry.append(f"the run would halt there; {DRY_WAYS}")
+        dry.append(f"the run would halt at that step; {DRY_WAYS}")
     return dry + notes
 
 
@@ -370,6 +360,6 @@ def describe(plan: Plan) -> list[str]:
         rows.append([name, bucket.documents, bucket.tokens, bucket.asked, bucket.trained, bucket.usable,
                      f"{bucket.passes:.2f}{limit}", *(f"{100 * part:.2f}" for part in parts),
                      "exact" if bucket.exact and not plan.estimate else "about", bucket.dry_step])
-    tables += table(["bucket", "documents", "tokens there", "asked", "trained", "usable", "passes", "cropped %",
+    tables += table(["bucket", "documents", "tokens", "requested", "trained", "usable", "passes", "cropped %",
                      "repeated %", "padded %", "figures", "dry at step"], rows)
     return lines + [f"  {line}" for line in tables]

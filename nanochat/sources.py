@@ -1,20 +1,19 @@
 """
 Sources: the files of a bucket behind one small interface.
 
-    Source.groups, .means       documents in each group, in the order of files; about how many tokens each has
-    Source.read(group, rows)    those documents as token ids, [BOS] + ids each
+    Source.groups, .means       number of documents of each group, in the order of files; estimated mean of their tokens
+    Source.read(group, rows)    these documents as token ids, each as [BOS] + ids
 
-A group is a run of documents stored together: a parquet row group, or some thousand entries of a token
-file. A new kind of data file is one class in one file: see `nanochat.dataset.reader_class`, and
-`TokenSource` in nanochat/tokens.py for an example, which is imported with the first .bin file.
+A group is a run of documents stored together: a parquet row group, or a few thousand entries of a token file. A new
+kind of data file is one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in nanochat/tokens.py
+for an example.
 
-**Parquet.** A row group can only be read from its beginning, and one page may hold all of it, but a
-lane wants 64 documents now and the next 64 much later. Holding each lane's group decoded would cost
-megabytes per lane; decoding it for each unit would cost sixteen times the work. So a group is decoded
-once, and the units that the lane will read soon are kept compressed until it reads them. A *small*
-bucket, at most 32 Mi tokens or about 128 MB of text, is read in random order: each group is decoded
-once in the whole run, and its documents stay in memory, each compressed on its own. (Compressing
-several together took no less memory, and a fifth more time per document.)
+**Parquet.** A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64 much
+later. To hold each lane's group decoded would cost megabytes per lane; to decode it for each unit would cost sixteen
+times the work. So a group is decoded once, and the units that the lane will read soon are kept compressed. A *small*
+bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded once in the whole
+run, and its documents stay in memory, each compressed by itself. (Compressing several together saved no memory, and
+cost a fifth more time per document.)
 """
 
 import functools
@@ -33,13 +32,13 @@ from nanochat.dataset import Manifest, fingerprint, reader_class
 from nanochat.text import SUFFIXES, Selection, as_parquet, open_parquet, read_batches, text_tokens
 from nanochat.tokenizer import CannotEncode, Tokenizer
 
-SMALL_TOKENS = 32 << 20  # estimated, of a bucket whose documents are shuffled one by one
-SMALL_DOCUMENTS = 1 << 20  # and as many documents
+SMALL_TOKENS = 32 << 20  # a bucket with at most this many estimated tokens is shuffled document by document,
+SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
 
 def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """(documents in each group, about how many tokens these have on average) of a manifest, in the order of files,
-    each (G,) int64. The mean is that of the group's file."""
+    """(documents of each group, estimated mean of their tokens) of a manifest, in the order of files, each (G,) int64.
+    The mean is that of the group's file."""
     files = manifest["files"]
     counts = [np.array(e["groups"], np.int64) for e in files]
     documents = [max(1, int(of_file.sum())) for of_file in counts]
@@ -49,13 +48,13 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Source:
-    """One bucket's documents. `manifest` is the run's, see `nanochat.dataset.scan`; so is the tokenizer.
+    """One bucket's documents. `manifest` and `tokenizer` are the run's, see `nanochat.dataset.scan`.
 
-    A kind of file is a subclass: `scan_file` pins one, `read` reads it. Both may be called from
-    several threads at once, and errors name the file.
+    Each kind of file is a subclass: `scan_file` pins a file, `read` reads it. Both may be called from several threads
+    at once, and their errors name the file.
     """
 
-    lengths_known: ClassVar[bool] = False  # whether `lengths` is implemented, so that lengths need no ids
+    lengths_known: ClassVar[bool] = False  # whether the subclass implements `lengths`
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         files = manifest["files"]
@@ -69,48 +68,47 @@ class Source:
         self.without = self._find_without(manifest.get("without", {}))
 
     def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
-        """{group: (documents,) bool} of the groups with documents whose targets are off (--without-documents)."""
+        """{group: (documents,) bool}: the documents whose targets are off (--without-documents)."""
         without = {}
         for number, entry in enumerate(self.manifest["files"]):
-            if (rows := rows_by_file.get(entry["name"], [])) == []:
+            if entry["name"] not in rows_by_file:
                 continue
-            listed = np.ones(sum(entry["groups"]), bool)
-            if rows is not None:
-                listed[:] = False
-                listed[rows] = True
-            for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1])):
+            rows = rows_by_file[entry["name"]]  # None: all
+            listed = np.zeros(sum(entry["groups"]), bool)
+            listed[slice(None) if rows is None else rows] = True
+            for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1]), self._first_group[number]):
                 if mask.any():
-                    without[int(self._first_group[number]) + group] = mask
+                    without[int(group)] = mask
         return without
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
-        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": documents in
-        each, "tokens": about how many in all, if the size does not show it}. `field` holds the text
-        (--text-field). ValueError or FileNotFoundError for a file that cannot be read."""
+        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": documents of each, "tokens": an
+        estimate, unless the size gives one}. `field` holds the text (--text-field). ValueError or FileNotFoundError if
+        the file cannot be read."""
         raise NotImplementedError
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """Documents `rows` (n,) of a group, in that order: (ids of each, how many first ids of each
-        repeat the document before it). Rows after these and before `keep` will be read soon."""
+        """Documents `rows` (n,) of a group, in that order: (ids of each, number of first ids of each that repeat the
+        document before it). The rows from there up to `keep` will be read soon."""
         raise NotImplementedError
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        """`read` without the ids: (length of each, how many first ids of each repeat)."""
+        """The lengths of what `read` returns: (length of each document, number of its first ids that repeat)."""
         raise NotImplementedError
 
     def texts(self, group: int) -> list[str]:
-        """The texts of all documents of a group; of stored tokens, what they decode to."""
-        found, _ = self.read(group, np.arange(self.groups[group]))
-        return [self.tokenizer.decode(ids.tolist()) for ids in found]
+        """The texts of all documents of a group. Stored tokens are decoded."""
+        documents, _ = self.read(group, np.arange(self.groups[group]))
+        return [self.tokenizer.decode(ids.tolist()) for ids in documents]
 
     def file_of(self, group: int) -> tuple[int, int]:
-        """(number of the file, number of the group in that file) of a group."""
+        """A group's (number of its file, number within that file)."""
         file = int(np.searchsorted(self._first_group, group, side="right")) - 1
         return file, group - int(self._first_group[file])
 
     def locate(self, group: int) -> tuple[str, int]:
-        """(relative file name, group in that file) of a group."""
+        """A group's (relative name of its file, number within that file)."""
         file, number = self.file_of(group)
         return self.manifest["files"][file]["name"], number
 
@@ -118,28 +116,29 @@ class Source:
 # ---- text in parquet --------------------------------------------------------------------------------
 
 class ParquetSource(Source):
-    """Text in parquet files; files of other kinds are converted to parquet once."""
+    """Text in parquet files. Other text files are converted to parquet once."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         super().__init__(manifest, tokenizer)
         selection = Selection.of(manifest)
         self.field = selection.text_field
         self.paths = [as_parquet(path, selection) for path in self.paths]
-        self._kept: dict[tuple[int, int, int], bytes] = {}  # by (group, row, size): a unit that is read soon
+        self._kept: dict[tuple[int, int, int], bytes] = {}  # compressed units, by (group, first row, size)
         self._groups = functools.cache(self._pack_group)  # of a small bucket
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """These documents of a group, tokenized; see `Source.read`. Other documents that were decoded with them and
-        will be read soon (`keep`) are kept compressed."""
+        """See `Source.read`. The rows up to `keep` are decoded with the first ones and kept compressed."""
         first = int(rows.min())
         unit = self._kept.pop((group, first, len(rows)), None) if keep else None
         if self.small:
-            texts = self._texts(group, rows)
-        elif unit is None:
-            texts = self._decode(group, first, int(rows.max()) + 1, keep).take(pa.array(rows - first)).to_pylist()
+            with self._locks[group]:  # other threads wait here until this group is decoded
+                packed = self._groups(group)
+            texts = [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
+                     for size, data in (packed[row] for row in rows.tolist())]
         else:
-            texts = _unpacked(unit).take(pa.array(rows - first)).to_pylist()
+            column = self._decode(group, first, int(rows.max()) + 1, keep) if unit is None else _unpacked(unit)
+            texts = column.take(pa.array(rows - first)).to_pylist()
         try:
             ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
         except CannotEncode as e:
@@ -150,26 +149,19 @@ class ParquetSource(Source):
     def texts(self, group: int) -> list[str]:
         return self._decode(group, 0, int(self.groups[group]), 0).to_pylist()
 
-    def _texts(self, group: int, rows: np.ndarray) -> list[str]:
-        """Any documents of a group of a small bucket."""
-        with self._locks[group]:  # other threads wait here until this group is decoded
-            packed = self._groups(group)
-        return [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
-                for size, data in (packed[row] for row in rows.tolist())]
-
     def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
         """(size in bytes, compressed text) of every document of a group."""
         texts = [text.encode() for text in self._decode(group, 0, int(self.groups[group]), 0).to_pylist()]
         return [(len(text), pa.compress(text, codec="lz4_raw", asbytes=True)) for text in texts]
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
-        """Texts `first` to `stop` - 1 of a group, which is read from its beginning. Texts after
-        them and before row `keep` are kept, in units of the same size. ValueError names the file."""
+        """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in units of the same
+        size. ValueError names the file."""
         file, number = self.file_of(group)
         path, size, at = self.paths[file], stop - first, 0
         texts: list[pa.Array] = []
         with open_parquet(path, self.field) as f:
-            # whole units at a time: all units of a group but the last are equally large
+            # Read whole units at a time. All units of a group have the same size, except the last one.
             for column in read_batches(f, number, path, batch_size=size * -(-64 // size), field=self.field):
                 texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
                 for row in range(max(at, stop), min(at + len(column), keep), size):
@@ -179,12 +171,13 @@ class ParquetSource(Source):
                 if at >= max(stop, keep):
                     break
         if at < stop:
-            raise ValueError(f"{path}: row group {number} ends at row {at:,}; the file changed since the run began")
+            raise ValueError(f"{path}: row group {number} ends at row {at:,}, so the file changed since the run began; "
+                             f"restore it, or start a new run (--model-tag)")
         return pa.chunked_array(texts)
 
 
 def _packed(texts: pa.Array) -> bytes:
-    """Texts, compressed (Arrow's stream of one batch)."""
+    """Compressed texts, as an Arrow stream of one batch."""
     batch, sink = pa.record_batch([texts], ["text"]), pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
         out.write(batch)
@@ -199,19 +192,19 @@ def _unpacked(texts: bytes) -> pa.ChunkedArray:
 # ---- any kind ---------------------------------------------------------------------------------------
 
 def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False) -> Source:
-    """The source of a manifest's files. `as_stored`: entries of token files as they are, for
-    `binned`. ValueError for text, which has no stored entries."""
+    """The source of a manifest's files. `as_stored`: use the entries of token files as they are, for `binned`.
+    ValueError for text, which has no stored entries."""
     name = manifest["files"][0]["name"]
     if as_stored and not name.endswith(".bin"):
-        raise ValueError("--packing binned: packs stored entries, and this data is text; make shards of it "
-                         "with python -m scripts.tok_shards, or take --packing bestfit")
+        raise ValueError("--packing binned: packs stored entries, but this data is text; convert it to shards with "
+                         "python -m scripts.tok_shards, or use --packing bestfit")
     kind = ParquetSource if name.endswith(SUFFIXES) else reader_class(name)
     return kind(manifest, tokenizer, **({"as_stored": True} if as_stored else {}))
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run's stream is made of."""
+    """The data of a run: tokenizer, sources and manifests."""
 
     tokenizer: Tokenizer
     train: dict[str, Source]
@@ -221,7 +214,7 @@ class RunData:
 
 def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokenizer, *,
               as_stored: bool = False) -> RunData:
-    """The sources of a run's manifests. Validation never reads entries as stored."""
+    """The sources of a run's manifests. Validation always frames documents with BOS."""
     train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
     val = {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()}
     return RunData(tokenizer, train, val, manifests)

@@ -1,13 +1,13 @@
 """
-The documents of any text file, one by one, and how a file that is not parquet becomes parquet.
+Reads documents from any text file, and converts files that are not parquet.
 
     .jsonl, .jsonl.gz, .jsonl.zst    one document per line; broken lines are skipped or, with --strict, an error
     .txt                             one document
     .arrow                           a stream of record batches, as Hugging Face's `datasets` saves it
     .parquet                         read by nanochat/text.py
 
-Training uses this module once per file: it reads the cached parquet that `nanochat.text.as_parquet`
-keeps. Tokenizing ahead of training and training a tokenizer read documents from here.
+Training uses this module once per file, because it reads the cached parquet that `nanochat.text.as_parquet` keeps.
+Pretokenizing and training a tokenizer read their documents through this module.
 """
 
 import contextlib
@@ -43,8 +43,8 @@ from nanochat.text import (
 log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-LISTED_LINES = 100  # broken lines of a file whose numbers are kept
-GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
+LISTED_LINES = 100  # maximum of broken lines per file that the report lists
+GROUP_DOCUMENTS = 1024  # documents per row group of converted files
 
 
 # ---- documents -----------------------------------------------------------------------------------
@@ -52,11 +52,11 @@ GROUP_DOCUMENTS = 1024  # documents in a row group of the parquet that we write
 def read_documents(path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None) -> Iterator[str]:
     """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
-    A broken line of jsonl (not UTF-8, not JSON, no text in it) is no reason to lose a file of millions, so it is
-    skipped, unless `selection` is strict. `skipped` is filled with the "count" of broken lines, (number, problem) of
-    the first "lines", and the number of documents that were too "short". If a file is divided between training and
-    validation, only the training part counts its broken lines. A truncated compressed file has lost an unknown number
-    of documents, so it is an error, and so are a line larger than any document and a .txt file that is not UTF-8.
+    A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is strict, because it is
+    no reason to lose a file of millions. `skipped` receives the "count" of broken lines, (number, problem) of the first
+    "lines", and the number of documents that were too "short". If a file is divided between training and validation,
+    only the training part counts its broken lines. A truncated compressed file is an error, because it has lost an
+    unknown number of documents. So are a line larger than any document and a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)
@@ -77,8 +77,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
 
 
 def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
-    """The texts of a stream of Arrow's record batches, which is what `datasets` saves."""
-    with named_in_errors(path, "not a whole stream of Arrow's"), path.open("rb") as file:
+    """The texts of a stream of Arrow record batches, as `datasets` saves it."""
+    with named_in_errors(path, "not a whole stream of Arrow record batches"), path.open("rb") as file:
         batches = pa.ipc.open_stream(file)
         if problem := misfit(batches.schema, field):
             raise ValueError(f"{path}: {problem}")
@@ -88,8 +88,8 @@ def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
 
 
 def saved_files(folder: Path) -> set[str]:
-    """Names of the .arrow files of a folder that are data. If Hugging Face's `datasets` saved them, these are the ones
-    that its state.json lists, for caches may lie beside them; otherwise all of them."""
+    """The names of the .arrow files in a folder that are data. If the folder has a state.json of Hugging Face's
+    `datasets`, these are the files that it lists, because caches may lie beside them; otherwise all files."""
     state = folder / "state.json"
     if not state.is_file():
         return {file.name for file in folder.rglob("*.arrow")}
@@ -97,7 +97,7 @@ def saved_files(folder: Path) -> set[str]:
     names = {entry["filename"] for entry in saved["_data_files"]}
     for name in sorted(names):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: not there, but state.json lists it; bring it back")
+            raise FileNotFoundError(f"{folder / name}: missing, but state.json lists it; restore it")
     return names
 
 
@@ -106,21 +106,21 @@ def _read_txt(path: Path) -> str:
     with path.open("rb") as file:
         data = file.read(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path}: a document of more than {MAX_DOCUMENT_BYTES:,} bytes, the most that is "
-                         f"read; cut it into several")
+        raise ValueError(f"{path}: a document of more than {MAX_DOCUMENT_BYTES:,} bytes, which is the limit; split it "
+                         f"into several")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise ValueError(f"{path}: not UTF-8 ({e}); convert it (iconv does), or take it away") from e
+        raise ValueError(f"{path}: not UTF-8 ({e}); convert it with iconv, or remove it") from e
 
 
 def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> Iterator[str]:
-    """All documents of a .jsonl file, which may be compressed. Broken lines are noted in `skipped`, or the first one
-    is an error."""
+    """All documents of a .jsonl file, which may be compressed. `skipped` counts broken lines; with --strict, the first
+    one is an error."""
     codec = CODECS.get(path.suffix)
     with contextlib.ExitStack() as files:
         lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
-        problem = f"not a whole {codec} file" if codec else "it cannot be read to its end"
+        problem = f"not a whole {codec} file" if codec else "the file cannot be read to its end"
         files.enter_context(named_in_errors(path, problem))
         if codec:
             lines = files.enter_context(io.BufferedReader(pa.CompressedInputStream(lines, codec), 1 << 20))
@@ -129,8 +129,8 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
             if not line:
                 return
             if len(line) > MAX_DOCUMENT_BYTES:
-                raise ValueError(f"{path}: line {number:,} has more than {MAX_DOCUMENT_BYTES:,} "
-                                 f"bytes, the most that is read; cut its document into several")
+                raise ValueError(f"{path}: line {number:,} has more than {MAX_DOCUMENT_BYTES:,} bytes, which is the "
+                                 f"limit; split its document into several")
             if not line.strip():
                 continue
             try:
@@ -138,21 +138,21 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
             except (ValueError, RecursionError) as e:
                 problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON of a document'}: {e}"[:200]
                 if selection.strict:
-                    raise ValueError(f"{path}: line {number}: {problem}; mend it, or leave out --strict to skip "
+                    raise ValueError(f"{path}: line {number}: {problem}; fix the line, or drop --strict to skip "
                                      f"such lines") from None
-                if selection.part != "val":  # else the training part of the file counts it
+                if selection.part != "val":  # the training part of the file counts it
                     skipped["count"] += 1
                     skipped["lines"] += [(number, problem)] if len(skipped["lines"]) < LISTED_LINES else []
 
 
 def _document(line: bytes, field: str) -> str:
-    """The text in a line of jsonl. ValueError or RecursionError if there is none."""
+    """The text in a line of jsonl. ValueError or RecursionError if it has none."""
     value = json.loads(line.decode("utf-8-sig"))
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     if not isinstance(value, str):
-        raise ValueError(f"it is no object with a string in its field `{field}` (--text-field names another)")
-    value.encode()  # half a surrogate pair is no character
+        raise ValueError(f"not an object with a string in its field `{field}` (--text-field names another)")
+    value.encode()  # fails for half a surrogate pair, which is not a character
     return value
 
 
@@ -172,7 +172,7 @@ def converted(path: Path, selection: Selection) -> Path:
     folder = get_base_dir() / "converted" / hash_json(key)
     target, report = folder / "text.parquet", folder / "report.json"
     exists = target.exists() and report.exists()
-    if not exists or (selection.strict and read_json(report).get("count")):  # again: raises at the first broken line
+    if not exists or (selection.strict and read_json(report).get("count")):  # if strict, converting again raises
         folder.mkdir(parents=True, exist_ok=True)
         write_json(report, {"source": str(path), **convert(path, target, selection), **selection.named()})
     _warn_of_skipped(path, report)
@@ -180,7 +180,7 @@ def converted(path: Path, selection: Selection) -> Path:
 
 
 def convert(path: Path, target: Path, selection: Selection) -> dict[str, Any]:
-    """Write the selected documents of a file as parquet. Returns `skipped`, see `read_documents`."""
+    """Write the selected documents of a file as parquet. Returns `skipped` as `read_documents` fills it."""
     skipped: dict[str, Any] = {}
     texts = iter(tqdm(read_documents(path, selection, skipped), desc=f"converting {path.name}", unit=" documents",
                       delay=1, disable=None))
@@ -201,17 +201,17 @@ def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> Va
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = f" of the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
     return ValueError(f"{path}: no document in it ({skipped['count']:,} broken line(s){why}){part}, and "
-                      f"{skipped['short']:,} shorter than --min-chars; mend it, or leave the file out")
+                      f"{skipped['short']:,} shorter than --min-chars; fix the file, or remove it")
 
 
 @functools.cache
 def _warn_of_skipped(path: Path, report: Path) -> None:
-    """Warn of a file's broken lines and short documents, once per process."""
+    """Warn about a file's broken lines and short documents, once per process."""
     skipped = read_json(report)
     if skipped.get("short"):
-        log.warning("%s: %d document(s) shorter than --min-chars %d left out", path, skipped["short"],
+        log.warning("%s: %d document(s) shorter than --min-chars %d skipped", path, skipped["short"],
                     skipped["min_chars"])
     if skipped.get("lines"):
         number, why = skipped["lines"][0]
-        log.warning("%s: %d broken line(s) skipped, the first is line %d: %s (%s names more)", path, skipped["count"],
+        log.warning("%s: %d broken line(s) skipped, the first is line %d: %s (more in %s)", path, skipped["count"],
                     number, why, report)

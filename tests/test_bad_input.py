@@ -140,7 +140,7 @@ SHARDS = [
     (f"{PAIRS} --packing=binned", {},
      ("train/data/shard_", "a row of the binned layout 65", "--max-length 64")),
     (PAIRS, {"shards/train/data/lost.idx": b""},
-     ("lost.bin", "not there, but lost.idx needs it")),
+     ("lost.bin", "missing, but lost.idx needs it")),
     (PAIRS, {"shards/train/data/shard_0.bin": CUT},
      ("shard_0.bin: 5.5 tokens on disk, but the offsets", "rerun scripts.tok_shards")),
     (PAIRS, {"shards/val/data/shard_3.bin": CUT},

@@ -1,4 +1,4 @@
-"""Curricula: exact mixes at every scale, rows without history, a sequence that never changes, errors with names."""
+"""Curricula: exact mixes at every scale, rows without history, a golden sequence, and errors."""
 
 import json
 import random
@@ -34,12 +34,12 @@ def curriculum(*phases, **kwargs):
 
 
 def mixer(*phases, seed=0, V=1):
-    """A Mixer in which a phase lasts as many rows of each lane as it says."""
+    """A Mixer whose phases last this many rows of each lane."""
     return Mixer(curriculum(*((rows * V, mix) for rows, mix in phases)), T=1, V=V, seed=seed)
 
 
 def exact_shares(mix, dropped=frozenset()):
-    """What a weight means: the decimal that is written, over the sum of those not dropped."""
+    """The meaning of a weight: its decimal, divided by the sum of those not dropped."""
     kept = {bucket: Fraction(str(weight)) for bucket, weight in mix.items() if weight and bucket not in dropped}
     return {bucket: weight / sum(kept.values()) for bucket, weight in kept.items()}
 
@@ -52,7 +52,7 @@ def block_counts(m, lane, block):
 
 @given(mixes, st.integers(0, 63), st.integers(0, 2**40), st.sets(st.sampled_from(NAMES)))
 @settings(max_examples=examples(1))
-def test_a_block_is_less_than_one_row_off_any_weight_and_zero_weights_never_come(mix, lane, block, dropped):
+def test_law_a_block_is_less_than_one_row_off_each_weight_and_has_no_bucket_of_weight_zero(mix, lane, block, dropped):
     shares = exact_shares(mix, dropped)
     m = mixer((1, mix), V=64)
     rows = [m.bucket(lane, block * BLOCK + k, frozenset(dropped)) for k in range(BLOCK)]
@@ -65,7 +65,7 @@ def test_a_block_is_less_than_one_row_off_any_weight_and_zero_weights_never_come
 
 
 def test_remainders_are_carried_from_block_to_block_and_over_the_lanes():
-    """A share of a third of a row in a block comes once in three blocks; the same at once over the lanes."""
+    """A bucket with a third of a row per block comes once in three blocks, and in a third of the lanes."""
     mix = {"rare": 1, "web": 767}
     m = mixer((1, mix), V=64)
     over_time = [block_counts(m, 5, block).get("rare", 0) for block in range(300)]
@@ -77,7 +77,7 @@ def test_remainders_are_carried_from_block_to_block_and_over_the_lanes():
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
-def test_rows_do_not_depend_on_what_was_asked_before():
+def test_rows_do_not_depend_on_earlier_calls():
     phases = (300, {"web": 3, "code": 1}), (70, {"math": 1, "wiki": 2, "code": 2}), (400, {"web": 1, "wiki": 1})
     drops = frozenset(), frozenset({"code"})
     queries = [(lane, row, dropped) for lane in range(3) for row in range(1100) for dropped in drops]
@@ -86,10 +86,9 @@ def test_rows_do_not_depend_on_what_was_asked_before():
     random.Random(1).shuffle(queries)
     shuffled = mixer(*phases, V=3)
     assert {query: shuffled.bucket(*query) for query in queries} == expected
-    assert all(mixer(*phases, V=3).bucket(*query) == expected[query] for query in queries[:100])
 
 
-def test_phases_change_at_the_exact_row_and_the_last_one_goes_on():
+def test_phases_change_at_the_exact_row_and_the_last_one_never_ends():
     m = Mixer(curriculum((10 * 64 + 63, {"a": 1}), (300 * 64, {"b": 1}), (64, {"c": 1})), T=16, V=4, seed=0)
     assert [m.bucket(3, row) for row in (0, 9, 10, 309, 310, 311, 10**12)] == list("aabbccc")
     assert [m.phase_of(row) for row in (0, 9, 10, 309, 310)] == [(0, 0), (0, 9), (1, 0), (1, 299), (2, 0)]
@@ -104,7 +103,7 @@ def test_durations_are_rows_of_each_lane_rounded_down():
             refused()
 
 
-def test_the_order_of_names_and_the_way_a_weight_is_written_change_nothing():
+def test_the_order_of_names_and_the_notation_of_weights_do_not_matter():
     same = [{"web": 0.6, "code": 0.3, "math": 0.1}, {"math": 1, "web": 6, "code": 3},
             {"code": 30.0, "math": 10, "web": 60, "wiki": 0}]
     mixers = [mixer((1, mix)) for mix in same]
@@ -114,7 +113,7 @@ def test_the_order_of_names_and_the_way_a_weight_is_written_change_nothing():
 
 
 def test_the_sequence_never_changes():
-    """Golden: change VERSION in curriculum.py with these."""
+    """Golden: if these change, raise VERSION in curriculum.py."""
     m = mixer((600, {"web": 0.6, "code": 0.2, "math": 0.1, "wiki": 0.1}), (600, {"web": 3, "math": 1}), V=64, seed=42)
     def letters(lane, start, n=40, dropped=frozenset()):
         return "".join(m.bucket(lane, row, dropped)[1] for row in range(start, start + n))  # wEb, cOde, mAth, wIki
@@ -138,7 +137,7 @@ def write(tmp_path):
     return write_text
 
 
-def test_a_file_is_read_as_it_says(write):
+def test_a_file_is_read(write):
     c = load(write(TEXT))
     assert c.phases[0] == Phase(3 * 10**6, {"books": 2, "code": 1, "web": 7})
     assert c.phases[1] == Phase(10**6, {"code": 0.5, "math": 0.25, "web": 0.25})
@@ -150,12 +149,12 @@ def test_a_file_is_read_as_it_says(write):
 
 @pytest.mark.parametrize("text, value", [
     ("5e9", 5 * 10**9), ("5.0e+9", 5 * 10**9), ("'5e9'", 5 * 10**9), ("5_000", 5000), (str(2**63 - 1), 2**63 - 1)])
-def test_durations_may_be_written_in_any_decimal_way(write, text, value):
+def test_durations_accept_any_decimal_notation(write, text, value):
     c = load(write(f"curriculum: [{{duration_tokens: {text}, mix: {{web: 1}}}}]"))
     assert c.phases[0].duration_tokens == value and type(c.phases[0].duration_tokens) is int
 
 
-def test_weights_are_taken_as_they_stand(write):
+def test_weights_and_names_are_kept(write):
     c = load(write("curriculum:\n- duration_tokens: 9\n  mix: {'no': 5, 'a b': .5, x: 1e-3, y: 2_0}\n"
                    "max_epochs: {'no': 0}"))
     assert list(c.phases[0].mix.items()) == [("a b", 0.5), ("no", 5), ("x", 0.001), ("y", 20)]
@@ -175,7 +174,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     ("curriculum: !!int ''\n", "not valid YAML .*the tag !!int"), ("a: &a [1]\nb: *a\n", "line 2: the alias"),
     ("a: " + "b" * 2**19, "more than 524,288 bytes"),
     ("max_epochs: {}\n", "the file: curriculum: expected a list, got nothing"),
-    (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; there is allow_.*; did you mean max_epochs\?"),
+    (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; expected allow_.*; did you mean max_epochs\?"),
     (ONE + "curriculum:\n", "the key 'curriculum' appears twice"),
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: expected true or false, got a whole number"),
     ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phase in it"),
@@ -196,23 +195,23 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (MIX + "web\n", "phase 2: mix: expected an object, got a string"), (MIX + "{}\n", "at least one weight"),
     (MIX + "{web: 1, code: -0.1}\n", "weight of 'code': got -0.1, expected a number"),
     (MIX + "{web: .nan}\n", "weight of 'web': got nan"), (MIX + "{web: yes}\n", "weight of 'web': got True"),
-    (MIX + "{no: 1}\n", "got False for a bucket, expected a name; put it in quotes"),
+    (MIX + "{no: 1}\n", "got the bucket False, expected a name; put it in quotes"),
     (MIX + "{web: 1, code: 1, web: 2}\n", "key 'web' appears twice"), (MIX + "{web: 0, code: 0.0}\n", "weight above 0"),
     (ONE + "max_epochs: 3\n", "max_epochs: expected an object, got a whole number"),
-    (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase mixes 'code'; there is web; give it a weight"),
+    (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase mixes 'code'; expected web; give it a weight"),
     (MIX + "{web: 1, code: 0}\nmax_epochs: {code: 1}\n", "no phase mixes 'code'"),
     (ONE + "max_epochs: {web: 1.5}\n", "max_epochs of 'web': got 1.5, expected a whole number"),
 ])
-def test_every_error_names_the_file_and_what_is_there(write, text, message):
+def test_every_error_names_the_file_and_the_value(write, text, message):
     path = write(text)
     with pytest.raises(ValueError, match=message) as e:
         load(path)
     assert str(e.value).startswith(str(path)) and "\n" not in str(e.value) and len(str(e.value)) < 500
 
 
-def test_a_bucket_that_the_data_lack_is_told_by_name():
+def test_a_bucket_that_the_data_lacks_is_named():
     c = curriculum((5, {"web": 1}), (5, {"code": 1}))
-    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*; there is coed, web; did you mean coed\?$"):
+    with pytest.raises(ValueError, match=r"phase 2 mixes 'code', .*; expected coed, web; did you mean coed\?$"):
         c.check_buckets(["web", "coed"])
     c.check_buckets({"web", "code", "more"})
 
@@ -221,14 +220,14 @@ def test_a_bucket_that_the_data_lack_is_told_by_name():
 
 @given(st.lists(st.tuples(st.integers(1, 2**62), mixes), min_size=1, max_size=4), st.integers(0, 9), st.booleans())
 @settings(max_examples=examples(1))
-def test_a_curriculum_survives_json_whole(phases, limit, flag):
+def test_law_a_curriculum_survives_json(phases, limit, flag):
     plain = curriculum(*phases)
     c = curriculum(*phases, max_epochs={plain.buckets[0]: limit}, allow_bucket_exhaustion=flag)
-    again = Curriculum.from_json(json.loads(json.dumps(c.to_json())))
-    assert again == c and again.to_json() == c.to_json() and again.identity() == c.identity()
+    copy = Curriculum.from_json(json.loads(json.dumps(c.to_json())))
+    assert copy == c and copy.to_json() == c.to_json() and copy.identity() == c.identity()
 
 
-def test_identity_has_what_decides_the_rows_and_nothing_else():
+def test_the_identity_contains_everything_that_decides_the_rows_and_nothing_else():
     web, both = {"web": 1}, {"web": 1, "code": 1}
     base = curriculum((5, web), (9, both)).identity()
     assert json.loads(base)["max_epochs"] == {"code": 1, "web": 1}

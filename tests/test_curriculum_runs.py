@@ -1,6 +1,5 @@
-"""Training with a curriculum, through the command: phases and their counts, halts and what lets a run go on, new runs
-with another curriculum, budgets, layouts."""
-
+"""Training with a curriculum, through the command: phases and their counts, halts and how to continue after them, new
+runs with another curriculum, budgets, layouts."""
 
 import pytest
 
@@ -15,21 +14,23 @@ SMALL = {
     "max_seq_len": T, "total_batch_size": STEP, "lanes": LANES, "device_batch_size": 32, "depth": 1, "overlap": 8,
     "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
     "data_format": "shards", "warmup_steps": 0}
-BUCKETS = {"code": 25, "tiny": 3, "web": 40}  # documents in each of the two files for training
+BUCKETS = {"code": 25, "tiny": 3, "web": 40}  # documents in each of the two training files
+
+
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """text/BUCKET with three files each, the last for validation, and shards of them: whole, and in windows."""
-    folder = tmp_path_factory.mktemp("made")
+def data(tmp_path_factory):
+    """text/BUCKET with three files each, whose last one validates, and shards of them: whole, and in windows."""
+    folder = tmp_path_factory.mktemp("data")
     with training.workplace(folder):
         training.write_buckets(folder, BUCKETS, shards=0, windows=T // 2)
     return folder
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path, made):
+def workplace(tmp_path, data):
     with training.workplace(tmp_path) as path:
         for name in ("text", "shards", "windows"):
-            (path / name).symlink_to(made / name)
+            (path / name).symlink_to(data / name)
         yield path
 
 
@@ -46,7 +47,7 @@ def mix_file(phases, *, name="mix.yaml", **more):
 
 
 def command(curriculum, *, dry=False, **changed):
-    """The settings of every run here. `dry`: a bucket runs dry in it, which no check before training may forbid."""
+    """The settings of every run in this file. `dry`: a bucket runs dry, so the plan may only warn."""
     base = run_dir().parents[1]
     plan = {"plan": "warn"} if dry else {}
     return {**SMALL, "data_path": base / "shards", "curriculum": curriculum, **plan, **changed}
@@ -57,7 +58,7 @@ def succeed(curriculum, **changed):
 
 
 def halt(curriculum, *words, **changed):
-    """A run that ends with exit code 3 and says why, and what would let it go on."""
+    """A run that ends with exit code 3, and prints the reason and how to continue."""
     outcome = training.run(**command(curriculum, dry=True, **changed))
     assert outcome.code == 3 and "Traceback" not in outcome.err, outcome.err
     last = outcome.out.splitlines()[-1]
@@ -67,26 +68,26 @@ def halt(curriculum, *words, **changed):
 
 
 def refuse(curriculum, *words, **changed):
-    """A run that is refused, with these words; no file of it changes."""
-    there, before = run_dir().exists(), fingerprint(run_dir())
+    """A run that is refused with these words and changes no file."""
+    exists, before = run_dir().exists(), fingerprint(run_dir())
     message = training.refuse(**command(curriculum, **changed))
     for word in words:
         assert word in message, message
-    assert fingerprint(run_dir()) == before and run_dir().exists() == there
+    assert fingerprint(run_dir()) == before and run_dir().exists() == exists
     return message
 
 
-# ---- what a run left ------------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 def accounts(checkpoint, tag="run"):
-    found = ledger(load_checkpoint(run_dir(tag) / "checkpoints" / checkpoint).cursors, T)
-    for a in found.values():
+    total = ledger(load_checkpoint(run_dir(tag) / "checkpoints" / checkpoint).cursors, T)
+    for a in total.values():
         assert a["read"] + a["bos"] + a["repeated"] == a["emitted"] + a["cropped"] + a["pending"]
-    return found
+    return total
 
 
 def rows(checkpoint, tag="run"):
-    """{bucket: rows of it, from the start of the run}."""
+    """{bucket: its rows since the start of the run}."""
     return {bucket: a["rows"] for bucket, a in accounts(checkpoint, tag).items()}
 
 
@@ -117,7 +118,7 @@ def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace):
 DRY = [(2, {"web": 3, "code": 1}), (8, {"web": 1, "code": 1, "tiny": 2})]
 
 
-def test_a_dry_bucket_halts_says_so_again_and_goes_on_where_that_is_allowed(workplace):
+def test_a_dry_bucket_halts_the_run_until_exhaustion_is_allowed(workplace):
     mix = mix_file(DRY)
     halt(mix, "'tiny'", "run dry")
     [event] = events("halted")
@@ -134,13 +135,13 @@ def test_a_dry_bucket_halts_says_so_again_and_goes_on_where_that_is_allowed(work
     assert f"at step {step}" in outcome.out and "the bucket 'tiny' has run dry in" in outcome.out
     assert {e["bucket"] for e in events("dropped")} == {"tiny"} and len(digests()) == 10
     succeed(mix, dry=True, allow_bucket_exhaustion=True, model_tag="allowed")
-    assert digests("allowed") == digests(), "halting and going on changes no row"
+    assert digests("allowed") == digests(), "a halt and a resume change no row"
     assert rows("final", "allowed") == rows("final")
     done = fingerprint(run_dir())
     assert "completed" in succeed(mix, dry=True, allow_bucket_exhaustion=True).out and fingerprint(run_dir()) == done
 
 
-def test_the_file_may_allow_it_and_more_passes_keep_a_bucket_from_running_dry(workplace):
+def test_the_file_may_allow_exhaustion_or_more_passes(workplace):
     succeed(mix_file(DRY, allow_bucket_exhaustion="true"), dry=True)
     assert len(digests()) == 10 and {e["bucket"] for e in events("dropped")} == {"tiny"}
     succeed(mix_file(DRY, max_epochs="{tiny: 0}"), model_tag="more")
@@ -159,12 +160,12 @@ def test_two_processes_halt_together_and_resume_together(workplace):
     succeed(mix, dry=True, allow_bucket_exhaustion=True, model_tag="one")
     assert digests() == digests("one") and rows("final") == rows("final", "one")
     lanes = [{e["bucket"]: e["lanes"] for e in events("dropped", tag)} for tag in ("run", "one")]
-    assert lanes[0] == lanes[1] and lanes[0]["tiny"] >= 1, "lanes of both processes are counted"
+    assert lanes[0] == lanes[1] and lanes[0]["tiny"] >= 1, "the count includes the lanes of both processes"
 
 
 # ---- another curriculum, another length -----------------------------------------------------------------------------
 
-def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(workplace):
+def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(workplace):
     halt(mix_file(DRY), "'tiny'")
     before = rows(checkpoints()[0])
     more = mix_file([(40, {"web": 1, "tiny": 1})], name="more.yaml", max_epochs="{tiny: 0}",
@@ -172,7 +173,7 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_one_goes_on_with_another(wo
     refuse(more, "--curriculum", "{\"tiny\":1,\"web\":1}", "max_epochs", "--model-tag", "--init-from=run")
     succeed(more, num_iterations=2, model_tag="next", init_from="run", init_data="continue", init_optimizer=True)
     after = rows("final", "next")
-    assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, "what was consumed stays consumed"
+    assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, "the new run repeats nothing"
 
 
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
@@ -183,7 +184,7 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
     allowed = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="allowed.yaml", allow_budget_mismatch="true")
     succeed(mix, num_iterations=1, allow_budget_mismatch=True, model_tag="by-flag")
     succeed(allowed, num_iterations=7)
-    assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, "the last phase goes on"
+    assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, "the last phase never ends"
 
 
 # ---- layouts and attention ------------------------------------------------------------------------------------------
@@ -198,7 +199,7 @@ def test_stored_entries_with_padding(workplace, pack):
     for bucket, a in accounts("final").items():
         placed = a["documents"] - sum(len(cursor["buckets"][bucket]["waiting"]) for cursor in cursors)
         assert a["padded"] > 0 == a["cropped"]
-        assert placed > a["rows"] if pack else placed == a["rows"], "one entry a row"
+        assert placed > a["rows"] if pack else placed == a["rows"], "one entry per row"
     assert training.losses()[-1] < training.losses()[0]
     refuse(mix, "--packing", "--model-tag", **{**settings, "packing": "bestfit"})
     if pack:

@@ -1,4 +1,4 @@
-"""Batches of rows: shapes, leaves, dead rows, threads, validation, and nanochat's loaders."""
+"""Batches: shapes, leaves, dead rows, threads, validation, and nanochat's loaders."""
 
 import subprocess
 import sys
@@ -13,13 +13,7 @@ import torch
 
 import nanochat.dataloader as module
 from nanochat.common import block, permutation
-from nanochat.dataloader import (
-    DataLoader,
-    StepLayout,
-    default_leaves,
-    validation_config,
-    validation_loader,
-)
+from nanochat.dataloader import DataLoader, StepLayout, default_leaves, validation_config, validation_loader
 from nanochat.order import StreamConfig
 from nanochat.stream import ledger
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
@@ -50,7 +44,7 @@ def alive(batch):
 # ---- batches --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("layout", ["crop", "split", "concat"])
-def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_says(layout):
+def test_batches_hold_the_rows_and_targets_are_off_exactly_where_the_rows_are(layout):
     config = replace(CONFIG, layout="concat") if layout == "concat" else replace(CONFIG, long_docs=layout)
     off = 0
     with make_loader(config, start_step=5) as loader:
@@ -67,16 +61,16 @@ def test_inputs_and_targets_are_the_rows_and_targets_are_off_only_where_the_row_
     assert (off > 0) == (layout == "split"), "the case: repeated context"
 
 
-def test_a_resting_collector_looks_at_nothing_that_was_there():
+def test_quiet_gc_freezes_existing_objects():
     code = ("import gc; from nanochat.cli import quiet_gc; quiet_gc(); "
             "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())")
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["100000", "True", "True", "True"]
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["100000", "True", "True", "True"]
 
 
 @pytest.mark.parametrize("W, K, B", [(1, 4, 5), (2, 4, 5), (4, 4, 4), (3, 4, 2), (1, 1, 7), (8, 8, 2), (5, 8, 4)])
-def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
-    """A row's place in the step is found by its tokens; the leaf of lane l's rows is known from `block` alone."""
+def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, K, B):
+    """Tokens identify a row's place in the step. `block` alone gives the leaf of a lane's rows."""
     config, n = replace(CONFIG, V=8), 3
     rows = [tokens[:-1].tolist() for tokens, _ in step_rows(config, n=n)[0]]
     assert len({tuple(row) for row in rows}) == len(rows)
@@ -94,9 +88,9 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_as_many(W, K, B):
             assert live == sorted(live, reverse=True), "dead rows come last"
             assert (batch.inputs[~alive(batch)] == BOS).all()
             dead += live.count(False)
-            found = [rows.index(batch.inputs[i].tolist()) for i in range(B) if live[i]]
-            assert len({leaf_of[i] for i in found}) <= 1
-            order += found
+            numbers = [rows.index(batch.inputs[i].tolist()) for i in range(B) if live[i]]
+            assert len({leaf_of[i] for i in numbers}) <= 1
+            order += numbers
     assert order == list(range(len(rows))) and len(counts) == 1
     layout = StepLayout(8, n * 8, B, 0, W, K)
     assert layout.dead_share == pytest.approx(dead / (dead + len(rows)))
@@ -113,7 +107,7 @@ def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
 
 # ---- state ----------------------------------------------------------------------------------------------------------
 
-def test_what_was_prefetched_but_not_used_is_not_in_the_state():
+def test_the_state_excludes_prefetched_rows_that_were_not_used():
     with Ranks(CONFIG, {"b": fixed_source()}, n=3, W=1, tokenizer="bytes") as ranks:
         before = ranks.cursors()
         ranks.step()
@@ -147,7 +141,7 @@ def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_jo
     monkeypatch.setattr(source, "read", failing)
     loader = make_loader(replace(CONFIG, V=1), source, rows_per_step=1, device_batch_size=1)
     good = 0
-    for _ in range(2):  # the second call too
+    for _ in range(2):  # the error stays for later calls
         with pytest.raises(ValueError, match="shard_00003: cannot be read") as caught:
             while True:
                 next(loader)
@@ -158,13 +152,13 @@ def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_jo
     assert set(threading.enumerate()) <= before
 
 
-def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read(monkeypatch):
+def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeypatch):
     config, before = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2), set(threading.enumerate())
     source, reached, resume = fixed_source(num_groups=30, group_size=20), threading.Event(), threading.Event()
     read = source.read
 
     def gated(*args):
-        if len(source.asked) == 19:
+        if len(source.reads) == 19:
             reached.set()
             resume.wait(20)
         return read(*args)
@@ -179,20 +173,20 @@ def test_closing_while_a_step_is_packed_reads_no_more_than_what_is_being_read(mo
     resume.set()
     closing.join(20)
     assert not closing.is_alive() and set(threading.enumerate()) <= before
-    assert len(source.asked) <= 21
+    assert len(source.reads) <= 21
 
 
 # ---- validation -----------------------------------------------------------------------------------------------------
 
 def val_rows(source, T, **kwargs):
     """Counter of the live rows of one rank, and the number of batches."""
-    found, batches = Counter(), list(validation_loader(source, tokenizer=ByteTokenizer(), T=T, device="cpu",
-                                                       num_threads=1, **kwargs))
+    rows, batches = Counter(), list(validation_loader(source, tokenizer=ByteTokenizer(), T=T, device="cpu",
+                                                      num_threads=1, **kwargs))
     for batch in batches:
         assert batch.inputs.shape == batch.targets.shape == (kwargs["device_batch_size"], T)
         for i in torch.nonzero(alive(batch)).flatten().tolist():
-            found[(*batch.inputs[i].tolist(), *batch.targets[i].tolist())] += 1
-    return found, len(batches)
+            rows[(*batch.inputs[i].tolist(), *batch.targets[i].tolist())] += 1
+    return rows, len(batches)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 600, 10**9])
@@ -217,7 +211,7 @@ def test_validation_is_one_pass_at_most_and_drops_nothing():
     total = sum(len(ids) for group in source.documents for ids in group)
     V = validation_config(source, 16).V
     assert set(live.values()) == {1} and V == 4
-    assert total - V * 17 <= len(live) <= total  # less than a row of each lane is left over
+    assert total - V * 17 <= len(live) <= total  # each lane leaves less than a row
 
 
 # ---- nanochat's loaders ---------------------------------------------------------------------------------------------
@@ -251,7 +245,7 @@ def concat(split="train", B=4, T=32, **kwargs):
 
 
 def some(loader, n):
-    """The first n of what a loader yields; closes it."""
+    """The first n items of a loader, which is then closed."""
     try:
         return [next(loader) for _ in range(n)]
     finally:
@@ -284,18 +278,17 @@ def test_nanochat_loaders_resume_with_the_very_next_row(nanochat_home, make):
 
 
 @pytest.mark.parametrize("make", [bos_bestfit, concat])
-def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_that_can(nanochat_home, monkeypatch,
-                                                                                       make):
+def test_nanochat_loaders_refuse_the_state_of_another_rank_or_world_size(nanochat_home, monkeypatch, make):
     be_rank(monkeypatch, 1, 2)
     state = some(make(), 2)[1][2]
     assert (state["rank"], state["world_size"]) == (1, 2)
     assert len(some(make(resume_state_dict=state), 1)) == 1
     for rank, world_size in ((0, 2), (1, 4), (0, 1)):
         be_rank(monkeypatch, rank, world_size)
-        with pytest.raises(ValueError, match=rf"rank 1 of 2, here is rank {rank} of {world_size}.*DataLoader"):
+        with pytest.raises(ValueError, match=rf"rank 1 of 2, but this is rank {rank} of {world_size}.*DataLoader"):
             next(make(resume_state_dict=state))
     be_rank(monkeypatch, 1, 2)
-    with pytest.raises(ValueError, match="T: 32 there, 16 here"):
+    with pytest.raises(ValueError, match="T was 32, now 16"):
         next(make(T=16, resume_state_dict=state))
     with pytest.raises(ValueError, match="split: got 'test'"):
         next(make("test"))
@@ -304,43 +297,44 @@ def test_nanochat_loaders_refuse_another_rank_or_world_and_point_to_the_loader_t
 @pytest.mark.parametrize("make", [bos_bestfit, concat])
 @pytest.mark.parametrize("state", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"pq_idx": 1, "rg_idx": None}])
 def test_the_state_of_nanochats_own_loaders_is_one_sentence(nanochat_home, make, state):
-    """Regression: KeyError: 'rank'."""
+    """Regression: this raised KeyError: 'rank'."""
     with pytest.raises(ValueError, match=r"resume_state_dict: it has no 'cursors', 'rank', 'world_size'.*nanochat.*: "
                                          r"start without resume_state_dict"):
         next(make(resume_state_dict=state))
 
 
 def test_nanochat_loaders_put_batches_on_the_device_that_is_available(nanochat_home, monkeypatch):
-    """Regression: the default was cuda, everywhere."""
+    """Regression: the default was always cuda."""
     monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "meta")
     for loader in (module.tokenizing_distributed_data_loader_bos_bestfit(ByteTokenizer(), 4, 32, "train"),
-                   module.tokenizing_distributed_data_loader(4, 32, split="train")):  # those without a state
+                   module.tokenizing_distributed_data_loader(4, 32, split="train")):  # without a state
         assert [part.device.type for part in some(loader, 1)[0]] == ["meta", "meta"]
 
 
-def test_beside_a_gpu_the_thread_works_on_its_own_one_and_sleeps_while_it_waits(monkeypatch):
-    """Else each rank's thread would open a context on GPU 0. Slots are real, their device is a stand-in."""
-    told, slots = [], module.Slot
+def test_the_prefetch_thread_uses_its_own_gpu_and_sleeps_while_it_waits(monkeypatch):
+    """Otherwise each rank's thread would open a context on GPU 0. Slots are real, but their device is a fake."""
+    calls, new_slot = [], module.Slot
 
     class Event:
         def __init__(self, blocking):
-            told.append(("event", blocking))
+            calls.append(("event", blocking))
 
         def record(self):
             pass
 
         synchronize = record
 
-    def slot(B, T, bos, device, **kwargs):
-        made = slots(B, T, bos, torch.device("cpu"), **kwargs)
-        made.device = types.SimpleNamespace(type="cuda")
+    def fake_slot(B, T, bos, device, **kwargs):
+        slot = new_slot(B, T, bos, torch.device("cpu"), **kwargs)
+        slot.device = types.SimpleNamespace(type="cuda")
         monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, to=torch.Tensor.to, **kwargs: to(
             self, *(a for a in args if isinstance(a, torch.dtype)), **kwargs))
-        return made
+        return slot
 
-    monkeypatch.setattr(module, "Slot", slot)
+    monkeypatch.setattr(module, "Slot", fake_slot)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(torch.cuda, "set_device",
+                        lambda device: calls.append((threading.current_thread().name, device)))
     with make_loader(device="cuda:3") as loader:
         next(loader)
-    assert set(told) == {("prefetch", torch.device("cuda:3")), ("event", True)}
+    assert set(calls) == {("prefetch", torch.device("cuda:3")), ("event", True)}

@@ -1,4 +1,4 @@
-"""Which files are data: listed, pinned, refused; what a readable text file is."""
+"""Data files: how they are found, pinned and refused, and which text files are readable."""
 
 import io
 import os
@@ -52,7 +52,7 @@ def test_the_table_holds_the_published_last_shards():
     assert {name: known.last_shard for name, known in DATASETS.items()} == {"climbmix": 6542, "fineweb-edu": 1822}
 
 
-def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(tmp_path):
+def test_listing_is_sorted_by_relative_path_and_skips_hidden_and_partial_files(tmp_path):
     write(tmp_path, "b/x.parquet", "a/z.parquet", "c.parquet", ".tmp/q.parquet", ".h.parquet", "d.parquet.part")
     assert list_parquet_files(tmp_path) == [str(tmp_path / n) for n in ("a/z.parquet", "b/x.parquet", "c.parquet")]
     line = write_jsonl(tmp_path / "a" / "b.jsonl.gz", ["text"])
@@ -64,7 +64,7 @@ def test_listing_is_sorted_by_relative_path_and_skips_what_is_hidden_or_partial(
 
 def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
     folder = default_data_dir()
-    write(folder, "shard_00000.parquet", "shard_00001.parquet")  # no marker: known by its place
+    write(folder, "shard_00000.parquet", "shard_00001.parquet")  # without a marker: known by its folder
     with pytest.raises(FileNotFoundError, match=r"shard_06542\.parquet is missing.*run `.* --dataset=climbmix"):
         list_parquet_files()
     write(folder, "shard_06542.parquet")
@@ -74,7 +74,7 @@ def test_a_known_data_set_without_its_pinned_last_shard_is_refused(tmp_path):
         list_parquet_files()
 
 
-def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_file(tmp_path):
+def test_the_ranks_read_each_training_row_group_once_and_the_last_file_validates(tmp_path):
     write(tmp_path, "a.parquet", "b.parquet", "c.parquet", rows=250, group_size=100)
     ranks = [list(parquets_iter_batched("train", r, 2, data_dir=tmp_path)) for r in range(2)]
     assert [[len(g) for g in rank] for rank in ranks] == [[100, 50, 100, 50], [100, 100]]
@@ -89,7 +89,7 @@ def test_ranks_together_read_every_row_group_of_train_once_and_val_is_the_last_f
 # ---- text of every kind ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.jsonl.zst"])
-def test_a_line_larger_than_any_document_is_told_before_it_fills_the_memory(tmp_path, monkeypatch, name):
+def test_a_line_larger_than_any_document_is_an_error_before_it_fills_the_memory(tmp_path, monkeypatch, name):
     for module in (text, text_kinds):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1000)
     data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
@@ -131,7 +131,7 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
         split_train_val(prefixes, data_format="megatron", by_bucket=True)
 
 
-def test_an_idx_without_its_bin_is_found_without_comparing_all_files_with_all(tmp_path, monkeypatch):
+def test_an_idx_without_its_bin_is_found_in_linear_time(tmp_path, monkeypatch):
     for n in range(40):
         for ending in (".bin", ".idx"):
             (tmp_path / f"{n}{ending}").touch()
@@ -146,11 +146,11 @@ def test_an_idx_without_its_bin_is_found_without_comparing_all_files_with_all(tm
         assert len(find_files(tmp_path, "shards")) == 40
     assert len(compared) < 200
     (tmp_path / "7.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"7\.bin: not there, but 7\.idx needs it"):
+    with pytest.raises(FileNotFoundError, match=r"7\.bin: missing, but 7\.idx needs it"):
         find_files(tmp_path, "shards")
 
 
-def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
+def test_prefixes_are_pinned_by_names_that_survive_a_move(tmp_path):
     prefixes = ",".join(str(tiny(tmp_path / "old" / name)) for name in ("web/one", "code/two"))
     settings = Settings(data_path=prefixes, val_path=str(tiny(tmp_path / "old" / "val")), data_format="megatron")
     pinned = pin_data(settings)
@@ -172,21 +172,21 @@ def test_prefixes_are_pinned_by_names_that_stay_when_they_move(tmp_path):
     (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards",
      r"a\.bin: this pair is of --data-format megatron.*mixes"),
     (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
-    (lambda p: tiny(p / "a"), "", "text", "there are files of --data-format shards or megatron"),
+    (lambda p: tiny(p / "a"), "", "text", "it has files for --data-format shards or megatron"),
     (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),
     (lambda p: tiny(p / "a"), "a", "text", r"a: no such data folder.*without \.bin, with --data-format"),
     (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx is there; --data-path takes"),
     (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron",
-     r"a\.bin: not there, but a\.idx needs it"),
+     r"a\.bin: missing, but a\.idx needs it"),
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
     (lambda p: None, "a", "megatron", "no such data folder"),
     (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),
-    (lambda p: tiny(p / "a"), "", "pretokenized", r"got 'pretokenized'.*; gpt-simple's pretokenized is shards here$"),
-    (lambda p: tiny(p / "a"), "", "jsonl", r"got 'jsonl'.*; gpt-simple's jsonl is text here$"),
+    (lambda p: tiny(p / "a"), "", "pretokenized", r"gpt-simple's pretokenized is called shards here$"),
+    (lambda p: tiny(p / "a"), "", "jsonl", r"got 'jsonl'.*; gpt-simple's jsonl is called text here$"),
     (lambda p: tiny(p / "a"), "70,{}/a,30,{}/a", "megatron", r"add --order=megatron, or write "
                                                              r"--data-path=/.*/a,/.*/a$"),
 ])
-def test_paths_that_name_no_data_say_why(tmp_path, make, path, data_format, message):
+def test_a_path_without_data_is_an_error_with_the_reason(tmp_path, make, path, data_format, message):
     make(tmp_path)
     name = tmp_path if not path else path.replace("{}", str(tmp_path)) if "," in path else tmp_path / path
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -195,7 +195,7 @@ def test_paths_that_name_no_data_say_why(tmp_path, make, path, data_format, mess
         scan(name, files)
 
 
-def test_nanochats_constants_are_those_of_its_data_set_and_importing_makes_no_folder(tmp_path, monkeypatch):
+def test_nanochats_constants_and_importing_creates_no_folder(tmp_path, monkeypatch):
     base = tmp_path / "base"
     code = ("import nanochat.dataset as d, os; before = os.path.exists(os.environ['NANOCHAT_BASE_DIR']); "
             "print(before, d.DATA_DIR, d.MAX_SHARD, d.BASE_URL)")

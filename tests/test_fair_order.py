@@ -1,10 +1,9 @@
-"""What the order of the data promises: whatever 100 steps one looks at, their rows are a fair sample of the epoch, by
-the lengths of documents. That buckets come as their weights say, and groups of all files in a permutation, is exact:
-tests/test_curriculum.py and tests/test_stream.py.
+"""Fair order: in any 100 steps, the rows are a fair sample of the epoch by the lengths of documents. The mix of buckets
+and the permutation of groups are exact: tests/test_curriculum.py and tests/test_stream.py.
 
-Chi-square tests at a level of 0.001 each, with fixed seeds. The sample is fair where few documents wait beside those
-that a window begins, here 128 beside 1,600: which ones wait is the packer's choice, and at first it keeps back those
-that are neither tiny nor nearly as long as a row."""
+Chi-square tests at a level of 0.001 each, with fixed seeds. The sample is fair if few documents are pending compared
+with those that begin in a window, here 128 and 1,600. The packer chooses which documents are pending, and at first it
+holds back those that are neither tiny nor almost as long as a row."""
 
 from collections import Counter
 from functools import cache
@@ -26,16 +25,16 @@ EDGES = (8, 20, 40, T + 1)  # of the classes of length, tokens with BOS
 
 
 def p_value(counts, shares):
-    """How likely counts at least so far from these shares are, by Pearson's chi-square."""
+    """The probability of counts at least this far from the shares, by Pearson's chi-square."""
     expected = shares / shares.sum() * counts.sum()
-    assert expected.min() >= 5, "the test wants at least five of each"
+    assert expected.min() >= 5, "the test needs at least five of each"
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return float(torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2.0), torch.tensor(statistic / 2)))
 
 
 def corpus(seed):
-    """Lengths as of text: log-normal with a heavy tail. Half of the documents are shorter than 25 tokens, one in six
-    fills a row."""
+    """Lengths like those of text: log-normal with a heavy tail. Half of the documents are shorter than 25 tokens, and
+    one in six fills a row."""
     rng = np.random.default_rng(seed)
     def document():
         return np.zeros(int(np.clip(np.exp(rng.normal(3.2, 1.0)), 1, 60 * T)), np.uint32)
@@ -44,7 +43,7 @@ def corpus(seed):
 
 @cache
 def windows(seed, long_docs):
-    """The rows of each 100 steps, as far as they go in the first epoch."""
+    """The rows of each 100 steps of the first epoch."""
     source = corpus(seed)
     config = StreamConfig(T=T, V=V, seed=seed, long_docs=long_docs, overlap=8, buffer_size=16)
     stream, found = Stream(config, {"web": source}, range(V), tokenizer="", num_threads=0), []
@@ -68,7 +67,7 @@ def all_lengths(source):
 
 
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
-def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs):
+def test_a_window_has_the_lengths_of_the_epoch(long_docs):
     source, found = windows(0, long_docs)
     assert len(found) >= 2
     for rows in found:
@@ -76,7 +75,7 @@ def test_a_window_has_documents_of_all_lengths_as_the_epoch_has(long_docs):
         assert p_value(classes(lengths), classes(all_lengths(source))) > LEVEL
 
 
-def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch):
+def test_a_packer_that_loses_half_of_the_tiny_documents_fails_the_test(monkeypatch):
     push = BestFit.push
 
     def dropping(self, key, length, *rest):
@@ -86,18 +85,18 @@ def test_a_packer_that_loses_half_of_the_tiny_ones_is_seen(monkeypatch):
     monkeypatch.setattr(BestFit, "push", dropping)
     windows.cache_clear()
     with pytest.raises(AssertionError):
-        test_a_window_has_documents_of_all_lengths_as_the_epoch_has("crop")
+        test_a_window_has_the_lengths_of_the_epoch("crop")
     windows.cache_clear()
 
 
 # ---- a small folder of several kinds --------------------------------------------------------------------------------
 
 KINDS = ("book", "note", "page")
-WINDOW, WINDOWS = 64, 6  # rows of a window; windows that are looked at
+WINDOW, WINDOWS = 64, 6  # rows of a window; number of windows
 
 
 def folder(small=True):
-    """Sixty books, each a file; one file of notes, of which a row holds several; one of pages, about a row each."""
+    """Sixty books, each a file; one file of notes, several of which fit into a row; one of pages of about a row."""
     rng = np.random.default_rng(3)
     pages = rng.lognormal(4.0, 0.5, 400).astype(int)
     lengths = [*([n] for n in rng.integers(300, 900, 60)), rng.integers(4, 20, 900).tolist(), pages.tolist()]
@@ -106,7 +105,7 @@ def folder(small=True):
 
 
 def shares(windows):
-    """(windows, kinds): the share of a window's tokens that is of each kind."""
+    """(windows, kinds): the share of each kind in the tokens of each window."""
     counts = np.array([[window[kind] for kind in KINDS] for window in windows], float)
     return counts / counts.sum(1, keepdims=True)
 
@@ -127,7 +126,7 @@ def windows_of_lanes(source, kinds, seed, long_docs):
 
 
 def windows_of_shuffled_documents(source, kinds, seed, long_docs):
-    """The same by brute force: documents in uniformly random order, dealt like cards to lanes of the same packer."""
+    """The same by brute force: documents in uniformly random order, dealt to the packers of the lanes like cards."""
     rng = np.random.default_rng(seed)
     documents = [(kinds[g], 1 + len(d)) for g, group in enumerate(source.documents) for d in group]
     deck = rng.permutation(len(documents)).tolist()
@@ -146,23 +145,23 @@ def windows_of_shuffled_documents(source, kinds, seed, long_docs):
 
 
 def misfits(small, long_docs):
-    """By how many standard deviations windows of the stream are off the brute force: (at most, on average)."""
+    """The deviation of the stream's windows from brute force, in standard deviations: (maximum, mean)."""
     source, kinds = folder(small)
-    wanted = np.stack([shares(windows_of_shuffled_documents(source, kinds, s, long_docs)) for s in range(40)])
+    expected = np.stack([shares(windows_of_shuffled_documents(source, kinds, s, long_docs)) for s in range(40)])
     found = np.stack([shares(windows_of_lanes(source, kinds, s, long_docs)) for s in range(5)])
-    sigma = wanted.std(0)
-    return np.abs((found - wanted.mean(0)) / sigma).max(), np.abs((found.mean(0) - wanted.mean(0)) / sigma).mean()
+    sigma = expected.std(0)
+    return np.abs((found - expected.mean(0)) / sigma).max(), np.abs((found.mean(0) - expected.mean(0)) / sigma).mean()
 
 
 @pytest.mark.parametrize("long_docs", ["crop", "split"])
 def test_every_window_of_a_small_mixed_folder_has_the_mix_of_shuffled_documents(long_docs):
-    """Regression: lanes were dealt equal numbers of units, a unit being one book or eight notes, and groups were
-    shuffled, not documents. So books were half of the first rows and a sixth of the text."""
+    """Regression: lanes received equal numbers of units, where a unit was one book or eight notes, and groups were
+    shuffled instead of documents. So books were half of the first rows, but a sixth of the text."""
     largest, average = misfits(True, long_docs)
     assert largest < 4.5 and average < 0.7  # of 90 draws; a mean of 5 draws has 0.36
 
 
-def test_the_same_folder_shuffled_by_files_is_seen():
+def test_the_same_folder_shuffled_by_files_fails_the_test():
     largest, average = misfits(False, "split")
     assert largest > 4.5 and average > 0.7
 
@@ -178,13 +177,14 @@ def test_default_lanes_follow_from_the_data(documents, mean, lanes):
 
 
 @pytest.mark.parametrize("R, fed, W, V", [
+    *((R, 64, 1, V) for R, V in ((1, 1), (64, 64), (128, 64), (96, 48), (127, 1), (130, 26))),  # up to 64
     (64, 100, 1, 64), (64, 20, 1, 16), (64, 0, 1, 8), (64, 0, 16, 16), (60, 0, 1, 10), (60, 12, 1, 12), (4, 0, 1, 4),
     (7, 3, 1, 7), (500, 64, 1, 50), (64, 9, 12, 16)])
-def test_little_data_makes_no_fewer_than_eight_lanes_or_than_processes(R, fed, W, V):
+def test_default_lanes_divide_the_rows_and_little_data_gives_at_least_eight_or_one_per_process(R, fed, W, V):
     assert default_lanes(R, fed=fed, world_size=W) == V
 
 
-def test_a_lane_keeps_pending_at_most_a_tenth_of_a_share_of_the_lanes_that_its_data_feeds():
+def test_with_the_default_lanes_at_most_a_tenth_of_a_share_is_pending():
     rng = np.random.default_rng(0)
     source = MemorySource([[np.zeros(n, np.uint32) for n in rng.exponential(60, 1000).astype(int)] for _ in range(40)],
                           small=True)

@@ -1,4 +1,4 @@
-"""Where a document was trained on, against a table of all rows of a small stream."""
+"""The rows that trained on a document, compared with a table of all rows of a small stream."""
 
 import math
 from contextlib import closing
@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase
+from nanochat.dataset import scan
 from nanochat.find import Document, History, documents_with, find_document
-from nanochat.order import StreamConfig
+from nanochat.order import Order, StreamConfig
+from nanochat.sources import open_source
 from nanochat.stream import Stream
 from tests.toy import BOS, ByteTokenizer, examples, json_copy, numbered, write_parquet
 
@@ -19,7 +21,7 @@ STEPS = 12
 
 @st.composite
 def cases(draw):
-    """(settings of a stream, its sources, rows of a lane in a step, steps at which cursors are kept)."""
+    """(settings of a stream, its sources, rows of each lane in a step, steps whose cursors are kept)."""
     buckets = {}
     for k, name in enumerate(["a", "b"][:draw(st.integers(1, 2))]):
         lengths = draw(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=9), min_size=2, max_size=6))
@@ -37,7 +39,7 @@ def cases(draw):
 
 @settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None)
 @given(cases(), st.data())
-def test_every_use_of_a_document_is_found_and_no_other(case, data):
+def test_law_exactly_the_uses_of_a_document_are_found(case, data):
     config, sources, n, kept = case
     saves, table, trained, n_rows = {0: None}, {}, 0, n * config.V
     drop_dry = data.draw(st.booleans())
@@ -73,7 +75,7 @@ def test_every_use_of_a_document_is_found_and_no_other(case, data):
 
 
 def positions_of(stream):
-    """{(bucket, lane): (epoch, place, what waits)}."""
+    """{(bucket, lane): (epoch, place, pending documents)}."""
     return {(bucket, lane): (feed.epoch, feed.place, set(feed.packer.waiting()))
             for bucket, feeds in stream.feeds.items() for lane, feed in feeds.items()}
 
@@ -85,17 +87,12 @@ def nearest(saves, step):
 
 
 def history_place(history, bucket, found, group, row):
-    from nanochat.order import Order
-
     source = history.sources[bucket]
     order = Order(source.groups, source.means, small=source.small, bucket=bucket, config=history.config)
     return order.find(found.epoch, group, row)[1]
 
 
-def test_a_document_has_the_name_of_its_file_and_its_number_there(tmp_path):
-    from nanochat.dataset import scan
-    from nanochat.sources import open_source
-
+def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):
     write_parquet(tmp_path / "a.parquet", ["one", "two", "three"], group_size=2)
     write_parquet(tmp_path / "b.parquet", ["four", "five two"], group_size=1)
     source = open_source(scan(tmp_path), ByteTokenizer())
@@ -109,7 +106,7 @@ def test_a_document_has_the_name_of_its_file_and_its_number_there(tmp_path):
             find_document(data, name)
 
 
-def test_what_the_run_has_not_come_to_is_expected_where_it_then_is():
+def test_an_unread_document_is_expected_near_the_step_of_its_later_use():
     source = numbered([[30] * 50] * 8)
     config = StreamConfig(T=16, V=2, layout="concat", buffer_size=4, unit_size=4)
     early, late = (History(config, {"a": source}, "t", 2, [0], lambda step: (0, None), trained, 500)

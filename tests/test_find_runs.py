@@ -1,5 +1,5 @@
-"""inspect_data find, spikes and rows --sort=loss, against a table of all rows of a run that was killed and went on with
-another number of processes."""
+"""inspect_data find, spikes and rows --sort=loss, compared with a table of all rows of a run that was killed and
+resumed with another number of processes."""
 
 import contextlib
 import io
@@ -28,9 +28,9 @@ RUNS = {"text": {"long_docs": "crop"}, "shards": {"data_format": "shards", "long
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """The runs "text" and "shards": two buckets, killed on two processes, ended on one."""
-    folder = tmp_path_factory.mktemp("made")
+def finished(tmp_path_factory):
+    """The runs "text" and "shards": two buckets, killed on two processes, completed on one."""
+    folder = tmp_path_factory.mktemp("finished")
     with training.workplace(folder, **training.SMALL):
         training.write_buckets(folder, {"code": 12, "web": 30}, shards=0)
         (folder / "mix.yaml").write_text(MIX)
@@ -44,9 +44,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def workplace(made, tmp_path):
+def workplace(finished, tmp_path):
     with training.workplace(tmp_path, **training.SMALL):
-        shutil.copytree(made / "runs", tmp_path / "runs")
+        shutil.copytree(finished / "runs", tmp_path / "runs")
         yield
 
 
@@ -75,7 +75,7 @@ def whole_table(name, steps=STEPS):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name, caplog):
+def test_exactly_the_uses_of_every_document_are_found(name, caplog):
     table, run = whole_table(name), opened(name)
     run.run.cursor_files[10].write_bytes(b"torn")
     documents = [f"{file}:{number}" for source in run.data.train.values()
@@ -99,8 +99,8 @@ def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name, caplo
         assert {tuple(use.values()) for use in uses} == table.get(document, set()) and found["split"] == "train"
 
 
-def test_in_a_run_that_goes_on_with_the_data_of_another_only_its_own_steps_count(made):
-    training.succeed(model_tag="next", data_path=made / "text", curriculum=made / "mix.yaml", num_iterations=6,
+def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(finished):
+    training.succeed(model_tag="next", data_path=finished / "text", curriculum=finished / "mix.yaml", num_iterations=6,
                      save_every=4, init_from="text@15", init_data="continue", plan="off")
     table, run = whole_table("next", 6), opened("next")
     passes_of, fates = inspect_data.tracer(run), set()
@@ -114,7 +114,7 @@ def test_in_a_run_that_goes_on_with_the_data_of_another_only_its_own_steps_count
     assert "before this run began" in fates
 
 
-def test_a_text_names_its_documents_first_and_validation_is_said(capsys):
+def test_a_text_lists_its_documents_first_and_validation_is_reported(capsys):
     run = opened("text")
     text = run.data.train["code"].texts(0)[3]
     assert inspect_data.main(["find", "text", f"--text={text}"]) == 0
@@ -133,7 +133,7 @@ def test_a_text_names_its_documents_first_and_validation_is_said(capsys):
     assert found["split"] == "validation" and found["passes"] == []
 
 
-def test_what_a_run_at_work_has_not_read_is_expected_where_it_is_read_later():
+def test_an_unread_document_of_a_running_run_is_expected_near_its_later_step():
     table, log = whole_table("text"), training.log_file("text")
     log.write_text("".join(json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10))
     for file in training.run_dir("text").glob("logs/cursors/*.json.gz"):
@@ -151,7 +151,7 @@ def test_what_a_run_at_work_has_not_read_is_expected_where_it_is_read_later():
     assert len(off) > 10 and np.median(off) <= 4
 
 
-def test_spikes_are_the_steps_that_stand_out_with_the_rows_behind_them(capsys):
+def test_spikes_lists_the_steps_that_stand_out_and_their_rows(capsys):
     assert inspect_data.main(["spikes", "text"]) == 0
     assert "none of 24 steps stands out" in capsys.readouterr().out
     run = training.run_dir("text")
@@ -163,7 +163,7 @@ def test_spikes_are_the_steps_that_stand_out_with_the_rows_behind_them(capsys):
         for step, changed in ((20, {"loss": 9.0}), (22, {"grad_norm": None})):
             log.write(json.dumps({**training.steps("text")[step], **changed}) + "\n")
     first, second = json_lines("spikes", "text")
-    assert (first["step"], first["grad_norm"], second["step"]) == (22, None, 20), "NaN is as high as can be"
+    assert (first["step"], first["grad_norm"], second["step"]) == (22, None, 20), "NaN ranks highest"
     assert second["loss"] == 9 and second["loss_deviations"] > 4 and second["rows"][0]["row"] == 5
     [expected] = json_lines("rows", "text", "--step=20", "--row=5")
     worst = second["rows"][0]
@@ -176,7 +176,7 @@ def test_spikes_are_the_steps_that_stand_out_with_the_rows_behind_them(capsys):
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
 
 
-def test_losses_that_are_corrupt_or_were_not_recorded_are_one_sentence(caplog):
+def test_corrupt_or_missing_losses_are_one_sentence(caplog):
     [file] = training.run_dir("text").glob("logs/rows/*.bin")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

@@ -102,7 +102,7 @@ def test_a_new_run_continues_the_data_of_another(workplace):
     assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
     error = training.refuse(**{**workplace, "num_iterations": 3, "model_tag": "other", "seed": 1}, **more)
-    assert re.search(r"--init-data=continue: cursor of lane 0 is of another stream \(.*seed: 42 there, 1 here", error)
+    assert re.search(r"--init-data=continue: cursor of lane 0 belongs to another stream \(.*seed was 42, now 1", error)
 
 
 # ---- other lengths and flags ----------------------------------------------------------------------------------------

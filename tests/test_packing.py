@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nanochat.packing import BestFit, Binned, Concat
 from tests.toy import examples
 
-# the same examples in each run: laws also assert that the cases they are about occurred, which luck must not decide
+# Each run has the same examples, because laws also assert that their cases occurred.
 LAW = settings(max_examples=examples(1.4), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 OVERLAPS = st.one_of(st.just(0), st.integers(1, 4), st.integers(0, 12))
 
@@ -22,14 +22,14 @@ def new_packer(kind, T, overlap=3):
 
 
 def renewed(packer, kind, T):
-    """What a restart makes of a packer."""
+    """A packer after a resume."""
     new = new_packer(kind, T, getattr(packer, "overlap", 0))
     new.restore(*packer.state())
     return new
 
 
 class Drive:
-    """Feeds documents 0, 1, ... to a packer, `buffer` of them waiting, and flushes it at the end."""
+    """Pushes documents 0, 1, ... to a packer, keeping `buffer` of them pending, and empties it at the end."""
 
     def __init__(self, packer, lengths, buffer=4):
         self.packer, self.lengths, self.buffer = packer, lengths, buffer
@@ -50,7 +50,7 @@ class Drive:
 
 
 def expand(placements, own_bos):
-    """[(document, token of it, is off)] of a row; a BOS of its own is token 0 of its document."""
+    """[(document, number of the token, is off)] of a row. A continuation's own BOS is token 0 of its document."""
     row = []
     for key, start, length, off in placements:
         if start and own_bos:
@@ -89,7 +89,7 @@ def test_law_every_row_has_exactly_T_plus_1_tokens_and_the_ledger_balances_at_ev
             assert drive.pushed_tokens + p.inserted + p.repeated == emitted + p.cropped + p.pending
             assert p.row * (T + 1) == emitted
             seen.update(rows=1, cropped=p.cropped > 0, repeated=p.repeated > 0)
-        assert drive.pushed == len(lengths) and drive.packer.pending <= T + 1  # nothing is left that could fill a row
+        assert drive.pushed == len(lengths) and drive.packer.pending <= T + 1  # not enough is left to fill a row
 
     law()
     assert seen["rows"] > 50 and seen["cropped" if kind == "crop" else "repeated"]
@@ -110,7 +110,7 @@ def test_law_concat_rows_are_the_documents_back_to_back_sharing_one_token():
 # ---- state ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kind", ["crop", "split", "concat"])
-def test_law_pushing_what_waits_again_at_every_row_changes_no_later_placement(kind):
+def test_law_a_resume_at_every_row_changes_no_placement(kind):
     seen = Counter()
 
     @LAW
@@ -163,7 +163,7 @@ def test_golden_a_document_that_fills_a_row_leaves_when_as_many_tokens_have_left
 
 
 class Naive:
-    """Best fit by looking at every piece, from the description alone."""
+    """Best fit by a search through all pieces, written from the description alone."""
 
     def __init__(self, T, split, overlap):
         self.capacity, self.split, self.overlap = T + 1, split, overlap
@@ -229,7 +229,7 @@ class Naive:
 
 
 @pytest.mark.parametrize("kind", ["crop", "split"])
-def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
+def test_law_the_bit_sets_choose_the_same_pieces_as_a_search_through_all(kind):
     seen = Counter()
 
     @settings(LAW, max_examples=examples(3.3))
@@ -247,7 +247,8 @@ def test_law_the_bit_sets_choose_what_looking_at_every_piece_would(kind):
 
 
 def test_crop_stays_near_the_floor_on_log_normal_lengths():
-    """The floor is what can never fit. With 128 waiting documents at T = 2048 a few hundredths of a point are lost."""
+    """The floor is the share that can never fit. With 128 pending documents at T = 2048, the loss is a few hundredths
+    of a point above it."""
     T, rng = 2048, np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(6.1, 1.1, 30_000).astype(int) + 1, 2, 200_000).tolist()
     drive = Drive(BestFit(T), lengths, 128)
@@ -259,12 +260,12 @@ def test_crop_stays_near_the_floor_on_log_normal_lengths():
 
 
 def dropped(read, rows, T, waiting):
-    """The share of the tokens read that no row has held, and none can: what waits can still give a row."""
+    """The share of the read tokens that no row holds or can hold. Pending documents can still fill rows."""
     return 1 - (rows * (T + 1) + sum(min(length, T + 1) for length in waiting)) / read
 
 
 def dropped_by_nanochat(T, lengths, buffer_size=1000, batch=128):
-    """What nanochat's loader drops, by its rule alone: the largest document that fits, or else the shortest, cut."""
+    """The share that nanochat's loader drops. It takes the largest document that fits, or else cuts the shortest."""
     waiting, rows, read = [], 0, 0
     for at in range(0, len(lengths), batch):
         for length in lengths[at:at + batch]:
@@ -280,7 +281,7 @@ def dropped_by_nanochat(T, lengths, buffer_size=1000, batch=128):
 
 @pytest.mark.parametrize("T, median, spread", [(512, 1000, 0.8), (512, 450, 1.2), (1024, 1600, 0.7), (2048, 450, 1.2)])
 def test_crop_drops_no_more_than_nanochats_loader_does(T, median, spread):
-    """Regression: where few documents are short, rows ended with half of a document that the next row needed."""
+    """Regression: if few documents were short, rows ended with half of a document that the next row needed."""
     rng = np.random.default_rng(T + median)
     lengths = (rng.lognormal(np.log(median), spread, 25_000).astype(int) + 30).tolist()
     drive = Drive(BestFit(T), lengths, 128)
@@ -294,8 +295,8 @@ def test_crop_drops_no_more_than_nanochats_loader_does(T, median, spread):
 # ---- the order of lengths -------------------------------------------------------------------------------------------
 
 def long_shares(T, split, lengths, rows=8_000):
-    """Share of the row tokens that come from documents longer than a row, by tenths of the rows; and how many rows a
-    document or the rest of one waited at most."""
+    """Share of the row tokens that come from documents longer than a row, by tenths of the rows, and the maximum number
+    of rows for which a document or a rest was pending."""
     drive, shares, came, longest = Drive(BestFit(T, split=split), lengths, 128), np.zeros((10, 2)), [], 0
     for i, placements in zip(range(rows), drive):
         came += [i] * (drive.pushed - len(came))
@@ -306,13 +307,13 @@ def long_shares(T, split, lengths, rows=8_000):
 
 
 @pytest.mark.parametrize("T, median", [(512, 330), (2048, 400)])
-def test_rows_of_crop_hold_long_and_short_documents_as_the_data_do_from_the_beginning(T, median):
+def test_rows_of_crop_hold_long_and_short_documents_like_the_data_from_the_beginning(T, median):
     lengths = np.random.default_rng(T).lognormal(np.log(median), 1.1, 60_000).astype(int) + 2
     fits = np.minimum(lengths, T + 1)
-    wanted = fits[lengths > T + 1].sum() / fits.sum()
-    assert 0.15 < wanted < 0.75, "the case: both kinds are common"
+    expected = fits[lengths > T + 1].sum() / fits.sum()
+    assert 0.15 < expected < 0.75, "the case: both kinds are common"
     shares, longest = long_shares(T, False, lengths.tolist())
-    assert np.abs(shares - wanted).max() < 0.05 and longest < 300
+    assert np.abs(shares - expected).max() < 0.05 and longest < 300
 
 
 @pytest.mark.parametrize("T, median", [(512, 330), (2048, 400)])
@@ -326,7 +327,7 @@ def test_rows_of_split_hold_both_kinds_in_every_tenth_and_the_rest_of_a_document
             if start:
                 apart.append(i - seen[key])
             seen[key] = i
-    waiting_rows = 128 * np.mean([n for n in lengths if n <= T]) // (T + 1)  # what the short documents of a buffer fill
+    waiting_rows = 128 * np.mean([n for n in lengths if n <= T]) // (T + 1)  # that the short ones fill
     assert len(apart) > 500 and min(apart) >= waiting_rows / 2
 
 
@@ -347,7 +348,7 @@ def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
             used = sum(length for _, _, length, _ in placements)
             assert used <= T + 1 and (pack or len(placements) == 1)
             assert not drive.packer.waiting() or placements[0][0] < min(drive.packer.waiting())
-            if pack:  # nothing that waits would have fitted
+            if pack:  # no pending entry would have fitted
                 assert all(piece.length > T + 1 - used for piece in drive.packer.waiting().values())
             seen.update(several=len(placements) > 1, padded=used <= T)
         assert sorted(came) == list(range(len(lengths)))

@@ -1,4 +1,4 @@
-"""The plan against what happens: real streams of token files, step by step, until they halt."""
+"""Plans compared with real streams of token files, step by step, until they halt."""
 
 import copy
 import dataclasses
@@ -26,7 +26,7 @@ LAYOUTS = [
 
 
 def source(folder, lengths, *, windows=False, as_stored=False):
-    """Shards, one for each list of document lengths; with `windows`, of 12 ids that share 3."""
+    """Shards, one for each list of document lengths. `windows`: in windows of 12 ids that share 3."""
     folder.mkdir(parents=True)
     for i, documents in enumerate(lengths):
         ids, sizes, prefixes = [], [], []
@@ -43,26 +43,26 @@ def source(folder, lengths, *, windows=False, as_stored=False):
 
 
 def run(config, sources, *, R, steps, drop_dry, cursors=None, start=0):
-    """(steps done, accounts, cursors) of a real stream."""
+    """(completed steps, ledger, cursors) of a real stream."""
     stream = Stream(config, sources, range(config.V), tokenizer="bytes", cursors=cursors, drop_dry=drop_dry,
                     num_threads=1)
     done, state = start, stream.state()
     while done < steps and len(stream.next_rows(R // config.V)) == R:
         done, state = done + 1, stream.state()
-    found = stream.cursors(state)
+    cursors = stream.cursors(state)
     stream.close()
-    return done, ledger(found, config.T), found
+    return done, ledger(cursors, config.T), cursors
 
 
 def both(config, sources, *, R, steps, drop_dry=False, cursors=None, start=0):
-    """The plan, after comparing it with what happens."""
+    """The plan, after a comparison with the real stream."""
     plan = make_plan(config, sources, rows_per_step=R, num_steps=steps, drop_dry=drop_dry,
                      cursors=copy.deepcopy(cursors), start_step=start)
     done, accounts, _ = run(config, sources, R=R, steps=steps, drop_dry=drop_dry, cursors=cursors, start=start)
     assert (plan.steps, bool(plan.halt), plan.estimate) == (done, done < steps, False)
     for name, bucket in plan.buckets.items():
         account = accounts.get(name, {"rows": 0})
-        off = 0 if any(b.exact for b in plan.buckets.values()) else 5 * config.V * config.T  # where none is rehearsed
+        off = 0 if any(b.exact for b in plan.buckets.values()) else 5 * config.V * config.T  # if no bucket is rehearsed
         assert bucket.exact == (bucket.max_epochs > 0) and abs(bucket.trained - account["rows"] * config.T) <= off
         assert not bucket.exact or bucket.account == account, name
     return plan
@@ -77,7 +77,7 @@ documents = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=30), min_
 
 @settings(max_examples=examples(0.5))
 @given(st.data())
-def test_the_plan_is_what_happens(tmp_path_factory, data):
+def test_law_the_plan_matches_the_stream(tmp_path_factory, data):
     kwargs = data.draw(st.sampled_from(LAYOUTS))
     T, V, n = data.draw(st.sampled_from([13, 16])), data.draw(st.sampled_from([1, 2, 4])), data.draw(st.integers(1, 3))
     root, stored = tmp_path_factory.mktemp("plan"), kwargs.get("layout") == "binned"
@@ -98,9 +98,9 @@ def test_the_plan_is_what_happens(tmp_path_factory, data):
     ({"layout": "binned"}, True), ({"layout": "binned", "pack": False}, True), ({}, False),
     ({"long_docs": "split", "overlap": 3}, False)])
 @pytest.mark.parametrize(("epochs", "steps"), [(1, 10**4), (0, 600)])
-def test_the_figures_of_the_plan_are_those_of_a_count(tmp_path, kwargs, windows, epochs, steps):
-    """Documents, passes and repeated tokens of the rows of a real stream, whose packer holds a part back. Where the
-    bucket is not rehearsed, they come from a sample of a lane."""
+def test_the_figures_of_the_plan_match_counted_rows(tmp_path, kwargs, windows, epochs, steps):
+    """Documents, passes and repeated tokens in the rows of a real stream, some of whose documents are pending. If the
+    bucket is not rehearsed, the figures come from a sample of a lane."""
     rng = np.random.default_rng(7)
     stored = kwargs.get("layout") == "binned"
     data = source(tmp_path / "a", [rng.integers(3, 60, 500).tolist()] * 3, windows=windows, as_stored=stored)
@@ -115,9 +115,9 @@ def test_the_figures_of_the_plan_are_those_of_a_count(tmp_path, kwargs, windows,
     stream = Stream(config, {"a": data}, range(4), tokenizer="bytes", num_threads=1)
     placed = [place for _ in range(plan.steps) for row in stream.next_rows(2) for place in row.placed]
     stream.close()
-    begun = {key: lengths[key[1:]] for key, *_ in placed}  # of each document that left, or began to
+    begun = {key: lengths[key[1:]] for key, *_ in placed}  # the documents in rows, at least in part
     new = sum(length - prefix for length, prefix in begun.values())
-    if kwargs.get("long_docs") == "split":  # what is left of a cut document is still pending
+    if kwargs.get("long_docs") == "split":  # the rest of a cut document is still pending
         new = sum(length - (start > 0) * (1 + context) - (start == 0) for _, start, length, context in placed)
         repeated, arrived = (sum(context for *_, context in placed), sum(length for _, _, length, _ in placed))
     else:
@@ -129,7 +129,7 @@ def test_the_figures_of_the_plan_are_those_of_a_count(tmp_path, kwargs, windows,
     assert epochs == 0 or bucket.passes <= 1
 
 
-def test_a_run_that_has_begun_is_planned_from_its_cursors(tmp_path):
+def test_a_resume_is_planned_from_its_cursors(tmp_path):
     rng = np.random.default_rng(6)
     sources = {name: source(tmp_path / name, [rng.integers(3, 60, n).tolist()]) for name, n in (("a", 300), ("b", 90))}
     config = StreamConfig(T=16, V=4, buffer_size=8, long_docs="split", overlap=0,
@@ -146,7 +146,7 @@ def test_a_run_that_has_begun_is_planned_from_its_cursors(tmp_path):
     both(config, sources, R=8, steps=done + 9, cursors=cursors, start=done, drop_dry=True)
 
 
-def test_what_has_no_limit_or_far_more_than_is_asked_is_not_rehearsed(tmp_path, monkeypatch):
+def test_a_bucket_without_limit_or_with_far_more_than_requested_is_not_rehearsed(tmp_path, monkeypatch):
     rng = np.random.default_rng(8)
     sources = {"data": source(tmp_path / "s", [rng.integers(3, 60, 3000).tolist()])}
     monkeypatch.setattr(plan_module, "SHARE_DOCUMENTS", 1000)
@@ -159,7 +159,7 @@ def test_what_has_no_limit_or_far_more_than_is_asked_is_not_rehearsed(tmp_path, 
         assert abs(bucket.cropped - real["cropped"] / (real["emitted"] + real["cropped"])) < 0.02
 
 
-def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it():
+def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_would_use_them():
     account = dict.fromkeys(("read", "bos", "repeated", "pending", "padded", "rows", "documents", "epochs"), 0)
     account |= {"read": 1000, "emitted": 18 * 17, "cropped": 102, "pending": 592, "rows": 18}
     bucket = BucketPlan(documents=9, tokens=510, max_epochs=1, asked=900, trained=18 * 16, usable=600, dry_step=3,
@@ -173,8 +173,8 @@ def test_cropped_is_of_what_has_left_and_the_ways_out_name_what_would_use_it():
     assert "8.9% are cropped, which --long-docs=split would train on" in warnings(
         dataclasses.replace(plan, buckets=little))[0]
     assert "--long-docs=split" not in warnings(dataclasses.replace(plan, crops=False))[0]
-    again = dataclasses.replace(bucket, max_epochs=0, dry_step=None, trained=3000)
-    assert "the run reads its data 8.3 times" in warnings(dataclasses.replace(plan, buckets={"web": again}))[0]
+    unlimited = dataclasses.replace(bucket, max_epochs=0, dry_step=None, trained=3000)
+    assert "the run reads its data 8.3 times" in warnings(dataclasses.replace(plan, buckets={"web": unlimited}))[0]
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
 

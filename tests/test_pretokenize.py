@@ -130,7 +130,7 @@ def test_whole_documents_keep_the_groups_of_parquet(tmp_path, group_size, stored
 
 # ---- broken input ---------------------------------------------------------------------------------------------------
 
-NOT_ONE = "no object with a string in its field `text`"
+NOT_ONE = "not an object with a string in its field `text`"
 BROKEN = {
     b'{"text": "cut': "not JSON", b"[1]": NOT_ONE, b'{"t": "x"}': NOT_ONE, b"null": NOT_ONE, b'{"text": 5}': NOT_ONE,
     b'{"text": null}': NOT_ONE, b'{"text": "\\ud800"}': "surrogate", b'"x"': NOT_ONE, b"[" * 200_000: "not JSON",

@@ -171,7 +171,7 @@ def test_an_object_swapped_under_a_run_is_named(bucket, kind, name, before, monk
     (lambda store, env: env.update(path="s3://bucket/none"), r"s3://bucket/none/pairs: no such data folder"),
     (lambda store, env: [os.environ.pop(k) for k in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")],
      r"no credentials; set AWS_ACCESS_KEY_ID"),
-    (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: not there, but b\.idx needs it"),
+    (lambda store, env: store.delete("pairs/b.bin"), r"s3://bucket/pairs/b\.bin: missing, but b\.idx needs it"),
 ])
 def test_unreadable_data_is_one_error_and_starts_no_run(bucket, change, message):
     env = {"path": "s3://bucket"}

@@ -1,4 +1,4 @@
-"""Files as groups of documents: what pins them, what is refused, and that reading is the same in any order."""
+"""Files as groups of documents: pins, refused files, and reads in any order."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ GROUP = 8
 
 @pytest.fixture(autouse=True)
 def small_groups(base_dir, monkeypatch):
-    """Converted files go to a folder of the test's own, in small row groups."""
+    """Converted files go to the test's own folder, in small row groups."""
     monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", GROUP)
 
 
@@ -39,14 +39,14 @@ def open_source(path, tokenizer=None):
 
 
 def texts_of(source, group, rows, keep=0):
-    """Those documents of a group, as texts."""
-    ids, repeated = source.read(group, np.array(rows), keep)
-    assert all(found[0] == BOS and found.base is None for found in ids) and not any(repeated)
-    return [ByteTokenizer().decode(found) for found in ids]
+    """The texts of some documents of a group."""
+    documents, repeated = source.read(group, np.array(rows), keep)
+    assert all(ids[0] == BOS and ids.base is None for ids in documents) and not any(repeated)
+    return [ByteTokenizer().decode(ids) for ids in documents]
 
 
 def all_texts(source, unit_size=4):
-    """[texts of each group], unit after unit, each announcing the rest of its group."""
+    """[texts of each group], read unit after unit, with `keep` at the end of the group."""
     return [[text for at in range(0, n, unit_size) for text in
              texts_of(source, g, range(at, min(at + unit_size, n)), n)] for g, n in enumerate(source.groups.tolist())]
 
@@ -57,13 +57,16 @@ def grouped(texts, size=GROUP):
 
 # ---- manifest -------------------------------------------------------------------------------------------------------
 
-def test_check_returns_an_unchanged_manifest_under_another_root_too(folder, tmp_path):
-    manifest = scan(folder)
+def test_manifest_and_fingerprint_survive_a_move_and_follow_the_contents(folder, tmp_path):
+    manifest, elsewhere = scan(folder), tmp_path / "elsewhere"
     assert check(manifest) == manifest
-    folder.rename(tmp_path / "moved")
-    moved = check(manifest, tmp_path / "moved")
-    assert moved["files"] == manifest["files"] and moved["root"] == str(tmp_path / "moved")
-    assert fingerprint(moved) == fingerprint(manifest)
+    folder.rename(elsewhere)
+    moved = check(manifest, elsewhere)
+    assert moved["files"] == manifest["files"] and moved["root"] == str(elsewhere)
+    (elsewhere / "s0.parquet").rename(elsewhere / "r0.parquet")
+    assert fingerprint(moved) == fingerprint(manifest) == fingerprint(scan(elsewhere))
+    write_parquet(elsewhere / "r0.parquet", some_texts(20, seed=77), GROUP)
+    assert fingerprint(scan(elsewhere)) != fingerprint(manifest)
 
 
 def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
@@ -73,7 +76,7 @@ def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
     write_parquet(path, texts, GROUP, **plain)
     manifest, size = scan(folder), path.stat().st_size
     write_parquet(path, [t.swapcase() for t in texts], GROUP, **plain)
-    assert path.stat().st_size == size and texts != [t.swapcase() for t in texts], "the case: only the footer tells"
+    assert path.stat().st_size == size and texts != [t.swapcase() for t in texts], "the case: only the footer differs"
     with pytest.raises(ValueError, match=r"s1\.parquet: changed since this run began \(footer"):
         check(manifest)
     write_parquet(path, texts, GROUP, **plain)
@@ -85,7 +88,7 @@ def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
     (lambda path: path.write_bytes(b"PAR1"), "not a whole parquet file"),
     (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"changed since this run began \("),
     (lambda path: path.unlink(), ".*gone.*--model-tag")])
-def test_check_names_a_file_that_is_not_what_it_was(folder, damage, what):
+def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     manifest, source = scan(folder), open_source(folder)
     damage(folder / "s1.parquet")
     with pytest.raises((ValueError, FileNotFoundError), match=rf"s1\.parquet: {what}"):
@@ -95,22 +98,13 @@ def test_check_names_a_file_that_is_not_what_it_was(folder, damage, what):
             texts_of(source, 3, [0])
 
 
-def test_fingerprint_depends_on_what_files_hold_not_on_where_they_lie(folder, tmp_path):
-    before = fingerprint(scan(folder))
-    (folder / "s0.parquet").rename(folder / "r0.parquet")
-    folder.rename(tmp_path / "elsewhere")
-    assert fingerprint(scan(tmp_path / "elsewhere")) == before
-    write_parquet(tmp_path / "elsewhere" / "r0.parquet", some_texts(20, seed=77), GROUP)
-    assert fingerprint(scan(tmp_path / "elsewhere")) != before
-
-
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- refused files --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("table, what", [
     ({"content": ["a", "b"]}, "no `text` column.*content"),
     ({"text": [1, 2]}, "type int64, expected string"),
     ({"text": ["a", None, "b", None]}, r"2 null\(s\) in column `text` of row group 0"),
-    ({"text": pa.array([], pa.string())}, r"empty parquet file \(0 rows\)"),
+    ({"text": pa.array([], pa.string())}, r"the parquet file is empty \(0 rows\)"),
 ])
 def test_bad_parquet_is_named(tmp_path, table, what):
     write_parquet(tmp_path / "good.parquet", ["a"])
@@ -123,21 +117,21 @@ def test_bad_parquet_is_named(tmp_path, table, what):
     (["a", "b", None], {"write_statistics": False}, r"1 null\(s\) in column `text` of row group 0"),
     (pa.array([b"fine", b"\xed\xa0\x80"], pa.binary()).cast(pa.string(), safe=False), {}, "row group 0.*UTF-?8"),
     (some_texts(200), {"compression": "none", "use_dictionary": False, "write_page_checksum": True}, "")])
-def test_what_the_footer_does_not_tell_is_named_when_it_is_read(tmp_path, column, how, what):
-    """Nulls without statistics, a surrogate in what claims to be UTF-8, a broken page."""
+def test_damage_that_the_footer_does_not_show_is_an_error_when_it_is_read(tmp_path, column, how, what):
+    """Nulls without statistics, a surrogate in UTF-8, a corrupt page."""
     path = tmp_path / "bad.parquet"
     pq.write_table(pa.table({"text": column}), path, **how)
     pq.write_table(pa.table({"text": ["whole"]}), tmp_path / "a.parquet")
     manifest = scan(tmp_path)
     if not what:
         patch(path, 40, bytes(360))
-    assert check(manifest) == manifest, "the case: size and footer are as they were"
+    assert check(manifest) == manifest, "the case: size and footer are unchanged"
     with pytest.raises(ValueError, match=rf"bad\.parquet: .*{what}"):
         all_texts(ParquetSource(manifest, ByteTokenizer()))
 
 
 def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
-    """Parquet numbers leaves, so a struct in front of `text` shifts it."""
+    """Parquet numbers leaf columns, so a struct in front of `text` shifts its number."""
     table = pa.table({"meta": pa.array([{"a": None, "b": None}, {"a": 1, "b": None}]), "text": ["x", "y"]})
     pq.write_table(table, tmp_path / "s.parquet")
     assert all_texts(open_source(tmp_path)) == [["x", "y"]]
@@ -174,7 +168,7 @@ def test_any_order_of_reads_gives_the_texts_that_were_written(folder, seed):
     assert sum(not t for group in expected for t in group) >= 3, "the case: empty documents"
     for _ in range(60):
         group, size = rng.randrange(len(source.groups)), rng.choice([1, 2, 4])
-        if rng.random() < 0.5:  # a unit of a lane's share, else what a cursor names
+        if rng.random() < 0.5:  # a unit of a lane's share; otherwise documents that a cursor lists
             first = size * rng.randrange(-(-len(expected[group]) // size))
             rows = list(range(first, min(first + size, len(expected[group]))))
             keep = rng.randint(rows[-1] + 1, len(expected[group]))
@@ -185,7 +179,7 @@ def test_any_order_of_reads_gives_the_texts_that_were_written(folder, seed):
 
 
 @pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
-def test_a_lane_that_announces_what_it_reads_of_a_large_bucket_decodes_each_group_once(folder, monkeypatch, unit_size):
+def test_a_group_of_a_large_bucket_is_decoded_once_if_reads_say_what_to_keep(folder, monkeypatch, unit_size):
     decoded = []
     monkeypatch.setattr(sources, "SMALL_TOKENS", -1)
     monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
@@ -193,25 +187,25 @@ def test_a_lane_that_announces_what_it_reads_of_a_large_bucket_decodes_each_grou
     source = open_source(folder)
     all_texts(source, unit_size)
     assert len(decoded) == len(set(decoded)) == len(source.groups)
-    assert not source._kept, "what was read is not kept"
+    assert not source._kept, "units that were read are not kept"
     texts_of(source, 0, [0])
-    assert len(decoded) == len(source.groups) + 1 and not source._kept, "nor what nobody announced"
+    assert len(decoded) == len(source.groups) + 1 and not source._kept, "nor are units that no read asked to keep"
 
 
-def test_a_small_bucket_is_decoded_once_whatever_is_read_when(folder, monkeypatch):
+def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, monkeypatch):
     decoded, rng = [], random.Random(0)
     monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
                         text.read_batches(*args, **kwargs))
     source, expected = open_source(folder), [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
-    wanted = [(g, row) for g, group in enumerate(expected) for row in range(len(group))] * 3
-    rng.shuffle(wanted)
+    order = [(g, row) for g, group in enumerate(expected) for row in range(len(group))] * 3
+    rng.shuffle(order)
     with ThreadPoolExecutor(4) as pool:
-        for (group, row), [found] in zip(wanted, pool.map(lambda at: texts_of(source, at[0], [at[1]]), wanted)):
-            assert found == expected[group][row]
+        for (group, row), [document] in zip(order, pool.map(lambda at: texts_of(source, at[0], [at[1]]), order)):
+            assert document == expected[group][row]
     assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
-# ---- jsonl ----------------------------------------------------------------------------------------------------------
+# ---- other text------------------------------------------------------------------------------------------------------
 
 def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
     documents = some_texts(5, seed=4)
@@ -228,18 +222,18 @@ def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["body", "meta.body"])
-def test_the_text_may_have_another_name_also_inside_a_struct(tmp_path, field):
-    """Each kind gives the same documents and pins; another field of the same file is other data."""
+def test_the_text_field_may_have_another_name_even_inside_a_struct(tmp_path, field):
+    """Each kind gives the same documents and pins. Another field of the same file is different data."""
     documents = ["one", "two", "three"]
     rows = [{"text": "other", "pad": 1, "body": t, "meta": {"n": 1, "body": t, "tail": "x"}} for t in documents]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     manifests = [scan(tmp_path / name, selection=text.Selection(field)) for name in ("a.parquet", "b.jsonl")]
-    found = [ParquetSource(manifest, ByteTokenizer()) for manifest in manifests]
-    assert [all_texts(source) for source in found] == [[["one", "two"], ["three"]], [documents]]
+    opened = [ParquetSource(manifest, ByteTokenizer()) for manifest in manifests]
+    assert [all_texts(source) for source in opened] == [[["one", "two"], ["three"]], [documents]]
     assert [check(manifest) for manifest in manifests] == manifests
     assert all_texts(open_source(tmp_path / "b.jsonl")) == [["other"] * 3], "its own conversion"
-    assert fingerprint(scan(tmp_path / "a.parquet")) != found[0].fingerprint
+    assert fingerprint(scan(tmp_path / "a.parquet")) != opened[0].fingerprint
     for name in ("a.parquet", "b.jsonl"):
         with pytest.raises(ValueError, match=rf"{name}: .*`meta\.none`.*--text-field"):
             scan(tmp_path / name, selection=text.Selection("meta.none"))
@@ -263,39 +257,39 @@ def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):
 BROKEN = [b'{"text": "one"}', b"{broken", b'{"text": "two"}', b'{"text": "\xff"}', b'{"text": "three"}']
 
 
-def test_broken_jsonl_lines_are_told_at_every_launch_but_once_in_each(tmp_path, caplog):
+def test_broken_jsonl_lines_are_reported_once_per_launch(tmp_path, caplog):
     path = tmp_path / "s.jsonl.gz"
     path.write_bytes(gzip.compress(b"\n".join(BROKEN)))
     for _ in range(2):
         caplog.clear()
-        text_kinds._warn_of_skipped.cache_clear()  # what a new process begins with
+        text_kinds._warn_of_skipped.cache_clear()  # as in a new process
         with caplog.at_level(logging.WARNING):
             assert [all_texts(open_source(path)) for _ in range(2)] == [[["one", "two", "three"]]] * 2
         assert caplog.text.count("s.jsonl.gz: 2 broken line(s) skipped, the first is line 2: not JSON") == 1
 
 
-def test_strict_makes_a_broken_line_fatal_also_when_it_was_converted_before(tmp_path, base_dir):
+def test_strict_makes_a_broken_line_fatal_even_after_a_conversion(tmp_path, base_dir):
     path, strict = tmp_path / "s.jsonl", text.Selection(strict=True)
     path.write_bytes(b"\n".join(BROKEN))
     with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
         scan(path, selection=strict)
     assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
     manifest = scan(path)
-    for again in (lambda: scan(path, selection=strict), lambda: check(manifest, strict=True)):
+    for read in (lambda: scan(path, selection=strict), lambda: check(manifest, strict=True)):
         with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
-            again()
+            read()
     path.write_bytes(BROKEN[0])
-    assert scan(path, selection=strict) == scan(path), "it changes nothing else"
+    assert scan(path, selection=strict) == scan(path), "strict changes nothing else"
 
 
-@pytest.mark.parametrize("name, content, said", [
+@pytest.mark.parametrize("name, content, message", [
     ("s.jsonl", b"broken\n\n", "no document"), ("s.jsonl.gz", b'{"text": "plain"}\n', "not a whole gzip file"),
     ("s.jsonl.gz", compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9], "not a whole gzip file"),
     ("s.jsonl.zst", b'{"text": "plain"}\n', "not a whole zstd file"),
     ("s.jsonl.zst", compressed(b'{"text": "a"}\n' * 99, ".zst")[:-9], "not a whole zstd file"),
     ("s.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"), ("s.txt", "wide".encode("utf-16"), "not UTF-8")])
-def test_text_that_cannot_be_used_is_named_itself_and_nothing_is_left(tmp_path, base_dir, name, content, said):
+def test_unusable_text_is_named_and_leaves_no_files(tmp_path, base_dir, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: .*{said}"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: .*{message}"):
         scan(tmp_path / name)
     assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp"))

@@ -1,4 +1,4 @@
-"""Before it starts, a program says which files validate and which train, and warns of a split that looks accidental."""
+"""Before it starts, a program prints which files validate and which train, and warns about accidental splits."""
 
 import re
 
@@ -25,7 +25,7 @@ SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
      ["3 documents", "20 files", r"no training file is in its folder \(wiki/0.parquet\).*--val-fraction"]),
     (SHARDS, SHARDS, {"shared": 0.01}, ["0.01 of .* each of 20 file.*, 200 documents", "the others, 200"]),
 ])
-def test_a_split_in_words(train, val, how, expected):
+def test_the_lines_about_a_split(train, val, how, expected):
     lines = describe_split(train, val, **how)
     assert len(lines) == len(expected)
     for line, pattern in zip(lines, expected):
@@ -33,40 +33,40 @@ def test_a_split_in_words(train, val, how, expected):
 
 
 def test_base_train_and_validate_report_the_split_and_the_passes(capsys):
-    told = succeed().out
+    output = succeed().out
     patterns = [r"validates: shard_3.parquet \(96 documents\), 2\d.\d% of all bytes",
                 r"trains: shard_0.parquet, shard_1.parquet, shard_2.parquet \(288 documents\); "
                 r"about [\d,]+ tokens; this run reads 1,024, about 0.0\d passes",
                 r"warning: .*2\d.\d% of all bytes.*--val-fraction"]
-    assert all(re.search(pattern, told) for pattern in patterns), told
-    assert told.index("validates:") < told.index("step 00000")
+    assert all(re.search(pattern, output) for pattern in patterns), output
+    assert output.index("validates:") < output.index("step 00000")
     capsys.readouterr()
     assert validate.main(flags(model_tag="other")) == 0
-    told = capsys.readouterr().out
-    assert all(re.search(pattern, told) for pattern in patterns), told
-    told = succeed(model_tag="shared", val_fraction=0.25).out
-    val, train = re.search(r"each of 4 file\(s\), (\d+) documents\ntrains: the others, (\d+) doc", told).groups()
+    output = capsys.readouterr().out
+    assert all(re.search(pattern, output) for pattern in patterns), output
+    output = succeed(model_tag="shared", val_fraction=0.25).out
+    val, train = re.search(r"each of 4 file\(s\), (\d+) documents\ntrains: the others, (\d+) doc", output).groups()
     assert int(val) + int(train) == 384
 
 
-def test_a_run_prints_what_it_does_before_its_first_step():
-    told = succeed(eval_every=2).out
-    at = [told.index(line) for line in ("start: reading the run directory and the data files",
+def test_a_run_prints_its_progress_before_the_first_step():
+    output = succeed(eval_every=2).out
+    at = [output.index(line) for line in ("start: reading the run directory and the data files",
                                         "start: building the model", "start: packing the first step",
                                         "start: the first evaluation", "step 00000 | validation", "step 00000/00002")]
     assert at == sorted(at)
     assert "start: packing the first step" in succeed(eval_every=2, num_iterations=4).out
 
 
-def test_tok_train_reports_the_split_and_names_the_cap_that_truncated_documents(workplace, capsys):
+def test_tok_train_reports_the_split_and_the_cap_that_truncated_documents(workplace, capsys):
     for i in range(5):
         training.write_shard(workplace / f"data/more_{i}.parquet", ["a text"] * 3)
-    arguments = [f"--data-path={workplace / 'data'}", f"--output-dir={workplace / 'made'}", "--vocab-size=300"]
+    arguments = [f"--data-path={workplace / 'data'}", f"--output-dir={workplace / 'tokenizer2'}", "--vocab-size=300"]
     assert tok_train.main([*arguments, "--doc-cap=100"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"validates: shard_3.parquet \(96 documents\), \d\d.\d% of all bytes", told)
-    assert "trains: 8 files" in told
-    assert re.search(r"warning: --doc-cap=100 truncated \d+ of 303 documents and dropped \d\d% of the char", told), told
-    assert told.count(".parquet") < 8, "it lists all files"
+    output = capsys.readouterr().out
+    assert re.search(r"validates: shard_3.parquet \(96 documents\), \d\d.\d% of all bytes", output)
+    assert "trains: 8 files" in output
+    assert re.search(r"warning: --doc-cap=100 truncated \d+ of 303 documents and dropped \d\d% of the char", output)
+    assert output.count(".parquet") < 8, "it must not list all files"
     assert tok_train.main([*arguments, "--doc-cap=10000", "--force"]) == 0
     assert "truncated" not in capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The stream in cases made for it: which documents a lane reads, what a row holds, which cursors are refused, real text
-on any number of processes, digests that never change. tests/test_stream_laws.py has the laws."""
+"""Single cases of the stream: which documents a lane reads, the contents of a row, refused cursors, and golden digests.
+The laws are in tests/test_stream_laws.py."""
 
 from dataclasses import replace
 
@@ -10,17 +10,9 @@ from hypothesis import strategies as st
 
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.order import Order, StreamConfig, default_lanes
+from nanochat.order import Order, StreamConfig
 from nanochat.stream import Packed, Row, Stream, carry_on, stream_identity
-from tests.toy import (
-    BOS,
-    MemorySource,
-    Ranks,
-    digest_of_row,
-    fixed_source,
-    json_copy,
-    row_arrays,
-)
+from tests.toy import BOS, MemorySource, Ranks, digest_of_row, fixed_source, json_copy, row_arrays
 
 LAYOUTS = ("crop", "split", "concat")
 
@@ -53,11 +45,11 @@ def test_rows_hold_the_tokens_that_their_placements_name(layout):
         lengths = [length for _, _, length, _ in row.placed]
         assert doc_ids.tolist() == np.repeat(range(len(lengths)), lengths).tolist()
     stream.close()
-    assert later or layout == "crop", "the case: documents that go on in a later row"
+    assert later or layout == "crop", "the case: documents that continue in a later row"
 
 
 def epoch_in_units(source, epoch, V, size, seed, small):
-    """An epoch's sequence as [(tokens, documents)] of its units, from the words of the module's head alone."""
+    """An epoch's sequence as [(tokens, documents)] of its units, from the head of nanochat/order.py alone."""
     units = []
     if small:
         everything = [(g, document) for g, group in enumerate(source.documents) for document in group]
@@ -103,11 +95,6 @@ def test_law_blocks_cover_the_lanes_exactly_and_in_order(V, m):
     assert [b.start for b in blocks] == [j * V // m for j in range(m)]
 
 
-@pytest.mark.parametrize("R, V", [(1, 1), (64, 64), (128, 64), (96, 48), (7, 7), (127, 1), (130, 26), (500, 50)])
-def test_default_lanes_is_the_largest_divisor_up_to_64(R, V):
-    assert default_lanes(R) == V
-
-
 def test_golden_permutations_never_change():
     assert permutation(10, 0, "data", 0).tolist() == GOLDEN_PERMUTATIONS[0]
     assert permutation(12, 42, "web", 3, 7, 1).tolist() == GOLDEN_PERMUTATIONS[1]
@@ -117,7 +104,7 @@ def test_golden_permutations_never_change():
 
 
 @given(st.integers(0, 2**20), st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 1)), min_size=2))
-def test_law_row_digest_is_the_one_that_the_design_describes(index, pairs):
+def test_law_row_digest_has_the_documented_bytes(index, pairs):
     tokens, live = (np.array(column) for column in zip(*pairs))
     expected = digest_of_row(index, tokens, live[1:])
     for ids in (tokens.astype(np.uint32), tokens):
@@ -141,45 +128,45 @@ def test_golden_digests_of_a_fixed_corpus_never_change(layout):
 BASE = make_config("split", T=16, V=4, overlap=5, buffer_size=5, unit_size=4)
 
 
-def saved(steps=3, source=None):
-    with Ranks(BASE, {"b": source or fixed_source()}, n=1, W=1) as ranks:
-        for _ in range(steps):
+def saved():
+    """The cursors of BASE after 3 steps."""
+    with Ranks(BASE, {"b": fixed_source()}, n=1, W=1) as ranks:
+        for _ in range(3):
             ranks.step()
         return json_copy(ranks.cursors())
 
 
-@pytest.mark.parametrize("change, what", [
-    ({"seed": 1}, "seed: 0 there, 1 here"), ({"T": 17}, "T: 16 there, 17 here"), ({"V": 8}, "V: 4 there, 8 here"),
-    ({"overlap": 6}, "overlap: 5 there, 6 here"), ({"long_docs": "crop"}, "long_docs: split there, crop here"),
-    ({"layout": "concat"}, "layout: bestfit there, concat here"), ({"buffer_size": 6}, "buffer_size"),
-    ({"unit_size": 8}, "unit_size"), ({"max_epochs": 2}, "max_epochs")])
-def test_a_cursor_of_another_configuration_is_refused_with_what_differs(change, what):
-    with pytest.raises(ValueError, match=f"{what}.*--model-tag"):
-        Stream(replace(BASE, **change), {"b": fixed_source()}, range(4), tokenizer="t", cursors=saved())
+def resume(cursors, lanes=range(4)):
+    return Stream(BASE, {"b": fixed_source()}, lanes, tokenizer="t", cursors=cursors)
 
 
-def test_a_cursor_of_other_data_bucket_or_tokenizer_is_refused_with_what_differs():
-    for data, tokenizer, what in (({"b": fixed_source(fingerprint="other")}, "t", "data b: fixed there, other here"),
-                                  ({"c": fixed_source()}, "t", "data b: fixed there, None here"),
-                                  ({"b": fixed_source()}, "u", "tokenizer: t there, u here")):
-        with pytest.raises(ValueError, match=what):
-            Stream(BASE, data, range(4), tokenizer=tokenizer, cursors=saved())
-    future = [{**cursor, "format": 99} for cursor in saved()]
-    with pytest.raises(ValueError, match="format 99, expected 5"):
-        Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=future)
+@pytest.mark.parametrize("change, name, fingerprint, tokenizer, diff", [
+    ({"seed": 1}, "b", "fixed", "t", "seed was 0, now 1"), ({"T": 17}, "b", "fixed", "t", "T was 16, now 17"),
+    ({"V": 8}, "b", "fixed", "t", "V was 4, now 8"), ({"overlap": 6}, "b", "fixed", "t", "overlap was 5, now 6"),
+    ({"long_docs": "crop"}, "b", "fixed", "t", "long_docs was split, now crop"),
+    ({"layout": "concat"}, "b", "fixed", "t", "layout was bestfit, now concat"),
+    ({"buffer_size": 6}, "b", "fixed", "t", "buffer_size"), ({"unit_size": 8}, "b", "fixed", "t", "unit_size"),
+    ({"max_epochs": 2}, "b", "fixed", "t", "max_epochs"), ({}, "b", "other", "t", "data b was fixed, now other"),
+    ({}, "c", "fixed", "t", "data b was fixed, now None"), ({}, "b", "fixed", "u", "tokenizer was t, now u")])
+def test_a_cursor_of_another_stream_is_refused_with_a_diff(change, name, fingerprint, tokenizer, diff):
+    with pytest.raises(ValueError, match=f"{diff}.*--model-tag"):
+        Stream(replace(BASE, **change), {name: fixed_source(fingerprint=fingerprint)}, range(4), tokenizer=tokenizer,
+               cursors=saved())
 
 
-def test_cursors_that_lack_a_lane_or_have_one_twice_are_refused():
+def test_cursors_of_another_format_missing_ones_and_duplicates_are_refused():
     cursors = saved()
+    with pytest.raises(ValueError, match="format 99, expected 5"):
+        resume([{**cursor, "format": 99} for cursor in cursors])
     with pytest.raises(ValueError, match=r"cursors of lanes \[0, 1, 3\], expected one of each of \[0, 1, 2, 3\]"):
-        Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=[cursors[i] for i in (0, 1, 3)])
+        resume([cursors[i] for i in (0, 1, 3)])
     with pytest.raises(ValueError, match=r"expected one of each of"):
-        Stream(BASE, {"b": fixed_source()}, range(4), tokenizer="t", cursors=[*cursors, cursors[2]])
-    Stream(BASE, {"b": fixed_source()}, range(1, 3), tokenizer="t", cursors=cursors).close()
-    Stream(BASE, {"b": fixed_source()}, range(1, 3), tokenizer="t", cursors=cursors[1:3]).close()
+        resume([*cursors, cursors[2]])
+    resume(cursors, range(1, 3)).close()
+    resume(cursors[1:3], range(1, 3)).close()
 
 
-def test_a_waiting_document_whose_tokens_changed_is_refused_at_the_row_that_needs_it():
+def test_a_pending_document_whose_tokens_changed_is_refused_at_the_row_that_needs_it():
     cursors, changed = saved(), fixed_source()
     key = tuple(cursors[2]["buckets"]["b"]["waiting"][-1][:3])
     _, group, document = key
@@ -191,7 +178,7 @@ def test_a_waiting_document_whose_tokens_changed_is_refused_at_the_row_that_need
     stream.close()
 
 
-def test_restoring_reads_each_waiting_document_again_and_nothing_else_of_the_past():
+def test_a_resume_reads_each_pending_document_once_and_no_other_document_of_the_past():
     config = make_config("crop", T=64, V=2, buffer_size=64, unit_size=4)
     source = fixed_source(num_groups=20, group_size=20)
     with Ranks(config, {"b": source}, n=1, W=1) as ranks:
@@ -199,11 +186,11 @@ def test_restoring_reads_each_waiting_document_again_and_nothing_else_of_the_pas
             ranks.step()
         cursors = ranks.cursors()
     waiting = sorted(tuple(p[1:3]) for c in cursors for p in c["buckets"]["b"]["waiting"])
-    source.asked.clear()
+    source.reads.clear()
     with Ranks(config, {"b": source}, n=1, W=1, cursors=cursors):
-        pass  # closing waits for what is being read
-    again = [(group, row) for group, rows in source.asked for row in rows]
-    assert len(waiting) > 20 and set(again) <= set(waiting) and len(again) == len(set(again))
+        pass  # closing waits for reads in progress
+    reads = [(group, row) for group, rows in source.reads for row in rows]
+    assert len(waiting) > 20 and set(reads) <= set(waiting) and len(reads) == len(set(reads))
 
 
 @pytest.mark.parametrize("change", [{"T": 0}, {"V": 0}, {"buffer_size": 0}, {"unit_size": 0}, {"layout": "pile"},
@@ -214,11 +201,11 @@ def test_a_configuration_that_cannot_work_is_refused(change):
         StreamConfig(**{"T": 16, **change})
 
 
-# ---- real text ------------------------------------------------------------------------------------------------------
+# ---- golden values --------------------------------------------------------------------------------------------------
 
 GOLDEN_PERMUTATIONS = [[9, 6, 8, 5, 3, 7, 1, 0, 2, 4], [3, 2, 0, 7, 1, 4, 6, 9, 11, 5, 10, 8]]
 
-GOLDEN_DIGESTS = {  # of the first 8 steps of a large bucket, and of a small one; a change changes every run's data
+GOLDEN_DIGESTS = {  # of the first 8 steps of a large and of a small bucket; other digests would change every run's data
     "crop": [[17640452581099693891, 13022056510885607454, 8961568582689144106, 13252514326933720171,
          1065315056351755730, 16186916647297991176, 13911598103943274314, 17888515367825735960],
         [8790499322725866349, 2982632693881238674, 2317160913468656068, 2670492868075792306,
@@ -234,17 +221,17 @@ GOLDEN_DIGESTS = {  # of the first 8 steps of a large bucket, and of a small one
 }
 
 
-def test_of_a_long_document_crop_holds_no_more_than_a_row():
+def test_crop_keeps_at_most_a_row_of_a_long_document():
     config = StreamConfig(T=99, V=1, buffer_size=2, max_epochs=1)
     stream = Stream(config, {"data": MemorySource([[np.arange(10_000)], [np.arange(10_000)]])}, [0], tokenizer="t")
-    stream.next_rows(1)  # which reads the next document ahead
+    stream.next_rows(1)  # prefetches the next document
     stream.feeds["data"][0]._fill()
     held = [ids for ids, *_ in stream.feeds["data"][0].documents.values()]
     stream.close()
     assert held and all(len(ids) == 100 and ids.base is None for ids in held)
 
 
-def test_of_a_long_document_split_keeps_what_is_not_used_compressed():
+def test_split_keeps_the_unused_part_of_a_long_document_compressed():
     config = StreamConfig(T=99, V=1, buffer_size=2, long_docs="split", overlap=9, max_epochs=1)
     ids = (np.arange(50_000) % 1000).astype(np.uint32)
     stream = Stream(config, {"data": MemorySource([[ids]])}, [0], tokenizer="t")
@@ -260,7 +247,7 @@ def test_of_a_long_document_split_keeps_what_is_not_used_compressed():
 
 # ---- curricula ------------------------------------------------------------------------------------------------------
 
-def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_was():
+def test_another_curriculum_is_refused_and_a_new_run_continues_each_bucket_where_it_was():
     sources = {"a": fixed_source(), "b": fixed_source(4, 7, "other"), "c": fixed_source(6, 9, "new")}
     old = StreamConfig(T=16, V=2, buffer_size=4, curriculum=Curriculum(
         [Phase(40 * 32, {"a": 3, "b": 1}), Phase(40 * 32, {"a": 1, "b": 1})], max_epochs={"a": 0, "b": 0}))
@@ -270,7 +257,7 @@ def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_w
     stream.next_rows(12)
     saved = json_copy(stream.cursors())
     stream.close()
-    with pytest.raises(ValueError, match="another stream"):
+    with pytest.raises(ValueError, match="belongs to another stream"):
         Stream(new, sources, range(2), tokenizer="t", cursors=saved)
     identity = stream_identity(new, {k: sources[k] for k in "bc"}, "t")
     changed = Stream(new, sources, range(2), tokenizer="t", cursors=carry_on(saved, identity))
@@ -280,4 +267,4 @@ def test_another_curriculum_is_refused_and_a_new_run_goes_on_where_each_bucket_w
     for before, after in zip(saved, now):
         assert after["row"] == 0 and after["buckets"]["c"]["row"] == 0 and set(after["buckets"]) == {"b", "c"}
         assert after["buckets"]["b"] == before["buckets"]["b"]
-    assert carry_on(saved, stream.identity) == saved, "with the same curriculum all goes on"
+    assert carry_on(saved, stream.identity) == saved, "the same curriculum continues everything"

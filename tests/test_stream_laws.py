@@ -1,9 +1,9 @@
-"""Laws of the stream as a whole: random buckets of shards and of text, random curricula, lanes, layouts, and a run that
-is stopped and goes on with other numbers of processes.
+"""Laws of the whole stream: random buckets of shards and text, random curricula, lanes and layouts, and a run that
+stops and resumes with other numbers of processes.
 
-No two tokens of a corpus are the same, so a row tells by itself what is in it. What rows ought to hold is worked out
-from the documents alone: in each epoch each document is used once, each of its tokens is a target once (or dropped by
-`crop`, or still pending), the accounts say the same, and stopping changes no digest."""
+No two tokens of a corpus are equal, so the tokens of a row identify its documents. The expected rows follow from the
+documents alone: each epoch uses each document once, each of its tokens is a target once (or is dropped by `crop`, or is
+still pending), the ledger agrees, and stopping changes no digest."""
 
 import json
 import math
@@ -35,6 +35,7 @@ from tests.token_files import write_megatron
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 LAYOUTS = ("crop", "split", "concat", "binned")
+# `derandomize` derives the examples from the source of a law, so after an edit they may miss a case that it asserts.
 LAW = settings(max_examples=examples(0.75), deadline=None, derandomize=True, database=None,
                suppress_health_check=[HealthCheck.too_slow])
 
@@ -54,14 +55,14 @@ class NumberTokenizer(ByteTokenizer):
 
 @dataclass(frozen=True)
 class Entry:
-    """A document, or a window of one: its first `overlap` ids repeat the window before; `closed`: EOD is stored."""
+    """A document, or a window of one. Its first `overlap` ids repeat the previous window. `closed`: EOD is stored."""
 
     ids: tuple[int, ...]
     overlap: int = 0
     closed: bool = True
 
-    def seen(self, framed):
-        """As the stream sees it."""
+    def in_stream(self, framed):
+        """The ids that the stream uses."""
         return [BOS, *self.ids] if framed else [*self.ids, *[BOS] * self.closed]
 
 
@@ -75,7 +76,7 @@ def windows(ids, max_length, overlap):
 
 @dataclass
 class Corpus:
-    """A bucket: the entries of each group of each file, and how it is stored."""
+    """A bucket: the entries of each group of each file, and their format."""
 
     files: list[list[list[Entry]]]
     kind: str  # text | shards | foreign (shards without manifest.json, whose files are one group) | megatron
@@ -91,7 +92,7 @@ class Corpus:
         return [entry for group in self.groups for entry in group]
 
     def open(self, folder, *, framed):
-        """Write it, and open it as a source."""
+        """Write the files, and open them as a source."""
         folder.mkdir()
         tokenizer = NumberTokenizer()
         if self.kind == "text":
@@ -100,7 +101,7 @@ class Corpus:
             return ParquetSource(scan(folder), tokenizer)
         if self.kind == "megatron":
             for i, (file,) in enumerate(self.files):
-                documents = [entry.seen(framed=False) for entry in file]  # each of two sequences
+                documents = [entry.in_stream(framed=False) for entry in file]  # each of two sequences
                 write_megatron(folder / str(i), [[d[:n % 3], d[n % 3:]] for n, d in enumerate(documents)], "<i4")
             return TokenSource(scan(folder, find_files(folder, "megatron")), tokenizer)
         records = {str(i): self._write_shard(folder / str(i), file) for i, file in enumerate(self.files)}
@@ -118,7 +119,7 @@ class Corpus:
 
     def _write_shard(self, path, file):
         entries = [entry for group in file for entry in group]
-        stored = [entry.seen(framed=False) for entry in entries]
+        stored = [entry.in_stream(framed=False) for entry in entries]
         with ShardWriter(path, vocab_size=1 << 20) as writer:
             writer.add(np.concatenate(stored), np.array([*map(len, stored)]), np.array([e.overlap for e in entries]))
         return {**writer.written, "input": {}, "documents": 0, "skipped": {}, "groups": list(map(len, file))}
@@ -126,16 +127,17 @@ class Corpus:
 
 @dataclass
 class World:
-    """A stream, its documents, and a run of it: (processes, at which percent of its steps they stop) in order."""
+    """A stream, its documents, and the launches of a run: (number of processes, percentage of steps at which they
+    stop)."""
 
     config: StreamConfig
     corpora: dict[str, Corpus]
-    n: int  # rows of a lane in a step
+    n: int  # rows of each lane in a step
     plan: list[tuple[int, int]]
     small: bool  # whether documents are shuffled one by one
 
     def open(self, folder):
-        """The sources of its buckets, written to a folder."""
+        """Write all buckets to a folder, and open their sources."""
         with (mock.patch.object(sources, "SMALL_TOKENS", sources.SMALL_TOKENS if self.small else -1),
               mock.patch.object(dataset, "is_blank", lambda *args: False)):  # text may be all empty here
             return {name: corpus.open(Path(folder) / name, framed=self.config.framed)
@@ -201,18 +203,18 @@ def worlds(draw, layout):
 
 @dataclass
 class Run:
-    """What came of it: digests of its steps, all rows with their tokens and live masks, cursors at its end."""
+    """The results: digests of all steps, all rows with their tokens and live masks, and the last cursors."""
 
     digests: list[int] = field(default_factory=list)
     rows: list[tuple[Row, np.ndarray, np.ndarray]] = field(default_factory=list)
     cursors: list[Cursor] = field(default_factory=list)
-    unread: set[tuple[str, int]] = field(default_factory=set)  # (bucket, lane) with documents not read, or entries left
+    unread: set[tuple[str, int]] = field(default_factory=set)  # (bucket, lane) with unread documents or pending entries
     dropped_at_stops: int = 0  # stops at which a lane had dropped a bucket, and still had two
 
 
 def drained(world, opened, plan, *, num_threads):
-    """Take rows until all lanes are dry. `plan`: (processes, the step before which they stop), the last one inf. The
-    accounts must be right at each stop."""
+    """Take rows until all lanes are dry. `plan`: (number of processes, the step before which they stop; inf for the
+    last). The ledger must balance at each stop."""
     run = Run()
     for W, stop in plan:
         streams = [Stream(world.config, opened, block(r, W, world.config.V), tokenizer="t", drop_dry=True,
@@ -225,7 +227,7 @@ def drained(world, opened, plan, *, num_threads):
             run.digests.append(sum(digest_of_row(i, tokens, live[1:]) for i, (_, tokens, live) in enumerate(filled)))
             run.rows += filled
             for feed in (feed for stream in streams for feeds in stream.feeds.values() for feed in feeds.values()):
-                if feed.packer.ready:  # else less than a row is left, perhaps of several epochs: it is dry
+                if feed.packer.ready:  # otherwise it is dry, and less than a row is pending, perhaps of several epochs
                     assert {key[0] for key in feed.packer.waiting()} <= {feed.epoch}, "read beyond an epoch"
         run.cursors = json_copy([cursor for stream in streams for cursor in stream.cursors()])
         run.unread = {(bucket, lane) for stream in streams for bucket, feeds in stream.feeds.items()
@@ -241,7 +243,7 @@ def drained(world, opened, plan, *, num_threads):
 
 
 def check_accounts(world, run):
-    """The ledger of each bucket, against rows that were counted."""
+    """Compare the ledger of each bucket with the counted rows."""
     T, account = world.config.T, ledger(run.cursors, world.config.T)
     for bucket in world.corpora:
         a = account[bucket]
@@ -253,22 +255,22 @@ def check_accounts(world, run):
         assert a["cropped"] == 0 or (world.config.layout, world.config.long_docs) == ("bestfit", "crop")
 
 
-# ---- what rows ought to hold ----------------------------------------------------------------------------------------
+# ---- the expected contents of rows ----------------------------------------------------------------------------------
 
 def pieces(world, run, bucket):
-    """What waits at the end: (entry, its tokens that no row has had, how many of the entry's were before them)."""
-    groups, framed, found = world.corpora[bucket].groups, world.config.framed, []
+    """The pending entries at the end: (entry, its tokens that no row has had, number of tokens before them)."""
+    groups, framed, pending = world.corpora[bucket].groups, world.config.framed, []
     for cursor in run.cursors:
         feed = cursor["buckets"][bucket]
         for i, (_, group, row, _, start, _) in enumerate(feed["waiting"]):
             shared = world.config.layout == "concat" and i == 0 and feed["row"] > 0  # the last row ended with it
             entry = groups[group][row]
-            found.append((entry, entry.seen(framed)[start + shared:], start + shared))
-    return found
+            pending.append((entry, entry.in_stream(framed)[start + shared:], start + shared))
+    return pending
 
 
 def check_epochs(world, run, bucket):
-    """A lane begins an epoch with the row that ends the one before. Returns how many rows have documents of both."""
+    """A lane begins an epoch in the row that ends the previous one. Returns the number of rows with two epochs."""
     mixed = 0
     for lane in range(world.config.V):
         rows = [[key[0] for key, *_ in row.placed] for row, _, _ in run.rows
@@ -279,17 +281,17 @@ def check_epochs(world, run, bucket):
 
 
 def check_documents(world, run, bucket):
-    """Each entry of each allowed epoch begins in one row, or waits whole; none twice, none never."""
+    """Each entry of each allowed epoch begins in exactly one row, or is pending as a whole."""
     waiting = [(lane, *piece) for lane, cursor in enumerate(run.cursors)
                for piece in cursor["buckets"][bucket]["waiting"]]
     begun = Counter(key for row, _, _ in run.rows if row.bucket == bucket for key, start, _, _ in row.placed
                     if not start)
-    if world.config.layout == "concat":  # where a row ends with a BOS, the next begins with it
+    if world.config.layout == "concat":  # if a row ends with a BOS, the next one begins with it
         for lane in range(world.config.V):
             mine = [row.placed for row, _, _ in run.rows if (row.lane, row.bucket) == (lane, bucket)]
             begun.subtract(after[0][0] for before, after in pairwise(mine) if not after[0][1])
             if mine and (piece := next((p for p in waiting if p[0] == lane), None)) and piece[5] == 0:
-                begun[tuple(piece[1:4])] -= 1  # a row ended with its BOS, but it waits
+                begun[tuple(piece[1:4])] -= 1  # a row ended with its BOS, but the document is pending
     begun.update(tuple(piece[1:4]) for piece in waiting if piece[5] == 0)
     everything = Counter((epoch, group, row) for epoch in range(world.epochs(bucket))
                          for group, entries in enumerate(world.corpora[bucket].groups) for row in range(len(entries)))
@@ -299,7 +301,7 @@ def check_documents(world, run, bucket):
 
 
 def check_tokens(world, run, bucket):
-    """Each id is a live target once an epoch, is dropped, or pends; overlaps are emitted and never live."""
+    """Each id is a live target once per epoch, or is dropped or pending. Overlaps are emitted, but never live."""
     epochs, corpus = world.epochs(bucket), world.corpora[bucket]
     emitted = Counter()
     live = Counter()
@@ -325,7 +327,7 @@ def check_tokens(world, run, bucket):
         assert world.config.long_docs == "split" or emitted + waits <= stored
     if not world.complete(run, bucket):
         return
-    assert account["read"] == epochs * sum(len(e.seen(world.config.framed)) - e.overlap - world.config.framed
+    assert account["read"] == epochs * sum(len(e.in_stream(world.config.framed)) - e.overlap - world.config.framed
                                            for e in corpus.entries)
     if world.config.layout == "binned":
         assert not left and emitted == Counter(i for entry in corpus.entries for i in entry.ids * epochs)
@@ -336,13 +338,13 @@ def check_tokens(world, run, bucket):
 
 
 def check_binned_targets(world, run, bucket):
-    """Off are: the first of a row (which is no target), overlaps, what follows an EOD, padding."""
+    """Targets are off for the first token of a row, overlaps, the token after an EOD, and padding."""
     for row, tokens, is_live in run.rows:
         if row.bucket == bucket:
             overlapped = []
             for (_, group, index), start, length, _ in row.placed:
                 entry = world.corpora[bucket].groups[group][index]
-                assert (start, length) == (0, len(entry.seen(framed=False)))
+                assert (start, length) == (0, len(entry.in_stream(framed=False)))
                 overlapped += [i < entry.overlap for i in range(length)]
             expected = [not off and tokens[i - 1] != BOS for i, off in enumerate(overlapped)][1:]
             assert is_live[1:].tolist() == [*expected, *[False] * (world.config.T - len(expected))]
@@ -352,7 +354,7 @@ def check_binned_targets(world, run, bucket):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(layout, monkeypatch):
-    monkeypatch.setattr(Packed, "CHUNK", 7)  # so that these short documents are kept as long ones are
+    monkeypatch.setattr(Packed, "CHUNK", 7)  # so that these short documents are stored like long ones
     monkeypatch.setenv(READER, "pread" if layout in ("split", "binned") else "mmap")
     seen = Counter()
 
@@ -398,7 +400,7 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
 
 
 def test_law_loaders_of_a_mix_end_at_the_same_step_with_the_same_digests():
-    """Through the loader, with and without dropping what is dry, on one and on several processes, with any threads and
+    """Through the loader, with and without dropping dry buckets, for any number of processes, threads and
     micro-batches."""
     seen = Counter()
 

@@ -1,5 +1,5 @@
-"""Which documents of a text file are read, whatever its kind: parts for training and validation, short ones left out,
-data sets that Hugging Face's `datasets` saved."""
+"""Which documents of a text file of any kind are read: parts for training and validation, skipped short documents, data
+sets that Hugging Face's `datasets` saved."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def base_dir(tmp_path_factory, monkeypatch):
 
 
 def write_saved(folder, files, field="text"):
-    """What `datasets` 4 leaves: state.json names the files, streams of Arrow's batches; a cache lies beside them."""
+    """A data set as `datasets` 4 saves it: state.json lists the files, streams of Arrow batches, and a cache."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{len(files):05}.arrow" for i in range(len(files))]
     for name, documents in zip([*names, "cache-0123.arrow"], [*files, ["cached"]]):
@@ -48,31 +48,31 @@ FRACTIONS = st.sampled_from([0.0, 0.01, 0.1, 0.25, 0.5, 0.9]) | st.floats(0, 0.9
 
 @settings(max_examples=examples(1))
 @given(num=st.integers(0, 90), fraction=FRACTIONS, min_chars=st.integers(0, 30))
-def test_parts_are_disjoint_and_whole_and_follow_the_rule(tmp_path_factory, num, fraction, min_chars):
+def test_law_the_two_parts_follow_the_rule(tmp_path_factory, num, fraction, min_chars):
     path = tmp_path_factory.mktemp("law") / "a.jsonl"
     write_jsonl(path, DOCUMENTS[:num])
-    found = {}
+    parts = {}
     for part in ("train", "val"):
         every, long, skipped = Selection(val_fraction=fraction).for_split(part), {"min_chars": min_chars}, {}
-        found[part] = list(read_documents(path, every))
+        parts[part] = list(read_documents(path, every))
         some = list(read_documents(path, Selection(val_fraction=fraction, **long).for_split(part), skipped))
-        assert some == [t for t in found[part] if len(t) >= min_chars]
-        assert skipped == {"count": 0, "lines": [], "short": len(found[part]) - len(some)}
+        assert some == [t for t in parts[part] if len(t) >= min_chars]
+        assert skipped == {"count": 0, "lines": [], "short": len(parts[part]) - len(some)}
     if fraction:
         val = [i for i in range(num) if math.floor((i + 1) * fraction) > math.floor(i * fraction)]
-        assert found["val"] == [DOCUMENTS[i] for i in val] and len(val) == math.floor(num * fraction)
-        assert found["train"] == [DOCUMENTS[i] for i in range(num) if i not in val]
+        assert parts["val"] == [DOCUMENTS[i] for i in val] and len(val) == math.floor(num * fraction)
+        assert parts["train"] == [DOCUMENTS[i] for i in range(num) if i not in val]
     else:
-        assert found["train"] == found["val"] == DOCUMENTS[:num], "without a share both are all of it"
+        assert parts["train"] == parts["val"] == DOCUMENTS[:num], "without a share, both are the whole file"
 
 
-def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_out(tmp_path, monkeypatch, caplog):
+def test_every_kind_gives_the_same_documents_and_groups_and_warns_about_skipped_ones(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", 8)
     write_jsonl(tmp_path / "jsonl" / "a.jsonl.zst", DOCUMENTS)
     write_parquet(tmp_path / "parquet" / "a.parquet", DOCUMENTS, 31)
     write_saved(tmp_path / "arrow", [DOCUMENTS])
     selection = Selection(min_chars=10, val_fraction=0.3, part="train")
-    want = [t for i, t in enumerate(DOCUMENTS) if math.floor((i + 1) * 0.3) == math.floor(i * 0.3) and len(t) >= 10]
+    expected = [t for i, t in enumerate(DOCUMENTS) if math.floor((i + 1) * 0.3) == math.floor(i * 0.3) and len(t) >= 10]
     groups = []
     for kind in ("jsonl", "parquet", "arrow"):
         caplog.clear()
@@ -80,16 +80,16 @@ def test_every_kind_gives_the_same_documents_and_groups_and_tells_what_it_left_o
         manifest = scan(tmp_path / kind, selection=selection)
         assert check(manifest) == manifest and manifest["min_chars"] == 10 and manifest["part"] == "train"
         source = ParquetSource(manifest, ByteTokenizer())
-        found = [ByteTokenizer().decode(ids) for g, n in enumerate(source.groups.tolist())
-                 for ids in source.read(g, np.arange(n))[0]]
-        assert found == want == list(read_texts(source.paths[0]))
-        assert "shorter than --min-chars 10 left out" in caplog.text
+        documents = [ByteTokenizer().decode(ids) for g, n in enumerate(source.groups.tolist())
+                     for ids in source.read(g, np.arange(n))[0]]
+        assert documents == expected == list(read_texts(source.paths[0]))
+        assert "shorter than --min-chars 10 skipped" in caplog.text
         groups.append(source.groups.tolist())
     assert groups[0] == groups[1] == groups[2] and len(groups[0]) > 3
     prints = {fingerprint(scan(tmp_path / "jsonl", selection=Selection(**changed))) for changed in (
         {}, {"min_chars": 10}, {"min_chars": 11}, {"val_fraction": 0.3, "part": "train"},
         {"val_fraction": 0.3, "part": "val"}, {"val_fraction": 0.31, "part": "val"})}
-    assert len(prints) == 6, "what decides the data is in the fingerprint"
+    assert len(prints) == 6, "everything that decides the data is in the fingerprint"
 
 
 @pytest.mark.parametrize("content", ["one line\nanother\nthe third\nthe last\n" * 9, "no line at all " * 9])
@@ -101,7 +101,7 @@ def test_one_txt_file_is_cut_at_a_line(tmp_path, content):
     assert 0.1 < len(val[0]) / len(content) < 0.21 and ("\n" not in content or train[0].endswith("\n"))
 
 
-# ---- data sets that were saved --------------------------------------------------------------------------------------
+# ---- saved data sets ------------------------------------------------------------------------------------------------
 
 def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
     files = [DOCUMENTS[:20], DOCUMENTS[20:50], DOCUMENTS[50:]]
@@ -118,11 +118,11 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
     with pytest.raises(ValueError, match=r"data-00001-of-00003\.arrow: not a whole stream"):
         list(read_texts(path))
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"data-00001-of-00003\.arrow: not there, but state\.json lists it"):
+    with pytest.raises(FileNotFoundError, match=r"data-00001-of-00003\.arrow: missing, but state\.json lists it"):
         find_files(folder)
 
 
-def test_a_broken_line_of_a_file_that_trains_and_validates_is_told_once(tmp_path, caplog):
+def test_a_broken_line_of_a_file_that_trains_and_validates_is_reported_once(tmp_path, caplog):
     path = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS[:40])
     path.write_text("broken\n" + path.read_text())
     parts = [list(read_texts(path, Selection(val_fraction=0.5, part=part))) for part in ("train", "val")]
@@ -132,23 +132,23 @@ def test_a_broken_line_of_a_file_that_trains_and_validates_is_told_once(tmp_path
 
 # ---- flags ----------------------------------------------------------------------------------------------------------
 
-def test_flags_that_make_no_sense_are_one_sentence(tmp_path):
+def test_impossible_flags_are_one_sentence(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["one", "two"])
-    for values, said in (({"val_fraction": 1.0}, "--val-fraction 1.0"), ({"min_chars": -1}, "--min-chars -1")):
-        with pytest.raises(ValueError, match=said):
+    for values, message in ({"val_fraction": 1.0}, "--val-fraction: got 1"), ({"min_chars": -1}, "--min-chars: got -1"):
+        with pytest.raises(ValueError, match=message):
             Selection.of(values)
-    with pytest.raises(ValueError, match="--val-fraction: the validation files have a place of their own"):
+    with pytest.raises(ValueError, match="--val-fraction: the data already has validation files"):
         split_train_val(path, path, shared=True)
     with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*--val-fraction 0\.1"):
         scan(path, selection=Selection(val_fraction=0.1, part="val"))
     with pytest.raises(ValueError, match=r"a\.jsonl: no document in it .*and 2 shorter than --min-chars"):
         scan(path, selection=Selection(min_chars=5))
-    with pytest.raises(ValueError, match="or share out its documents with --val-fraction"):
+    with pytest.raises(ValueError, match="or divide its documents with --val-fraction"):
         split_train_val(path)
 
 
 def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(tmp_path, capsys, monkeypatch):
-    """A tokenizer, shards and two runs from one file, of which short documents are left out."""
+    """A tokenizer, shards and two runs from one file, without its short documents."""
     with training.workplace(tmp_path, **training.SMALL, num_iterations=4, save_every=2) as base:
         table = pa.table({"doc": [{"body": t} for t in training.texts(150, seed=3)]})
         pq.write_table(table, base / "one.parquet", row_group_size=40)
@@ -159,18 +159,18 @@ def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(tm
         monkeypatch.setattr(tok_eval, "PEERS", ())
         assert tok_eval.main([data, f"--tokenizer={base / 'own'}", *flags]) == 0
         assert json.loads((base / "own" / "tokenizer.json").read_text())["training"]["documents"] < 135
-        shards = [f"--input-dir={base / 'one.parquet'}", f"--output-dir={base / 'made'}", "--max-length=0",
+        shards = [f"--input-dir={base / 'one.parquet'}", f"--output-dir={base / 'shards'}", "--max-length=0",
                   f"--tokenizer={base / 'own'}", "--num-workers=1", *flags]
         assert tok_shards.main(shards) == 0
         assert "document(s) shorter than --min-chars skipped" in capsys.readouterr().out
-        manifest = json.loads((base / "made/train/data/manifest.json").read_text())
+        manifest = json.loads((base / "shards/train/data/manifest.json").read_text())
         assert manifest["arguments"]["min_chars"] == 50 and manifest["shards"]["one"]["skipped"]["short"] > 5
         with pytest.raises(ValueError, match=r"made with .*min_chars 50 \(now 60\)"):
             tok_shards.main([*shards, "--min-chars=60"])
         streamed = {"data_path": base / "one.parquet", "tokenizer": base / "own", **words}
         training.succeed(**streamed, eval_every=2)
-        training.succeed(data_path=base / "made", data_format="shards", model_tag="shards")
+        training.succeed(data_path=base / "shards", data_format="shards", model_tag="shards")
         assert training.digests() == training.digests("shards") and len(training.digests()) == 4
         assert "--min-chars: the run has 50, this launch 0" in training.refuse(**{**streamed, "min_chars": 0})
-        said = training.refuse(data_path=base / "made", data_format="shards", min_chars=5, model_tag="other")
-        assert "--min-chars=5: applies to text only" in said
+        error = training.refuse(data_path=base / "shards", data_format="shards", min_chars=5, model_tag="other")
+        assert "--min-chars=5: applies to text only" in error

@@ -1,4 +1,4 @@
-"""A run without some documents: the same rows, in which their targets are off."""
+"""A run without some documents has the same rows, but the targets of these documents are off."""
 
 import json
 from contextlib import closing
@@ -16,18 +16,17 @@ workplace = training.in_workplace(**training.SMALL, num_iterations=8, leaves=2, 
 
 
 @pytest.mark.parametrize("layout", ["crop", "split", "concat"])
-def test_without_some_documents_rows_keep_their_tokens_and_only_those_targets_are_off(layout):
-    """A document's targets are its own tokens and what its last token predicts, the BOS of the next one."""
-    source = toy.numbered([[5, 40, 3, 17], [9, 30, 2, 70], [11, 8, 1, 25]])
+def test_rows_keep_their_tokens_and_exactly_the_targets_of_listed_documents_are_off(layout):
+    """A document's targets are its own tokens and the BOS of the next one, which its last token predicts."""
+    source, same_source = (toy.numbered([[5, 40, 3, 17], [9, 30, 2, 70], [11, 8, 1, 25]]) for _ in range(2))
     config = StreamConfig(T=16, V=2, layout="concat" if layout == "concat" else "bestfit", overlap=4, buffer_size=4,
                           long_docs="split" if layout == "split" else "crop", max_epochs=2)
     listed = {(0, 1), (1, 0), (2, 2)}
     ids = {token for group, row in listed for token in source.documents[group][row].tolist()}
     checked = 0
-    other_source = toy.numbered([[5, 40, 3, 17], [9, 30, 2, 70], [11, 8, 1, 25]])
-    other_source.without = {group: np.arange(4) == row for group, row in listed}
+    same_source.without = {group: np.arange(4) == row for group, row in listed}
     with closing(Stream(config, {"a": source}, range(2), tokenizer="t")) as plain, \
-            closing(Stream(config, {"a": other_source}, range(2), tokenizer="t")) as other:
+            closing(Stream(config, {"a": same_source}, range(2), tokenizer="t")) as other:
         while rows := plain.next_rows(1):
             for row, twin in zip(rows, other.next_rows(1), strict=True):
                 tokens, live = toy.row_arrays(row, 16)
@@ -87,10 +86,10 @@ def test_the_list_is_pinned_with_the_data_and_bad_lines_are_one_sentence(tmp_pat
     assert "the file changed since this run began" in training.refuse(num_iterations=4, without_documents=path)
     path.unlink()
     training.succeed(num_iterations=4, without_documents=path)
-    assert "--without-documents" in training.refuse(num_iterations=6), "the run has its own"
+    assert "--without-documents" in training.refuse(num_iterations=6), "the run has a list of its own"
     for line, words in ((f"{name}:99999", "the file has documents 0 to "), ("none.parquet:1", "expected FILE:ROW"),
                         (name, "expected FILE:ROW"), (f"{name}:-1", "expected FILE:ROW")):
         path.write_text(f"\n{line}\n")
-        told = training.refuse(model_tag="new", without_documents=path)
-        assert words in told and f"{path}: line 2: {line}" in told
+        error = training.refuse(model_tag="new", without_documents=path)
+        assert words in error and f"{path}: line 2: {line}" in error
     assert not Path(training.run_dir("new")).exists()

@@ -1,4 +1,4 @@
-"""Tiny stand-ins for the tests of the stream: a byte tokenizer, sources in memory, small corpora on disk."""
+"""Small fakes for tests of the stream: a byte tokenizer, sources in memory, small corpora on disk."""
 
 import gzip
 import hashlib
@@ -23,12 +23,12 @@ BOS = 256
 
 
 def examples(share: float) -> int:
-    """How many examples a law gets that takes a share of what the profile (tests/conftest.py) gives."""
+    """Number of examples for a law that takes this share of the profile's examples (tests/conftest.py)."""
     return round(settings.default.max_examples * share)
 
 
 class ByteTokenizer:
-    """One token a byte, BOS is 256."""
+    """One token per byte; BOS is 256."""
 
     token_dtype = np.dtype(np.uint16)
 
@@ -56,7 +56,7 @@ class ByteTokenizer:
 
 
 class MemorySource:
-    """Groups of documents given as token ids (without BOS). `asked` records (group, rows) of each read."""
+    """Groups of documents, given as token ids without BOS. `reads` records (group, rows) of each read."""
 
     bos = BOS
 
@@ -67,13 +67,12 @@ class MemorySource:
         self.groups = np.array([len(group) for group in groups], np.int64)
         self.means = np.array([max(1, sum(map(len, group)) // max(1, len(group))) for group in groups], np.int64)
         self.small = small
-        self.asked: list[tuple[int, list[int]]] = []
+        self.reads: list[tuple[int, list[int]]] = []
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        self.asked.append((group, rows.tolist()))
-        assert max(rows) < keep <= len(self.documents[group]) or keep == 0, "more is announced than there is"
-        found = [np.concatenate([[BOS], self.documents[group][row]]).astype(np.uint32) for row in rows]
-        return found, [0] * len(found)
+        self.reads.append((group, rows.tolist()))
+        assert max(rows) < keep <= len(self.documents[group]) or keep == 0, "`keep` is not in the group"
+        return [np.concatenate([[BOS], self.documents[group][row]]).astype(np.uint32) for row in rows], [0] * len(rows)
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
         return [1 + len(self.documents[group][row]) for row in rows], [0] * len(rows)
@@ -83,8 +82,8 @@ class MemorySource:
 
 
 def numbered(lengths: Sequence[Sequence[int]], first: int = 1000, **kwargs: Any) -> MemorySource:
-    """A source of documents with so many tokens (without BOS), in which no two tokens are the same: each tells by
-    itself where it comes from. `groups[g][d]` is a length."""
+    """A source in which no two tokens are equal, so that each token identifies its document. `lengths[g][d]` is the
+    number of tokens, without BOS, of a document."""
     groups, at = [], first
     for group in lengths:
         groups.append([])
@@ -95,7 +94,7 @@ def numbered(lengths: Sequence[Sequence[int]], first: int = 1000, **kwargs: Any)
 
 
 def fixed_source(num_groups: int = 5, group_size: int = 9, fingerprint: str = "fixed") -> MemorySource:
-    """The small corpus of the golden digests: lengths and bytes come from BLAKE2b, so from nothing that may change."""
+    """The small corpus of the golden digests. Lengths and bytes come from BLAKE2b, which never changes."""
     def document(i: int) -> np.ndarray:
         seed = hashlib.blake2b(f"document {i}".encode()).digest()
         return np.frombuffer((seed * 2)[1:seed[0] % 90], np.uint8).astype(np.uint16)
@@ -118,7 +117,7 @@ def write_parquet(path: Path, texts: Sequence[str], group_size: int = 8, **kwarg
 
 
 def compressed(data: bytes, suffix: str) -> bytes:
-    """As a file of that suffix holds it."""
+    """Compress data as a file with that suffix stores it."""
     if suffix == ".zst":
         return pa.compress(data, "zstd", asbytes=True)
     return gzip.compress(data, 1, mtime=0) if suffix == ".gz" else data
@@ -155,7 +154,7 @@ def json_copy(value: Any) -> Any:
 
 
 class Ranks:
-    """All ranks of a stream in one process. `step()` gives the digest of the next step, put together from all ranks."""
+    """All ranks of a stream in one process. `step()` returns the digest of the next step over all ranks."""
 
     def __init__(self, config: StreamConfig, sources: Mapping[str, Any], *, n: int, W: int,
                  cursors: list[Cursor] | None = None, num_threads: int = 0, tokenizer: str = "t"):

@@ -268,7 +268,7 @@ def explain_left_out(names: Sequence[str], step: int) -> str:
     opened = open_stream_of(runs[0])
     with opened.stream_at(step) as stream:
         for row in stream.next_rows(opened.rows_per_lane):
-            for place in describe(opened, row):
+            for place in describe(opened, stream, row):
                 sides = [listed.get(place["file"], []) for listed in lists]
                 left_out = [rows is None or place["document"] in rows for rows in sides]
                 if left_out[0] != left_out[1]:

@@ -91,7 +91,7 @@ def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name, caplo
             if found.cropped_after:
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
     missing = {"text": [], "shards": ["cropped after token N"]}[name]
-    assert {*fates} - {""} == {"pending in lane N", "not before the last step, N", "cropped after token N"} - {*missing}
+    assert {*fates} - {""} == {"pending in lane N", "not used by the last step, N", "cropped after token N"} - {*missing}
     assert "step-00000010.json.gz: torn or rotten" in caplog.text
     for document in documents[::9]:
         [found] = json_lines("find", name, f"--document={document}")
@@ -127,7 +127,7 @@ def test_a_text_names_its_documents_first_and_validation_is_said(capsys):
         run.data.train["code"].without = {0: mask}
         assert inspect_data.is_left_out(run.data.train["code"], document) == listed
     assert inspect_data.main(["find", "text", "--document=web/2.parquet:0"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "validation: the run never trains on it"
+    assert capsys.readouterr().out.splitlines()[-1] == "a validation document: the run never trains on it"
     shards = opened("shards").data.val["web"].manifest["files"][0]["name"]
     [found] = json_lines("find", "shards", f"--document={shards}:1")
     assert found["split"] == "validation" and found["passes"] == []
@@ -153,7 +153,7 @@ def test_what_a_run_at_work_has_not_read_is_expected_where_it_is_read_later():
 
 def test_spikes_are_the_steps_that_stand_out_with_the_rows_behind_them(capsys):
     assert inspect_data.main(["spikes", "text"]) == 0
-    assert "none of 24 steps stands out" in capsys.readouterr().out
+    assert "no spike in 24 steps" in capsys.readouterr().out
     run = training.run_dir("text")
     kept = RowLosses(run, num_rows=8, T=training.T)
     nats, live = kept.read(20)
@@ -194,4 +194,4 @@ def test_losses_that_are_corrupt_or_were_not_recorded_are_one_sentence(caplog):
     with open(training.log_file("text"), "a") as log:
         log.write(json.dumps({**training.steps("text")[20], "loss": 9.0}) + "\n")
     [spike] = json_lines("spikes", "text")
-    assert spike["step"] == 20 and spike["rows"] == [] and "rows behind spikes are not known" in caplog.text
+    assert spike["step"] == 20 and spike["rows"] == [] and "spikes are shown without their rows" in caplog.text

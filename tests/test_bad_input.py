@@ -216,7 +216,7 @@ READERS = [
     ("stop", {}, ("no run is active",)),
     *((f"stop {name}", {}, ("no run",)) for name in ("ru", "a/b", "..")),
     ("report d12", {}, ("no run 'd12'",)),
-    ("page", {"runs": GONE}, ("no runs yet",)),
+    ("page", {"runs": GONE}, ("no runs in the base directory",)),
     *(("report run", {f"runs/run/{name}.json": text}, (f"{name}.json",))
       for name in ("data_manifest", "eval") for text in ("[1]", "[" * 100_000, "{")),
     *((f"{script} run", {CONFIG: edited(**change)}, ("config.json: " + said,))

@@ -154,7 +154,7 @@ def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "ROOM", 100_000)
     text, data = write([make_run(tmp_path / "long", num=2_000)], tmp_path / "page.html")
     [run] = data["runs"]
-    every = re.search(r"Of every (\d+) steps the one with the highest loss", text)
+    every = re.search(r"Of every (\d+) steps, the one with the highest loss", text)
     assert every and int(every[1]) >= 3 and run["steps"][-1] == 1_999
     assert 50_000 < len(json.dumps(data, separators=(",", ":"))) < 110_000
     assert SPIKE in run["steps"] and max(filter(None, curves(run)[page.LOSS, "loss"])) == 50.0

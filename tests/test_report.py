@@ -55,12 +55,12 @@ def test_every_figure_is_the_one_on_disk(run):
     account = ledger(load_checkpoint(training.final()).cursors, T)["data"]
     for name, expected in {
             "validation bits per byte, before training": [show(val[0])],
-            "validation bits per byte, after": ["2.062"], "a unigram model's on the same tokens": ["3.812"],
+            "validation bits per byte, after": ["2.062"], "bits per byte of a unigram model on the same tokens": ["3.812"],
             "training bits per byte, `data`": ["1.938"], "steps": ["8"], "tokens trained on": ["4,096"],
-            "time in steps": [f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"],
+            "training time": [f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"],
             "tokens/s, median step": [show(statistics.median(step["tokens_per_s"] for step in steps))],
             "params_total": [show(config["derived"]["params_total"])], "depth": ["2", "20"],
-            "0": ["1", "cpu", first["torch"], first["code"]], "4": ["2", "cpu", first["torch"], "not known"],
+            "0": ["1", "cpu", first["torch"], first["code"]], "4": ["2", "cpu", first["torch"], "unknown"],
             "set-up": ["1.0 s", "1", "0"], "training": ["2 min 45 s", "2", "1"],
             "data (train)": [pinned["root"], "3", show(sum(file["size"] for file in pinned["files"])), "288"],
             "data": [*(show(account[name]) for name in LEDGER), f"{100 * share(account, 'cropped'):.2f}"],
@@ -69,9 +69,9 @@ def test_every_figure_is_the_one_on_disk(run):
         assert found[name] == expected, name
     assert "# Run `run`: completed" in text and "train --fast" in text and f"from `{run}`" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
-    assert "\nseed 42\n" in text.partition("<summary>default")[2] and "seed" not in found
+    assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [
-        f"The run completed after 8 steps of 8: 4,096 tokens in {duration(seconds)} of steps.",
+        f"The run completed after 8 steps of 8: 4,096 tokens in {duration(seconds)} of training.",
         f"Validation bits per byte fell from {show(val[0])} to {show(val[-1])}.",
         "It took 2 launches (1 killed), on 1 and 2 processes."]
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
@@ -90,10 +90,10 @@ def test_there_is_a_report_whatever_is_missing(run, missing):
     assert command in full
     assert text != full and [x for x in text.splitlines() if x.startswith("## ")] == [
         x for x in full.splitlines() if x.startswith("## ")]
-    assert ("base_eval run` has not run" in text) == ("eval.json" in gone)
+    assert ("Not evaluated yet: " in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
     write_json(run / "eval.json", {**EVALUATION, "step": 4})
-    assert ("eval.json is of step 4" in make_report(RunReader(run))) == ("logs/train.jsonl" not in gone)
+    assert ("The evaluation is from step 4" in make_report(RunReader(run))) == ("logs/train.jsonl" not in gone)
 
 
 def test_a_run_is_what_its_last_launch_was(copied):

@@ -67,7 +67,7 @@ def test_every_figure_is_the_one_on_disk(run):
             "digest of the batch of step 0": [f"`{steps[0]['digest']}`"],
             "digest of the batch of step 7": [f"`{steps[7]['digest']}`"]}.items():
         assert found[name] == expected, name
-    assert "# Run `run`: completed" in text and "train --fast" in text and f"from `{run}`" in text
+    assert "# Run `run`: completed" in text and "train --fast" in text and f"run directory `{run}`" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
     assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [

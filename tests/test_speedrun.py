@@ -230,7 +230,7 @@ def test_an_installed_torch_is_asked_for_in_vain_where_there_is_none(tmp_path):
     python.chmod(0o755)
     done = subprocess.run(["bash", "dev/setup.sh"], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "TORCH": "installed", "PYTHON": str(python)})
-    assert done.returncode == 1 and "has no torch; name one that has" in done.stderr, done.stderr
+    assert done.returncode == 1 and "has no torch; choose one that has" in done.stderr, done.stderr
     assert not (tmp_path / ".venv").exists()
 
 

@@ -99,14 +99,14 @@ def test_a_second_run_does_nothing_and_other_settings_or_missing_shards_are_refu
             "--num-shards", "2"]
     main(args)
     times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
-    assert "was here already" not in capsys.readouterr().out
+    assert "already existed" not in capsys.readouterr().out
     main(args)
-    assert "was here already" in capsys.readouterr().out
+    assert "already existed" in capsys.readouterr().out
     assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()} and len(times) == 4
     with pytest.raises(ValueError, match="delete that folder"):
         main([*args, "--seed", "5"])
     (tmp_path / "out" / "shard_00001.parquet").unlink()
-    with pytest.raises(ValueError, match=r"shard_00001\.parquet.*gone"):
+    with pytest.raises(ValueError, match=r"shard_00001\.parquet.*missing"):
         main(args)
 
 

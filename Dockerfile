@@ -5,9 +5,9 @@
 #   docker run --gpus=all --ipc=host -v /fast/disk:/data nanochat torchrun --standalone --nproc-per-node=8 \
 #       --signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2 --shutdown-timeout=600 -m scripts.base_train -- --depth=12
 #
-# /data must be writable for user 1001. --ipc=host gives NCCL the shared memory that it needs between GPUs. The host needs
-# the driver (580 or newer for CUDA 13) and NVIDIA's container toolkit. torch includes CUDA, so the base image contains
-# little more than the settings that the toolkit reads.
+# /data must be writable for user 1001. --ipc=host gives NCCL the shared memory that it needs between GPUs. The host
+# needs the driver (580 or newer for CUDA 13) and NVIDIA's container toolkit. torch includes CUDA, so the base image
+# contains little more than the settings that the toolkit reads.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04
 
 # torch.compile compiles small C programs against Python's headers

@@ -45,7 +45,7 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-from dev.measure import SHARED, tell_about
+from dev.measure import SHARED, print_setup
 from nanochat.cli import Parser, run_main
 from nanochat.common import write_json
 from nanochat.dataset import find_files, scan
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, print the table."""
     args = new_arguments().parse_args(argv)
     if not args.table:
-        tell_about()
+        print_setup()
         (args.work / "runs").mkdir(parents=True, exist_ok=True)
         corpus = Corpus(args.work, args.data_path, args.vocab_size)
         arms = [arm for arm in args.arms if arm != "nanochat" or args.nanochat]

@@ -41,9 +41,9 @@ from dev.measure import (
     in_turns,
     one_core,
     seconds,
-    tell,
-    tell_about,
-    tell_ratios,
+    print_figure,
+    print_setup,
+    print_ratios,
 )
 from nanochat.cli import Parser, quiet_gc, run_main
 from nanochat.dataloader import DataLoader
@@ -104,7 +104,7 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(8):
         take(loader, 20 * micro)
         marks.append(anonymous_mb() - bare)
-    result: dict[str, Any] = {"memory_mb": tell("memory over the bare process", marks, "MB")}
+    result: dict[str, Any] = {"memory_mb": print_figure("memory over the bare process", marks, "MB")}
     texts = [text for file in find_files(args.data_path) for text in read_texts(file)]
     batch = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:1500]]
     num_tokens = len(tokenizer.encode_flat(batch, num_threads=1)[0])
@@ -123,7 +123,7 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
         "bare tiktoken": lambda: num_tokens / seconds(bare_tiktoken, time.thread_time),
         "loader": load}, args.rounds)
     loader.close()
-    return result | {"tokens_per_s": tell_ratios(found, "tokens/s")}
+    return result | {"tokens_per_s": print_ratios(found, "tokens/s")}
 
 
 # ---- token files ----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
 
         rates = {name: rate(them) for name, them in batches.items()}
         quiet_gc()
-        result = tell_ratios(in_turns(rates, args.rounds), "tokens/s")
+        result = print_ratios(in_turns(rates, args.rounds), "tokens/s")
         for loader in loaders.values():
             loader.close()
     if "megatron-core" not in result:
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.inside:
         print(json.dumps(PARTS[args.part](args)))
         return 0
-    result: dict[str, Any] = {"about": tell_about()}
+    result: dict[str, Any] = {"about": print_setup()}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer_dir = find_tokenizer(args.tokenizer_dir, args.data_path, Path(folder))
         for part in [args.part] if args.part else PARTS:

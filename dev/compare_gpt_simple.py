@@ -90,7 +90,7 @@ def read_there(work: Path) -> None:
 
 def texts_for(name: str) -> list[str]:
     """The texts of a case."""
-    return TINY if name == "tiny" else peers.made_texts()
+    return TINY if name == "tiny" else peers.random_texts()
 
 
 def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
@@ -99,7 +99,7 @@ def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_
         writer.add(np.array([i for e in entries for i in e]), np.array([len(e) for e in entries]), np.array(prefixes))
 
 
-def compare_theirs(work: Path, check: peers.Compared) -> None:
+def compare_theirs(work: Path, check: peers.Comparison) -> None:
     """Step 2, what was written there."""
     from nanochat.tokens import open_tokens
     from scripts.verify import main as verify
@@ -121,7 +121,7 @@ def compare_theirs(work: Path, check: peers.Compared) -> None:
                    mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
 
 
-def compare_tokenizers(work: Path, check: peers.Compared) -> None:
+def compare_tokenizers(work: Path, check: peers.Comparison) -> None:
     """Step 2, the tokenizer.json that they tokenized with."""
     from dev.measure import digests_of
     from nanochat.tokenizer import get_tokenizer
@@ -146,13 +146,13 @@ def compare_tokenizers(work: Path, check: peers.Compared) -> None:
 
 def compare(python: str, work: Path) -> int:
     """All three steps; the exit code."""
-    check = peers.Compared()
+    check = peers.Comparison()
     (work / "texts").mkdir()
     (work / "here").mkdir()
     for name in CASES:
         lines = [json.dumps({"text": text}) + "\n" for text in texts_for(name)]
         (work / "texts" / f"{name}.jsonl").write_text("".join(lines))
-    peers.ask(python, "dev.compare_gpt_simple", "write", work)
+    peers.run_there(python, "dev.compare_gpt_simple", "write", work)
     compare_theirs(work, check)
     compare_tokenizers(work, check)
     for vocab_size in (50_257, 65_535, 65_536, 100_277):
@@ -162,7 +162,7 @@ def compare(python: str, work: Path) -> int:
         write_here(work / "here" / f"random_{vocab_size}", entries, prefixes, vocab_size)
         wanted = {"entries": entries, "prefixes": prefixes}
         (work / "there" / f"random_{vocab_size}.json").write_text(json.dumps(wanted))
-    peers.ask(python, "dev.compare_gpt_simple", "read", work)
+    peers.run_there(python, "dev.compare_gpt_simple", "read", work)
     for path in sorted((work / "here").glob("*.json")):
         told, wanted = (json.loads((work / where / path.name).read_text()) for where in ("here", "there"))
         entries = wanted["entries"]

@@ -151,10 +151,11 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
     model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS)
     texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *peers.prose()]
     torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "asked.pt")
-    peers.ask(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"), TOKENIZERS_PARALLELISM="false")
+    peers.run_there(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"),
+                    TOKENIZERS_PARALLELISM="false")
     told = torch.load(work / "told.pt")
     encoded = [tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()) for text in texts]
-    compared = peers.Compared()
+    compared = peers.Comparison()
     compared.close(f"logits of {logits.numel():,}, the largest {logits.abs().max():.2f}, with transformers "
                    f"{told['transformers']}", logits, told["logits"], LOGITS)
     compared.close("logits of padded rows", logits, told["padded"], LOGITS)

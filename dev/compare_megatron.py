@@ -216,7 +216,7 @@ class Comparison:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
 
         for seed, name in enumerate(("train", "val")):
-            texts = peers.made_texts(seed)
+            texts = peers.random_texts(seed)
             (folder / "raw" / name).mkdir(parents=True)
             lines = [json.dumps({"text": text}) + "\n" for text in texts]
             (folder / "raw" / name / "a.jsonl").write_text("".join(lines))

@@ -116,11 +116,11 @@ def read_there(work: Path) -> None:
 
 def ask(step: str, nanochat: Path, work: Path) -> None:
     """Let nanochat do a step, with `work` as its base directory."""
-    peers.ask(sys.executable, "dev.compare_nanochat", step, work, nanochat, NANOCHAT_BASE_DIR=str(work),
+    peers.run_there(sys.executable, "dev.compare_nanochat", step, work, nanochat, NANOCHAT_BASE_DIR=str(work),
               NANOCHAT_DTYPE="float32")
 
 
-def core(nanochat: Path, work: Path, compared: peers.Compared) -> None:
+def core(nanochat: Path, work: Path, compared: peers.Comparison) -> None:
     """The CORE metric."""
     from dev.make_eval_bundle import make_eval_bundle, make_repeater
     from nanochat.integrations.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
@@ -148,7 +148,7 @@ def core(nanochat: Path, work: Path, compared: peers.Compared) -> None:
                       table == (folder / "ours.csv").read_bytes(), f"{summary(scores)['core_metric']:.6f}")
 
 
-def checkpoints(nanochat: Path, work: Path, compared: peers.Compared, run: str | None) -> None:
+def checkpoints(nanochat: Path, work: Path, compared: peers.Comparison, run: str | None) -> None:
     """Checkpoints and tokenizers."""
     from nanochat.loss_eval import evaluate_bpb
     from scripts import export
@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if not (args.nanochat / "nanochat" / "core_eval.py").is_file():
         raise ValueError(f"--nanochat: got {args.nanochat}, expected a checkout of nanochat")
-    compared, nanochat = peers.Compared(), args.nanochat.resolve()
+    compared, nanochat = peers.Comparison(), args.nanochat.resolve()
     with tempfile.TemporaryDirectory(prefix="compare_nanochat.") as work:
         if args.part != "checkpoints":
             core(nanochat, Path(work), compared)

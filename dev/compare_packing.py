@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.measure import SHARED, anonymous_mb, in_process, tell_about
+from dev.measure import SHARED, anonymous_mb, in_process, print_setup
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
 from nanochat.dataloader import DataLoader
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.nanochat is None:
         raise ValueError("--nanochat: name a checkout of https://github.com/karpathy/nanochat")
-    tell_about()
+    print_setup()
     args.work.mkdir(parents=True, exist_ok=True)
     rows, worst = [], 0.0
     cases = [(v, mix, T) for v in VOCABULARIES for mix in mixes(sorted(find_buckets(args.data_path))) for T in LENGTHS]

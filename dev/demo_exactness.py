@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from dev.measure import tell_about
+from dev.measure import print_setup
 from nanochat.cli import EXIT_HALTED, Parser, run_main
 from nanochat.common import read_json, table
 from nanochat.dataset import find_buckets
@@ -201,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.part != "hash" and args.data_path is None:
         raise ValueError("--data-path: expected a folder with a folder of text files for each bucket; "
                          "python -m dev.make_sample_corpus --buckets --output-dir=DIR makes one")
-    tell_about()
+    print_setup()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder, training.workplace(Path(folder)) as base:
         if args.part == "hash":

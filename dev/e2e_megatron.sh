@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# End to end from text to a run from object storage: Megatron's files, an S3 server on this machine, a blend in Megatron's
-# order on two processes, a kill, one process, and the same digests as from local files.
+# End to end from text to a run from object storage: Megatron's files, an S3 server on this machine, a blend in
+# Megatron's order on two processes, a kill, one process, and the same digests as from local files.
 #
 #   bash dev/e2e_megatron.sh [DATA]         DATA: a folder with a subfolder of text for each bucket (default:
 #                                           ../shared/data, else the sample corpus, created if needed)

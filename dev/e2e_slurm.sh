@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# End to end on a real SLURM: this machine, as a controller and two nodes, runs the templates of dev/slurm/ unchanged. The
-# results are compared bit for bit with those of one undisturbed process. Ends with a table.
+# End to end on a real SLURM: this machine, as a controller and two nodes, runs the templates of dev/slurm/ unchanged.
+# The results are compared bit for bit with those of one undisturbed process. Ends with a table.
 #
 #   bash dev/e2e_slurm.sh --install       # as root on Debian: first install slurm-wlm and munge
 #   bash dev/e2e_slurm.sh                 # SLURM is installed
@@ -69,8 +69,8 @@ daemons() { # start munged with its own key, slurmctld, and two slurmd
         --log-file="$work/munge/log" --seed-file="$work/munge/seed"
     touch "$work/gpu1"
     # These settings work in a container: processes are tracked through /proc instead of cgroups; each node claims more
-    # cores and memory than exist, because the templates ask for much, and one GPU, which is a plain file. A dead node is
-    # noticed after 10 s. cred_expire is also how long a requeued job stays in the queue (default: 120 s).
+    # cores and memory than exist, because the templates ask for much, and one GPU, which is a plain file. A dead node
+    # is noticed after 10 s. cred_expire is also how long a requeued job stays in the queue (default: 120 s).
     cat >"$work/slurm.conf" <<CONF
 ClusterName=e2e
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -169,7 +169,7 @@ finish=$(grep -oP '(?<=Submitted batch job )\d+' "$work/submitted")
 array=$((finish - 1)) # no other jobs are submitted here
 await 60 '[[ -n $(pids_of_node n1) && -n $(pids_of_node n2) ]]'
 check "tok_shards.sbatch: an array of 4 tasks" "n1,n1,n2,n2" "$(squeue -h -r -j $array -t R -o %N | sort | paste -sd,)"
-await 60 '[[ -d $work/shards && -n $(find "$work/shards" -path "*/train/*" -type f -print -quit) ]]' # the tasks have begun to write
+await 60 '[[ -d $work/shards && -n $(find "$work/shards" -path "*/train/*" -type f -print -quit) ]]' # they write
 die n2
 await 60 '[[ $(sinfo -h -n n2 -p low -o %t) == down* ]]'
 await 60 '[[ $(job $array Restarts) == *1,1 ]]'
@@ -179,7 +179,7 @@ await 300 '[[ $(job $finish JobState) =~ COMPLETED|FAILED ]]'
 check "... and they are done again" "COMPLETED,COMPLETED,COMPLETED,COMPLETED" "$(job $array JobState)"
 check "the finishing job and its log" "*: complete, 9 shards" "$(tail -n 1 "tok_shards_finish-$finish.log")"
 check "shards, against one process on local files" "equal" \
-    "$(diff -rq --exclude=.records "$work/alone" "$work/shards" && echo equal)" # .records: times and ETags of the inputs
+    "$(diff -rq --exclude=.records "$work/alone" "$work/shards" && echo equal)" # .records: times and ETags
 exec {store_in}>&-
 wait "$store"
 store=
@@ -251,7 +251,7 @@ scontrol update NodeName=n2 State=DOWN Reason=e2e
 await 120 '[[ $(job $job Restarts) == 3 ]]'
 scontrol update NodeName=n2 State=RESUME
 trains_again
-check "a node is set down: saves, SLURM puts it back" "3 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 3)"
+check "a node set down: saves, is requeued" "3 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 3)"
 
 die n2
 await 60 '[[ $(sinfo -h -n n2 -p low -o %t) == down* ]]'

@@ -79,7 +79,8 @@ LABELS = tuple(task[0] for task in TASKS)
 
 
 def make_eval_bundle(folder: Path, *, num_items: int = 20, labels: Sequence[str] = LABELS) -> Path:
-    """Write the bundle, or only its tasks with some labels, into a folder, and return it. Every call writes the same."""
+    """Write the bundle, or only its tasks with some labels, into a folder, and return it. Every call writes the
+    same."""
     table, tasks = io.StringIO(newline=""), []
     writer = csv.writer(table)
     writer.writerow(("Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "Random baseline"))

@@ -80,8 +80,8 @@ def python_roots() -> dict[str, Path]:
 
 
 def find_modules(roots: dict[str, Path]) -> list[tuple[str, Path]]:
-    """(name, path) of every Python file, sorted by name. Packages inside the standard library's folder count as packages
-    only."""
+    """(name, path) of every Python file, sorted by name. Packages inside the standard library's folder count as
+    packages only."""
     modules = []
     for label, root in roots.items():
         for folder, subfolders, names in os.walk(root):  # several times faster than `rglob`
@@ -174,8 +174,8 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
 
 
 def is_made(output_dir: Path, settings: Settings) -> bool:
-    """Whether the folder holds a complete corpus of these settings. ValueError if it holds one of other settings or with
-    missing files: a run may have pinned it, so only the user should delete it."""
+    """Whether the folder holds a complete corpus of these settings. ValueError if it holds one of other settings or
+    with missing files: a run may have pinned it, so only the user should delete it."""
     if not (output_dir / MANIFEST).exists():
         return False
     manifest = read_json(output_dir / MANIFEST)
@@ -189,8 +189,8 @@ def is_made(output_dir: Path, settings: Settings) -> bool:
 
 
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
-    """Write the corpus to `output_dir`, which appears when it is complete. Returns False if it already exists. ValueError
-    if something else is there."""
+    """Write the corpus to `output_dir`, which appears when it is complete. Returns False if it already exists.
+    ValueError if something else is there."""
     if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
     with new_folder(output_dir, WAY_OUT) as folder:
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=Settings.seed, help="selects and shuffles the text")
     parser.add_argument("--min-chars", type=int, default=Settings.min_chars, help="fail if there is less training text")
     parser.add_argument("--max-chars", type=int, default=Settings.max_chars, help="stop collecting at this much text")
-    parser.add_argument("--num-shards", type=int, default=Settings.num_shards, help="number of training shards; one more shard is for validation")
+    parser.add_argument("--num-shards", type=int, default=Settings.num_shards, help="for training; one more validates")
     parser.add_argument("--buckets", action="store_true", help="write folders code/ and docs/ instead of mixed shards")
     args = parser.parse_args(argv)
     output_dir = args.output_dir or get_base_dir() / "data" / "sample"

@@ -51,8 +51,8 @@ Record = tuple[bytes, bytes]  # key, UTF-8 text
 
 
 def read_records(inputs: Sequence[Path], selection: Selection, seed: int, counts: Counter[str]) -> Iterator[Record]:
-    """Every document of the inputs with its key. `counts` receives the numbers of "documents" and "chars", and of skipped
-    "broken" lines, which cause a warning, and "short" documents."""
+    """Every document of the inputs with its key. `counts` receives the numbers of "documents" and "chars", and of
+    skipped "broken" lines, which cause a warning, and "short" documents."""
     # names are relative to the given folder; the position of the argument makes them unique
     files = [(f"{i}/{path.relative_to(data_folder(root)).as_posix()}", path)
              for i, root in enumerate(inputs) for path in find_files(root)]
@@ -77,8 +77,8 @@ def write_run(path: Path, records: Iterable[Record]) -> Path:
 
 
 def merged(runs: Sequence[Path]) -> Iterator[Record]:
-    """The records of all runs, sorted by key. The files are unlinked as soon as they are open, so they disappear however
-    reading ends."""
+    """The records of all runs, sorted by key. The files are unlinked as soon as they are open, so they disappear
+    however reading ends."""
     def read(path: Path) -> Iterator[Record]:
         with path.open("rb") as file:
             path.unlink()
@@ -122,8 +122,9 @@ def write_shards(texts: Iterator[str], output: Path, counts: Counter[str], shard
 
 def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 250_000_000, seed: int = 0,
               memory_bytes: int = 1 << 30, selection: Selection = ALL) -> Counter[str]:
-    """Shuffle all documents of `inputs` (files or folders) into shards in the new folder `output_dir`. Returns the counts
-    of `read_records`, and of "shards". If an input cannot be read, raises ValueError or OSError and writes nothing."""
+    """Shuffle all documents of `inputs` (files or folders) into shards in the new folder `output_dir`. Returns the
+    counts of `read_records`, and of "shards". If an input cannot be read, raises ValueError or OSError and writes
+    nothing."""
     counts: Counter[str] = Counter()
     with new_folder(output_dir, WAY_OUT) as output:
         records = sort_records(read_records(inputs, selection, seed, counts), output, memory_bytes)
@@ -137,17 +138,18 @@ def repackage(inputs: Sequence[Path], output_dir: Path, *, shard_chars: int = 25
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help=f"files ({', '.join(SUFFIXES)}) or folders")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help=f"folders or {', '.join(SUFFIXES)}")
     add_text_flags(parser, "text_field", "min_chars", "strict")
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--shard-chars", type=whole(1), default=250_000_000, help="about as many characters per shard")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives another order")
-    parser.add_argument("--memory-bytes", type=whole(1), default=1 << 30, help="memory for sorting; does not change the output")
+    parser.add_argument("--memory-bytes", type=whole(1), default=1 << 30, help="for sorting; the output is the same")
     args = parser.parse_args(argv)
     counts = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,
                        memory_bytes=args.memory_bytes, selection=Selection.of(vars(args)))
     print(f"{args.output_dir}: {counts['documents']:,} documents, {counts['chars']:,} characters in "
-          f"{counts['shards']:,} shards, {counts['broken']:,} broken lines skipped, {counts['short']:,} short documents skipped")
+          f"{counts['shards']:,} shards, {counts['broken']:,} broken lines and "
+          f"{counts['short']:,} short documents skipped")
 
 
 if __name__ == "__main__":

@@ -294,7 +294,8 @@ def bits(bench: Bench, what: str, **way: Any) -> Iterator[Figure]:
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
     parts = compare_runs.compare(a, b, notes)
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
-        raise ValueError(f"{what}: the runs only have {', '.join(part.name for part in parts)} in common; expected a checkpoint, too")
+        raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
+                         f"checkpoint; see their logs")
     yield "places that differ", what, sum(len(part.gaps) for part in parts)
     shutil.rmtree(training.run_dir(tag))  # gigabytes
 

@@ -38,8 +38,9 @@ from nanochat.engine import Engine
 from scripts.infer_bench import ENDLESS
 
 LIMITS = gpu_check.LIMITS | {"waiting for data, %": "<= 2", "sampled tokens that differ": "<= 0"}
-DEFAULTS = {"depth": 12, "num_iterations": 20, "save_every": 10}  # flags of scripts.base_train; the others have their
-defaults NUM_TOKENS = 64
+# flags of scripts.base_train; the others have their defaults
+DEFAULTS = {"depth": 12, "num_iterations": 20, "save_every": 10}
+NUM_TOKENS = 64
 
 
 def first_run(bench: Bench) -> Iterator[Figure]:

@@ -190,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Torture a run in a temporary folder. Exit code 1 if anything differs."""
     parser = Parser(description=__doc__)
     parser.add_argument("kills", type=whole(1), nargs="?", default=50, help="number of kills")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="repeats the choices, but not the exact moments")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="repeats the random choices")
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="torture."))
     with training.workplace(folder):

@@ -40,10 +40,10 @@ from dev.measure import (
     in_process,
     in_turns,
     one_core,
-    seconds,
     print_figure,
-    print_setup,
     print_ratios,
+    print_setup,
+    seconds,
 )
 from nanochat.cli import Parser, quiet_gc, run_main
 from nanochat.dataloader import DataLoader

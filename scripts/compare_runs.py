@@ -16,9 +16,9 @@ diverge in this order, and each kind of difference has typical causes:
     losses a   5.1  4.9  4.7  4.6         losses       = = # #     differ from step 2 on
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, not after 4
 
-Each of these is a plain state of nested dicts and lists, and one function compares them leaf by leaf. Step k of a log is
-the step after k steps; checkpoint k is taken after k steps. For two different experiments, a table shows loss and bits
-per byte at the same numbers of tokens.
+Each of these is a plain state of nested dicts and lists, and one function compares them leaf by leaf. Step k of a log
+is the step after k steps; checkpoint k is taken after k steps. For two different experiments, a table shows loss and
+bits per byte at the same numbers of tokens.
 
 **Equal** means equal bits; for everything else the size of the difference is printed. The exit code is 0 if everything
 that both runs have is equal, else 1, also if only the files differ that the same rows came from (text and its shards).

@@ -49,7 +49,7 @@ from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.sources import RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
-from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
+from nanochat.stream import Cursor, Stream, ledger, open_stream
 from scripts.receipt import open_receipt, read_receipt
 
 log = logging.getLogger(__name__)

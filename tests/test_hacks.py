@@ -1,4 +1,4 @@
-"""What forks do, each by editing one file of a copy of this repository, and then training with it."""
+"""Typical changes of a fork, each made by editing one file of a copy of this repository, which then trains."""
 
 import math
 import shutil
@@ -18,7 +18,7 @@ SMALL = {**training.SMALL, "max_seq_len": 32, "total_batch_size": 32 * 8, "overl
 
 @pytest.fixture
 def fork(tmp_path):
-    """A copy of the code, compiled files too, and what trains with it."""
+    """A copy of the code, with compiled files, and a way to train with it."""
     root = tmp_path / "fork"
     for folder in ("nanochat", "scripts"):
         shutil.copytree(ROOT / folder, root / folder)
@@ -27,11 +27,11 @@ def fork(tmp_path):
 
 
 def train(root, argv):
-    """The job of the code in `root`, in a process that has this repository's and lets go of it."""
+    """Run the training job of the code in `root`, in a process that has imported this repository's and drops it."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("nanochat", "scripts")]:
         del sys.modules[name]
     sys.path.insert(0, str(root))
-    sys.dont_write_bytecode = True  # within a second a source may be edited twice
+    sys.dont_write_bytecode = True  # a test may edit a source twice within a second
     from scripts import base_train
 
     assert base_train.__file__ == str(root / "scripts" / "base_train.py")
@@ -54,7 +54,7 @@ class Fork:
             f.write(text)
 
     def run(self, *, tag="hack", ok=True, **changed):
-        """Train; returns what it printed."""
+        """Train, and return the output."""
         edited = {path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()}
         assert len(edited) <= 1, "a hack takes one file"
         group = training.launch(partial(train, self.root), [training.flags(model_tag=tag, **changed)], [{}])
@@ -63,7 +63,7 @@ class Fork:
 
 
 def test_another_packing_layout(fork):
-    """Documents one after another in each row, cut where it ends; nothing waits."""
+    """Rows take documents one after another and cut the last one; none is pending."""
     fork.append("nanochat/packing.py", '''
 
 class Simple(Packer):
@@ -109,7 +109,7 @@ LAYOUTS["simple"] = Simple
 
 
 def test_a_new_kind_of_data_file(fork):
-    """An .md file is a group of one document a line."""
+    """An .md file is a group with one document per line."""
     (fork.root / "nanochat" / "source_md.py").write_text('''
 import hashlib
 
@@ -119,7 +119,7 @@ from nanochat.sources import Source
 
 
 class FileSource(Source):
-    """Files with a document a line."""
+    """Files with one document per line."""
 
     @staticmethod
     def scan_file(path, name, field):
@@ -143,7 +143,7 @@ class FileSource(Source):
 
 
 def test_a_schedule_with_a_flag_of_its_own(fork):
-    """A run that began before the flag was there goes on with its default."""
+    """A run that began before the flag existed is resumed with its default."""
     fork.run(num_iterations=2, tag="older")
     field = "    final_lr_frac: float = "
     line = "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"

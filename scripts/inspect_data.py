@@ -470,7 +470,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     rows.add_argument("--row", type=whole(0), help="show only this row of the step, counted from 0")
     rows.add_argument("--text", action="store_true", help="show the text of the documents: all of it with --row or "
                       "--json, else the first line of each")
-    rows.add_argument("--json", action="store_true", help="print one JSON line per row instead of a table")
     rows.add_argument("--sort", choices=["loss"], help="sort rows by their mean loss, highest first")
     digest = commands.add_parser("digest", help="print the batch digest of each step as a JSON line")
     digest.add_argument("--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, counted from 0")
@@ -478,15 +477,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="also print the part of each of W ranks")
     spikes = commands.add_parser("spikes", help="show steps with an unusual loss or gradient norm, and their rows")
     spikes.add_argument("--top", type=whole(1), default=5, metavar="N", help="show at most N steps, highest first")
-    spikes.add_argument("--json", action="store_true", help="print one JSON line per step")
     find = commands.add_parser("find", help="show every step and row that trained on a document")
     named = find.add_mutually_exclusive_group(required=True)
     named.add_argument("--document", metavar="FILE:ROW", help="the document, named as `rows` names it; ROW counts "
                        "from 0")
     named.add_argument("--text", help=f"the first {DOCUMENTS} documents of the run's files that contain this text")
-    find.add_argument("--json", action="store_true", help="print one JSON line per document")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
     accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
+    for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):
+        subparser.add_argument("--json", action="store_true", help=f"print one JSON line per {unit}")
     for subparser, main in ((rows, show_rows), (digest, show_digests), (spikes, show_spikes), (find, show_find),
                             (accounts, show_ledger)):
         subparser.set_defaults(main=main)

@@ -72,7 +72,7 @@ def summarize(run: RunReader) -> list[str]:
     last, earlier = launches[-1], launches[:-1]
     reason = f" ({last.reason})" if last.reason else ""
     horizon = f" of {run.horizon:,}" if run.horizon else ""
-    sentences = [f"The run {last.end or 'logged no end'}{reason} after {last.last:,} steps{horizon}: "
+    sentences = [f"The run {last.end or 'is unfinished'}{reason} after {last.last:,}{horizon} steps: "
                  f"{run.num_tokens:,} tokens in {duration(run.train_time_s)} of training."]
     if len(val) > 1:
         moved = "fell" if val[-1] < val[0] else "did not fall: they went"

@@ -130,7 +130,7 @@ def test_the_horizon_is_that_of_the_last_launch(tmp_path):
         with open(path / "logs" / "train.jsonl", "a") as log:
             started = {"event": "started", "step": STEPS, "world_size": 1, "device": "cpu", "torch": "2.13.0"}
             log.write(json.dumps({**started, "num_iterations": horizon}) + "\n")
-        assert f"after 40 steps of {shown}" in report.summarize(RunReader(path))[0]
+        assert f"after 40 of {shown} steps" in report.summarize(RunReader(path))[0]
         assert f">40 / {shown}<" in write([path], tmp_path / "page.html")[0]
 
 

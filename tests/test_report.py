@@ -72,7 +72,7 @@ def test_every_figure_is_the_one_on_disk(run):
     assert "It balances" in text and "after 8 steps, in tokens" in text
     assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [
-        f"The run completed after 8 steps of 8: 4,096 tokens in {duration(seconds)} of training.",
+        f"The run completed after 8 of 8 steps: 4,096 tokens in {duration(seconds)} of training.",
         f"Validation bits per byte fell from {show(val[0])} to {show(val[-1])}.",
         "It took 2 launches (1 killed), on 1 and 2 processes."]
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text

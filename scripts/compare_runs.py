@@ -1,9 +1,9 @@
 """
 Compare two runs: are they equal to the bit, and if not, where do they diverge?
 
-    python -m scripts.compare_runs mine other              # names or folders of runs
-    python -m scripts.compare_runs mine@50 other@50        # one checkpoint each, or their paths
-    python -m scripts.compare_runs mine other --tensors    # list every tensor that differs
+    python -m scripts.compare_runs mine@50 mine@100         # two checkpoints, or their paths
+    python -m scripts.compare_runs d12 d12-again            # names or folders of runs
+    python -m scripts.compare_runs d12 d24 --tensors        # list every tensor that differs
 
 Everything that both runs have is compared: averaged and imported weights, for example, have no optimizer state. Runs
 diverge in this order, and each kind of difference has typical causes:

@@ -135,8 +135,8 @@ def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], 
     samples = {}
     for name in TASKS:
         [file] = (work / "scores").rglob(f"samples_{name}_*.jsonl")
-        lines = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-        samples[name] = [[float(answer[0]) for answer in sample["filtered_resps"]] for sample in lines]
+        answers = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+        samples[name] = [[float(score[0]) for score in sample["filtered_resps"]] for sample in answers]
     return json.loads(results.read_text())["results"], samples["exact_choice"], samples["exact_likelihood"]
 
 

@@ -3,9 +3,8 @@ Measure the loader's throughput and memory beside tiktoken and megatron-core, on
 
     python -m dev.bench_loader [--part text|tokens] [--megatron-python VENV/bin/python]
 
-    text      tokens per second of processor time: bare tiktoken, and the loader with all its threads (`split`, 64
-    lanes,
-              64 rows per step); anonymous memory during a run, minus that of the bare process
+    text      tokens per second of processor time: bare tiktoken, and the loader with all its threads (`split`, with 64
+              lanes and 64 rows per step); anonymous memory during a run, minus that of the bare process
     tokens    tokens per second of processor time from Megatron's files: megatron-core's GPTDataset behind a DataLoader
               without workers, and our lanes with their digests, bestfit and concat
 

@@ -5,8 +5,8 @@
 #   [HF_PYTHON=VENV/bin/python] bash dev/e2e_interop.sh
 #
 # HF_PYTHON: an environment with torch, transformers, lm-eval and accelerate. By default, one is created in the
-# temporary folder that holds all output, which takes a package index and about a gigabyte. Cost: nothing. Hardware: 2
-# cores. Duration: under 6 minutes plus installs.
+# temporary folder that holds all output, which takes a package index and about a gigabyte.
+# Cost: nothing. Hardware: 2 cores. Duration: under 6 minutes plus installs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -d .venv ]] || bash dev/setup.sh

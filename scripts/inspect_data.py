@@ -280,7 +280,7 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
     """The rows of a step whose losses are highest above their bucket's median in this step and those before."""
     usual: dict[str, list[float]] = {}
     worst: list[dict[str, Any]] = []
-    first = max(0, step - AROUND)
+    first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
         for at in range(first, step + 1):
             rows = stream.next_rows(opened.rows_per_lane)

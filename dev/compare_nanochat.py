@@ -4,7 +4,7 @@ Compare with nanochat (github.com/karpathy/nanochat): the CORE metric, checkpoin
     python -m dev.compare_nanochat [RUN] --nanochat DIR [--part core|checkpoints]
 
     core         With the same weights and tokenizer, both get the same items right in a synthetic bundle with all kinds
-                 of tasks, and write the same table. Some models have a sequence_len of 128, and many prompts are longer.
+                 of tasks, and write the same table. Some models have a sequence_len of 128; many prompts are longer.
     checkpoints  nanochat trains a tokenizer and saves a model with random weights. `scripts.export --from=nanochat`
                  imports both; `--to=nanochat` exports that run, or RUN, and nanochat's load_model opens it. Both sides
                  give the same logits, bits per byte, generated tokens and ids, also beyond the model's sequence_len of

@@ -66,7 +66,7 @@ PLACE_BITS = 24  # bits of a recorded token's number that hold its place in the 
 
 # Runs nanochat's loader. Its files contain document numbers instead of text, and its "tokens" are the numbers
 # (document << PLACE_BITS) + place, so the rows show which token of which document they contain.
-THERE = """
+NANOCHAT_LOADER = """
 import sys, types
 import numpy as np
 for name in ("requests", "filelock"):  # imported by its module, but not needed here
@@ -135,30 +135,30 @@ class Corpus:
 Rows = tuple[np.ndarray, np.ndarray, tuple[int, ...]]
 
 
-def record_there(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int, shard: int) -> np.ndarray:
+def record_nanochat(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int, shard: int) -> np.ndarray:
     """(num_rows, T + 1) int64: rows of nanochat's loader, with tokens as (document << PLACE_BITS) + place."""
     path = corpus.work / "rows" / f"there-{split}-T{T}-{num_rows}-{shard}.npy"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
         env = {**os.environ, "PYTHONPATH": str(checkout), "NANOCHAT_BASE_DIR": str(corpus.work / "there")}
-        subprocess.run([sys.executable, "-c", THERE, split, str(T), str(num_rows), str(shard), str(PLACE_BITS),
-                        str(corpus.work / "offsets.npy"), str(unfinished)], env=env, cwd=corpus.work, check=True)
+        flags = map(str, (split, T, num_rows, shard, PLACE_BITS, corpus.work / "offsets.npy", unfinished))
+        subprocess.run([sys.executable, "-c", NANOCHAT_LOADER, *flags], env=env, cwd=corpus.work, check=True)
         unfinished.rename(path)
     return np.load(path)
 
 
-def rows_there(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -> Rows:
+def nanochat_rows(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -> Rows:
     """Rows of nanochat's loader."""
     shard = seed * 4 % (SHARDS - 1)
-    numbers = record_there(corpus, args.nanochat, "train", T, args.tokens // T, shard)
+    numbers = record_nanochat(corpus, args.nanochat, "train", T, args.tokens // T, shard)
     documents, places = numbers >> PLACE_BITS, numbers & (1 << PLACE_BITS) - 1
     rows = corpus.ids[corpus.offsets[documents] + places]
     used, read = np.unique(documents), np.arange(documents.min(), documents.max() + 1)
     return rows, np.ones_like(rows, dtype=bool), tuple(int(corpus.lengths[which].sum()) for which in (read, used))
 
 
-def rows_here(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
+def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
     """Rows of one of our packers, in the order of the steps."""
     source = open_source(scan(corpus.text, find_files(corpus.text)[:-1]), corpus.tokenizer)
     rows_per_step = args.total_batch_size // T
@@ -254,9 +254,9 @@ def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace, T: int) -> di
     sums = measure(model, corpus, *windows(corpus, T, args.eval_tokens))
     result = {"whole": bits(sums), "beginning": bits(sums[:3]), "late": bits(sums[3:])}
     if args.nanochat:
-        there = record_there(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
-        documents = there >> PLACE_BITS
-        rows = corpus.ids[corpus.offsets[documents] + (there & (1 << PLACE_BITS) - 1)]
+        numbers = record_nanochat(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
+        documents = numbers >> PLACE_BITS
+        rows = corpus.ids[corpus.offsets[documents] + (numbers & (1 << PLACE_BITS) - 1)]
         result["rows"] = bits(measure(model, corpus, rows, corpus.kind(corpus.lengths[documents[:, 1:]], T)))
     return result
 
@@ -264,8 +264,8 @@ def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace, T: int) -> di
 def run(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int, path: Path) -> None:
     """Train and measure, and write the results to a file."""
     began, cpu = time.perf_counter(), time.process_time()
-    there = arm == "nanochat"
-    rows, live, taken = rows_there(corpus, args, T, seed) if there else rows_here(corpus, args, arm, T, seed)
+    rows, live, taken = (
+        nanochat_rows(corpus, args, T, seed) if arm == "nanochat" else our_rows(corpus, args, arm, T, seed))
     model = train(corpus, args, rows, live, seed)
     trained = int(live[:, 1:].sum())
     write_json(path, {

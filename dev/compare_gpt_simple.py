@@ -45,7 +45,7 @@ def make_tokenizer(texts: list[str], folder: Path, num_added: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def entries_there(idx: Path) -> dict[str, Any]:
+def read_entries(idx: Path) -> dict[str, Any]:
     """The entries of a pair as gpt-simple's reader returns them."""
     from gpt_simple.pretokenize import read_idx
     code, offsets, prefixes = read_idx(idx)
@@ -54,7 +54,7 @@ def entries_there(idx: Path) -> dict[str, Any]:
             "type": code}
 
 
-def write_there(work: Path) -> None:
+def write_theirs(work: Path) -> None:
     """Step 1: write work/there/CASE.{bin,idx,json}."""
     from gpt_simple.pretokenize import tokenize_shard
     from gpt_simple.tokenizer import SimpleLLMTokenizer
@@ -69,14 +69,14 @@ def write_there(work: Path) -> None:
         tokenizer = SimpleLLMTokenizer(str(folder))
         about = {"made_by": "gpt-simple-lm==0.1.2", "max_length": max_length, "overlap_size": overlap,
                  "documents": result["docs_read"], "eod": tokenizer.eod_token_id, "vocab_size": tokenizer.vocab_size}
-        (out / f"{name}.json").write_text(json.dumps(about | entries_there(out / f"{name}.idx")))
+        (out / f"{name}.json").write_text(json.dumps(about | read_entries(out / f"{name}.idx")))
 
 
-def read_there(work: Path) -> None:
+def read_ours(work: Path) -> None:
     """Step 3: read work/here/*.bin, write work/here/*.json."""
     from gpt_simple.data import PreTokenizedDataset
     for path in sorted((work / "here").glob("*.bin")):
-        result = entries_there(path.with_suffix(".idx"))
+        result = read_entries(path.with_suffix(".idx"))
         longest = max(map(len, result["entries"]))
         dataset = PreTokenizedDataset([path], max_length=longest, seed=1, pad_token_id=0, eod_token_id=0,
                                       pack_sequences=False)
@@ -93,7 +93,7 @@ def texts_for(name: str) -> list[str]:
     return TINY if name == "tiny" else peers.random_texts()
 
 
-def write_here(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
+def write_ours(path: Path, entries: list[list[int]], prefixes: list[int], vocab_size: int) -> None:
     from nanochat.pretokenize import ShardWriter
     with ShardWriter(path, vocab_size=vocab_size) as writer:
         writer.add(np.array([i for e in entries for i in e]), np.array([len(e) for e in entries]), np.array(prefixes))
@@ -116,7 +116,7 @@ def compare_theirs(work: Path, check: peers.Comparison) -> None:
         check.same(f"{name}: scripts.verify accepts them",
                    verify([str(path), "--vocab-size", str(theirs["vocab_size"])]) == 0)
         mine = work / "here" / path.name
-        write_here(mine.with_suffix(""), entries, theirs["prefixes"], theirs["vocab_size"])
+        write_ours(mine.with_suffix(""), entries, theirs["prefixes"], theirs["vocab_size"])
         check.same(f"{name}: the same entries, written here, have the same bytes", all(
                    mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
 
@@ -151,17 +151,17 @@ def compare(python: str, work: Path) -> int:
     for name in CASES:
         lines = [json.dumps({"text": text}) + "\n" for text in texts_for(name)]
         (work / "texts" / f"{name}.jsonl").write_text("".join(lines))
-    peers.run_there(python, "dev.compare_gpt_simple", "write", work)
+    peers.run_step(python, "dev.compare_gpt_simple", "write", work)
     compare_theirs(work, check)
     compare_tokenizers(work, check)
     for vocab_size in (50_257, 65_535, 65_536, 100_277):
         rng = np.random.default_rng(vocab_size)
         entries = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 300, 500)]
         prefixes = [int(rng.integers(0, len(e))) for e in entries]
-        write_here(work / "here" / f"random_{vocab_size}", entries, prefixes, vocab_size)
+        write_ours(work / "here" / f"random_{vocab_size}", entries, prefixes, vocab_size)
         expected = {"entries": entries, "prefixes": prefixes}
         (work / "there" / f"random_{vocab_size}.json").write_text(json.dumps(expected))
-    peers.run_there(python, "dev.compare_gpt_simple", "read", work)
+    peers.run_step(python, "dev.compare_gpt_simple", "read", work)
     for path in sorted((work / "here").glob("*.json")):
         result, expected = (json.loads((work / side / path.name).read_text()) for side in ("here", "there"))
         entries = expected["entries"]
@@ -184,4 +184,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    peers.start(main, {"write": write_there, "read": read_there})
+    peers.start(main, {"write": write_theirs, "read": read_ours})

@@ -54,7 +54,7 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
 
 # ---- runs with transformers, without our package --------------------------------------------------------------------
 
-def there(work: Path) -> None:
+def run_transformers(work: Path) -> None:
     """Compute logits, tokens and ids with transformers: work/requests.pt -> work/results.pt."""
     transformers = import_module("transformers")
     requests = torch.load(work / "requests.pt")
@@ -64,8 +64,8 @@ def there(work: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     model.save_pretrained(work / "saved")
     tokenizer.save_pretrained(work / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", **rules).eval()
-    read = transformers.AutoTokenizer.from_pretrained(work / "saved", trust_remote_code=True)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", **rules).eval()
+    reloaded_tokenizer = transformers.AutoTokenizer.from_pretrained(work / "saved", trust_remote_code=True)
     padding = torch.full((len(rows), PADDING), tokenizer.pad_token_id)
     mask = torch.cat((torch.zeros_like(padding), torch.ones_like(rows)), dim=1)
     prompts = [rows[:1, :n] for n in peers.PROMPTS]
@@ -79,13 +79,13 @@ def there(work: Path) -> None:
 
     with torch.no_grad():
         torch.save({
-            "logits": model(rows).logits, "saved": again(rows).logits,
+            "logits": model(rows).logits, "saved": reloaded(rows).logits,
             "padded": model(torch.cat((padding, rows), dim=1), attention_mask=mask).logits[:, PADDING:],
             "generated": [continued(prompt)[0] for prompt in prompts],
             "uncached": [continued(prompt, use_cache=False)[0] for prompt in prompts],
             "beams": [continued(prompts[0], 30, num_beams=3, use_cache=cached) for cached in (True, False)],
             "ids": [tokenizer(text)["input_ids"] for text in requests["texts"]],
-            "ids again": [read(text)["input_ids"] for text in requests["texts"]],
+            "reloaded ids": [reloaded_tokenizer(text)["input_ids"] for text in requests["texts"]],
             "transformers": transformers.__version__}, work / "results.pt")
 
 
@@ -150,7 +150,7 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
     model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS)
     texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *peers.prose()]
     torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "requests.pt")
-    peers.run_there(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"),
+    peers.run_step(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"),
                     TOKENIZERS_PARALLELISM="false")
     theirs = torch.load(work / "results.pt")
     encoded = [tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()) for text in texts]
@@ -165,7 +165,7 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
         compared.same("the same without its cache", own[i] == theirs["uncached"][i])
     compared.same("three beams, with and without its cache", theirs["beams"][0] == theirs["beams"][1])
     compared.same(f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == theirs["ids"])
-    compared.same("ids after save_pretrained, from_pretrained", encoded == theirs["ids again"])
+    compared.same("ids after save_pretrained, from_pretrained", encoded == theirs["reloaded ids"])
     results, choices, own_ends = harness_scores(python, out, work)
     questions = items(NUM_ITEMS)
     scores = torch.tensor(own_scores(model, tokenizer, questions))
@@ -192,4 +192,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    peers.start(main, {"answer": there})
+    peers.start(main, {"answer": run_transformers})

@@ -36,7 +36,7 @@ HARD = ["", "It's 2024: WE'LL see...\r\n\r\n  naïve 中文 🙂 [1, 23]\n", "<|
 
 # ---- runs with nanochat's code, without our package -----------------------------------------------------------------
 
-def core_there(work: Path) -> None:
+def run_core(work: Path) -> None:
     """Run nanochat's scripts.base_eval on the weights, the tokenizer and the bundle in `work`. Writes which items are
     right, in the order of evaluation; base_eval itself writes the table."""
     import base64
@@ -72,7 +72,7 @@ def core_there(work: Path) -> None:
     (work / "results.json").write_text(json.dumps(right))
 
 
-def write_there(work: Path) -> None:
+def write_checkpoint(work: Path) -> None:
     """Make a tokenizer and a checkpoint, as nanochat's own scripts save them."""
     gpt = import_module("nanochat.gpt")
     corpus = torch.load(work / "requests.pt")["corpus"]
@@ -91,7 +91,7 @@ def write_there(work: Path) -> None:
         str(work / "base_checkpoints" / "d4"), STEP, model.state_dict(), None, meta)
 
 
-def read_there(work: Path) -> None:
+def read_export(work: Path) -> None:
     """Compute logits, tokens, bits per byte and ids of an export with nanochat."""
     requests = torch.load(work / "requests.pt")
     rows = requests["rows"]
@@ -113,9 +113,9 @@ def read_there(work: Path) -> None:
 
 # ---- runs here ------------------------------------------------------------------------------------------------------
 
-def run_there(step: str, nanochat: Path, work: Path) -> None:
+def run_step(step: str, nanochat: Path, work: Path) -> None:
     """Let nanochat run a step, with `work` as its base directory."""
-    peers.run_there(sys.executable, "dev.compare_nanochat", step, work, nanochat, NANOCHAT_BASE_DIR=str(work),
+    peers.run_step(sys.executable, "dev.compare_nanochat", step, work, nanochat, NANOCHAT_BASE_DIR=str(work),
               NANOCHAT_DTYPE="float32")
 
 
@@ -131,12 +131,12 @@ def core(nanochat: Path, work: Path, compared: peers.Comparison) -> None:
         tokenizer.save(folder / "tokenizer")
         torch.save(model.state_dict(), folder / "model.pt")
         (folder / "config.json").write_text(json.dumps(vars(model.config)))
-        run_there("core", nanochat, folder)
-        there = json.loads((folder / "results.json").read_text())
+        run_step("core", nanochat, folder)
+        verdicts = json.loads((folder / "results.json").read_text())
         scores: list[Score] = []
         for task in tasks:
             right = evaluate_task(model, tokenizer, task)
-            theirs, there = there[:len(right)], there[len(right):]
+            theirs, verdicts = verdicts[:len(right)], verdicts[len(right):]
             same = sum(a == b for a, b in zip(right, theirs, strict=True))
             compared.same(f"CORE, weights {seed}: {task.label}, {task.num_fewshot}-shot, {task.kind}",
                           same == len(right), f"{sum(right)} of {len(right)} right; {same} with the same verdict")
@@ -152,19 +152,19 @@ def checkpoints(nanochat: Path, work: Path, compared: peers.Comparison, run: str
     from nanochat.loss_eval import evaluate_bpb
     from scripts import export
 
-    there, back, out = work / "there", work / "back", work / "out"
+    origin, imported, out = work / "there", work / "back", work / "out"
     corpus = peers.prose()
     texts = [*HARD, *corpus[:50]]
-    there.mkdir()
-    torch.save({"corpus": corpus}, there / "requests.pt")
-    run_there("write", nanochat, there)
-    export.main([str(there / "base_checkpoints" / "d4"), str(back), "--from=nanochat"])
+    origin.mkdir()
+    torch.save({"corpus": corpus}, origin / "requests.pt")
+    run_step("write", nanochat, origin)
+    export.main([str(origin / "base_checkpoints" / "d4"), str(imported), "--from=nanochat"])
 
-    checkpoint = run or str(back)
+    checkpoint = run or str(imported)
     export.main([checkpoint, str(out), "--to=nanochat"])
     model, tokenizer, rows, logits, generated = peers.ours(checkpoint, NUM_TOKENS)
     torch.save({"rows": rows, "texts": texts}, out / "requests.pt")
-    run_there("read", nanochat, out)
+    run_step("read", nanochat, out)
     theirs = torch.load(out / "results.pt")
     bpb = evaluate_bpb(model, [(rows[:, :-1], rows[:, 1:])], 1, tokenizer.token_bytes())
     T = model.config.sequence_len
@@ -199,4 +199,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    peers.start(main, {"core": core_there, "write": write_there, "read": read_there})
+    peers.start(main, {"core": run_core, "write": write_checkpoint, "read": read_export})

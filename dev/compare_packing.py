@@ -45,7 +45,7 @@ BUFFER, LANES, STEPS = 128, 64, 40
 ALLOWED = 0.002  # share of all tokens, above nanochat's
 
 # Runs nanochat's loader. Its files contain document numbers instead of text, and all token ids are zero.
-THERE = """
+NANOCHAT_LOADER = """
 import json, sys, types
 import numpy as np
 for name in ("requests", "filelock"):  # imported by its module, but not needed here
@@ -90,7 +90,7 @@ def mixes(buckets: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(buckets), *(tuple(b for b in buckets if b != out) for out in sorted(buckets)[:3])]
 
 
-def dropped_here(lengths: list[int], T: int, passes: int) -> float:
+def our_share(lengths: list[int], T: int, passes: int) -> float:
     """The share of tokens that one of our lanes drops."""
     packer, number, read = BestFit(T), 0, 0
     while number < passes * len(lengths):
@@ -103,7 +103,7 @@ def dropped_here(lengths: list[int], T: int, passes: int) -> float:
     return 1 - (packer.row * (T + 1) + pending) / read
 
 
-def dropped_there(args: argparse.Namespace, lengths: list[int], T: int) -> float:
+def nanochat_share(args: argparse.Namespace, lengths: list[int], T: int) -> float:
     """The share of tokens that nanochat's loader drops."""
     work, nanochat = args.work.resolve(), args.nanochat.resolve()
     base = work / "there" / "base_data_climbmix"
@@ -113,8 +113,8 @@ def dropped_there(args: argparse.Namespace, lengths: list[int], T: int) -> float
                        row_group_size=1024)
     np.save(work / "lengths.npy", lengths)
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(work / "there"), "PYTHONPATH": str(nanochat), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", THERE, str(T), str(args.passes), str(work / "lengths.npy")], env=env,
-                          cwd=nanochat, capture_output=True, text=True)
+    command = [sys.executable, "-c", NANOCHAT_LOADER, str(T), str(args.passes), str(work / "lengths.npy")]
+    done = subprocess.run(command, env=env, cwd=nanochat, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{nanochat}: its loader failed: {done.stderr.strip().splitlines()[-1]}")
     counts = json.loads(done.stdout.splitlines()[-1])
@@ -157,13 +157,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         of = lengths_of(args.work, args.data_path, vocab_size)
         lengths = np.random.default_rng(0).permutation(np.concatenate([of[bucket] for bucket in mix])).tolist()
         floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
-        here = dropped_here(lengths, T, args.passes)
-        there = dropped_there(args, lengths, T)
+        ours = our_share(lengths, T, args.passes)
+        theirs = nanochat_share(args, lengths, T)
         took = in_process("dev.compare_packing", f"--work={args.work}", f"--data-path={args.data_path}", "--memory",
                           str(vocab_size), str(T), *mix)["mb"]
-        percent = [f"{100 * share:.2f}" for share in (floor, here, there)]
+        percent = [f"{100 * share:.2f}" for share in (floor, ours, theirs)]
         rows.append([vocab_size, "+".join(mix), T, *percent, f"{took:.0f}"])
-        worst = max(worst, here - there)
+        worst = max(worst, ours - theirs)
     print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
     print(json.dumps({"worst_points": 100 * worst, "rows": rows}))
     return int(worst > ALLOWED)

@@ -128,9 +128,9 @@ def exact_attention(inputs: Sequence[Tensor], window: int, doc_ids: Tensor) -> T
     (q, k, v), T = inputs, inputs[0].size(1)
     back = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
     same_doc = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
-    seen = same_doc & (back >= 0) & (back <= (window if window >= 0 else T))
+    visible = same_doc & (back >= 0) & (back <= (window if window >= 0 else T))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.size(3)**0.5
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
 def relative(actual: Tensor, exact: Tensor) -> float:

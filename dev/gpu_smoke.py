@@ -60,7 +60,7 @@ def generation(bench: Bench) -> Iterator[Figure]:
 
 
 CHECKS: list[Check] = [first_run, *(partial(bits, what=what) for what in (
-    "the same again", "empty cache", "killed and resumed")), attention_errors, generation]
+    "the same command", "empty cache", "killed and resumed")), attention_errors, generation]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

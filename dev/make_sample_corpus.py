@@ -210,12 +210,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     output_dir = args.output_dir or get_base_dir() / "data" / "sample"
     settings = Settings(args.seed, args.min_chars, args.max_chars, args.num_shards, args.buckets)
-    made = make_sample_corpus(output_dir, settings)
+    is_new = make_sample_corpus(output_dir, settings)
     shards = read_json(output_dir / MANIFEST)["shards"]
     for name, counts in shards.items():
         print(f"{name}: {counts['documents']:,} documents, {counts['chars']:,} characters")
     total = sum(counts["chars"] for counts in shards.values())
-    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if made else ' (already existed)'}")
+    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if is_new else ' (already existed)'}")
 
 
 if __name__ == "__main__":

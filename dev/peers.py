@@ -2,8 +2,8 @@
 What the comparisons with other programs share. Such a program has its own environment, which can import only `dev` from
 this repository:
 
-    python -m dev.compare_x ...                        here: starts the steps and compares their results with ours
-    THEIR_PYTHON -m dev.compare_x --there=STEP DIR     there: runs one step; both sides exchange files in DIR
+    python -m dev.compare_x ...                       starts the steps and compares their results with ours
+    THEIR_PYTHON -m dev.compare_x --step=STEP DIR     runs one step; both sides exchange files in DIR
 
 Each comparison prints a line: whether both sides are the same, by how much they differ, and what was compared.
 """
@@ -18,14 +18,14 @@ from typing import Any
 Step = Callable[[Path], Any]
 
 
-def run_there(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
+def run_step(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
     """Let another Python run a step of `module`. It can import `dev`, and everything below `paths`."""
     link = work / "ours" / "dev"
     if not link.exists():
         link.parent.mkdir()
         link.symlink_to(Path(__file__).parent)
     below = os.pathsep.join(map(str, (*paths, link.parent)))
-    run([str(python), "-m", module, f"--there={step}", str(work)], work, PYTHONPATH=below, **env)
+    run([str(python), "-m", module, f"--step={step}", str(work)], work, PYTHONPATH=below, **env)
 
 
 def run(command: list[str], work: Path, **env: str) -> None:
@@ -102,9 +102,9 @@ class Comparison:
 
 
 def start(main: Callable[[], int], steps: Mapping[str, Step]) -> None:
-    """Run the comparison as a command or, with --there=STEP, one of its steps."""
-    if len(sys.argv) == 3 and sys.argv[1].startswith("--there="):
-        steps[sys.argv[1].removeprefix("--there=")](Path(sys.argv[2]))
+    """Run the comparison as a command or, with --step=STEP, one of its steps."""
+    if len(sys.argv) == 3 and sys.argv[1].startswith("--step="):
+        steps[sys.argv[1].removeprefix("--step=")](Path(sys.argv[2]))
         return
     from nanochat.cli import run_main
 

@@ -15,7 +15,6 @@ def test_every_script_is_listed_once_with_its_sentence(capsys):
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     listed = [line.split()[0] for line in lines]
     assert sorted(listed) == sorted(help_.commands()) and len(listed) == len(list(SCRIPTS.glob("[!_]*.py"))) + 1
-    assert listed[-1] == "help", "a command without a group comes last"
     assert {"train", "eval", "dataset", "tok-shards"} <= set(listed)
     assert all(len(line) < 120 and len(line.split()) > 3 for line in lines)
 

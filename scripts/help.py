@@ -56,7 +56,7 @@ def list_commands() -> None:
         print(f"{group}:", *(f"  {name:{width}}{about(known[name])}" for name in names), "", sep="\n")
     renamed = ", ".join(f"{name} is {module}" for module, name in SHORT.items())
     print(f"python -m scripts.COMMAND --help shows examples and flags; write _ for - ({renamed}).\n"
-          f"After `pip install -e .`: nanochat COMMAND --help")
+          f"After `pip install -e .`: nanochat COMMAND --help. For jobs on clusters, see docs/clusters.md.")
 
 
 class _ParserReady(Exception):

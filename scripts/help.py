@@ -55,7 +55,7 @@ def list_commands() -> None:
     for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
         print(f"{group}:", *(f"  {name:{width}}{about(known[name])}" for name in names), "", sep="\n")
     renamed = ", ".join(f"{name} is {module}" for module, name in SHORT.items())
-    print(f"python -m scripts.COMMAND --help shows examples and flags; write _ for - ({renamed}).\n"
+    print(f"python -m scripts.COMMAND --help shows examples and flags. In COMMAND, write _ for -;\n{renamed}.\n"
           f"After `pip install -e .`: nanochat COMMAND --help. For jobs on clusters, see docs/clusters.md.")
 
 

@@ -4,8 +4,8 @@
 #   gpu  depth 24 (1.4 B parameters) on 8.8 B tokens. Built for one box of 8 H100s (80 GB); any number of GPUs works and
 #        trains on the same batches. Estimated cost at 40 % utilization (below): 3.7 hours, about $90 at $3 per
 #        GPU-hour. Needs a network and 100 GB of disk (30 GB for data, the rest for checkpoints).
-#   cpu  a small model on the Python sources and documentation that are installed here. Needs 2 cores, 2 GB of memory, 2
-# GB        of disk including packages, and no network after the install. About 6 minutes plus the install.
+#   cpu  a small model on the Python sources and documentation that are installed here. Needs 2 cores, 2 GB of memory,
+#        2 GB of disk including packages, and no network after the install. About 6 minutes plus the install.
 #
 #   bash speedrun.sh                      # gpu if nvidia-smi lists GPUs, else cpu
 #   PROFILE=cpu bash speedrun.sh          # choose the profile: cpu or gpu

@@ -6,7 +6,7 @@
 #       -m scripts.base_train -- --depth=24 --save-every=1000
 #
 # The first word is the run (a model tag or a run directory). The rest is a command that resumes the run when it is
-# started again, as scripts.base_train does. Its exit code is ignored, because torchrun turns every code into 1:
+# started again, as scripts.base_train does. Its exit code is ignored, because torchrun turns every error code into 1:
 # scripts.status --exit-code reports the state of the run. Signals are forwarded as SIGTERM: the command saves, then the
 # loop ends.
 #

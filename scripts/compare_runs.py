@@ -5,7 +5,7 @@ Compare two runs: are they equal to the bit, and if not, where do they diverge?
     python -m scripts.compare_runs d12 d12-again            # names or folders of runs
     python -m scripts.compare_runs d12 d24 --tensors        # list every tensor that differs
 
-Everything that both runs have is compared: averaged and imported weights, for example, have no optimizer state. Runs
+Only parts that both runs have are compared: averaged and imported weights, for example, have no optimizer state. Runs
 diverge in this order, and each kind of difference has typical causes:
 
     data           digests, token counts, cursors                  other data, seed or stream

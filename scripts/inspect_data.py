@@ -364,7 +364,7 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     if one_pass.expected is not None and math.isfinite(one_pass.expected):
         return f"expected around step {one_pass.expected:,.0f}{lane}"
     if one_pass.expected is not None:
-        return f"not used by the last step, {max(opened.run.num_steps, opened.run.horizon or 0) - 1:,}"
+        return f"not reached: the run ends with step {max(opened.run.num_steps, opened.run.horizon or 0) - 1:,}"
     if one_pass.cropped_after is not None:
         return f"cropped after token {one_pass.cropped_after:,}"
     return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"

@@ -332,7 +332,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
-    parser.add_argument("--out", type=Path, default=Path("page.html"), help="where to write the page")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("page.html"), help="where to write the page")
     parser.add_argument("--watch", action="store_true", help="rewrite it every ten seconds while a run is alive")
     return parser.parse_args(argv)
 

@@ -92,7 +92,7 @@ def test_every_document_is_found_where_the_rows_of_all_steps_have_it(name, caplo
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
     missing = {"text": [], "shards": ["cropped after token N"]}[name]
     assert {*fates} - {""} == {
-        "pending in lane N", "not used by the last step, N", "cropped after token N"} - {*missing}
+        "pending in lane N", "not reached: the run ends with step N", "cropped after token N"} - {*missing}
     assert "step-00000010.json.gz: torn or rotten" in caplog.text
     for document in documents[::9]:
         [found] = json_lines("find", name, f"--document={document}")

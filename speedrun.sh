@@ -1,33 +1,33 @@
 #!/usr/bin/env bash
 # From an empty machine to a trained model: data, tokenizer, training, evaluation, samples, report. Two profiles:
 #
-#   gpu  depth 24 (1.4 B parameters) on 8.8 B tokens. Built for one box of 8 H100s (80 GB); any number of CUDA GPUs works
-#        and sees the same batches. By arithmetic (below), at 40 % utilization: 3.7 hours, about $90 at $3 a GPU-hour.
-#        Needs a network and 100 GB of disk (30 of data, the rest checkpoints).
-#   cpu  a small model on the Python sources and documentation that are installed here. 2 cores, 2 GB of memory, 2 GB of
-#        disk with the packages, no network after the install, no cost; about 6 minutes, install aside.
+#   gpu  depth 24 (1.4 B parameters) on 8.8 B tokens. Built for one box of 8 H100s (80 GB); any number of GPUs works and
+#        trains on the same batches. Estimated cost at 40 % utilization (below): 3.7 hours, about $90 at $3 per
+#        GPU-hour. Needs a network and 100 GB of disk (30 GB for data, the rest for checkpoints).
+#   cpu  a small model on the Python sources and documentation that are installed here. Needs 2 cores, 2 GB of memory,
+#        2 GB of disk including packages, and no network after the install. About 6 minutes plus the install.
 #
-#   bash speedrun.sh                      # gpu where nvidia-smi lists GPUs, else cpu
-#   PROFILE=cpu bash speedrun.sh          # or gpu: this one, whatever is here
+#   bash speedrun.sh                      # gpu if nvidia-smi lists GPUs, else cpu
+#   PROFILE=cpu bash speedrun.sh          # choose the profile: cpu or gpu
 #   DRY_RUN=1 bash speedrun.sh            # print the commands, run nothing
-#   WANDB_RUN=name bash speedrun.sh       # log to wandb; without it nothing of wandb is started
-#   NGPU=4 bash speedrun.sh               # use so many GPUs
+#   WANDB_RUN=name bash speedrun.sh       # log to wandb, which is off by default
+#   NGPU=4 bash speedrun.sh               # use 4 GPUs
 #
-# Everything it makes is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again at any time: finished stages
-# are reused, an unfinished training goes on from its newest checkpoint. On a remote machine start it inside screen or
-# tmux, for example: screen -L -S speedrun bash speedrun.sh
+# All output is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). You can run the script again at any time: it reuses
+# finished stages and resumes training from the newest checkpoint. On a remote machine, start it inside screen or tmux,
+# for example: screen -L -S speedrun bash speedrun.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
 DRY_RUN="${DRY_RUN:-}"
-RUN_NAME="${WANDB_RUN:-dummy}" # what base_train takes for: no wandb
+RUN_NAME="${WANDB_RUN:-dummy}" # base_train reads "dummy" as: no wandb
 CPU_ITERATIONS="${CPU_ITERATIONS:-250}"
 
-# How much data depth 24 needs, at the default of 12 tokens per parameter:
-#   parameters that scaling counts = 24 layers * 12 * 1536^2 + 32,768 * 1536 (output head) = 730 M
-#   tokens = 12 * 730 M = 8.8 B; characters = 8.8 B * 4.7 a token / (1 - 0.35 cropped at row ends) = 63 B
-#   shards of 250 M characters = 253; with a margin of a fifth: 300, about 30 GB. The tokenizer reads 2 B, so 8 of them.
+# The data that depth 24 needs, at the default of 12 tokens per parameter:
+#   parameters that count for scaling = 24 layers * 12 * 1536^2 + 32,768 * 1536 (output head) = 730 M
+#   tokens = 12 * 730 M = 8.8 B; characters = 8.8 B * 4.7 per token / (1 - 0.35 cropped at row ends) = 63 B
+#   shards of 250 M characters = 253; plus a fifth as a margin: 300, about 30 GB. The tokenizer reads 2 B, so 8 shards.
 #   FLOPs = 8.8 B * (6 * 730 M + 0.4 G for attention) = 4.2e19; 8 H100s at 40 % of 989 TFLOP/s: 13,200 s
 TOKENIZER_SHARDS=8
 TRAIN_SHARDS=300
@@ -42,7 +42,7 @@ header() {
     fi
 }
 
-quote() { # a command as one would type it
+quote() { # print a command as you would type it
     local word line=
     for word in "$@"; do
         if [[ "$word" =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then
@@ -55,12 +55,12 @@ quote() { # a command as one would type it
 }
 
 RUNNING= BEGAN= COMMAND=
-record() { # exit code: keep the time of the stage that ran, for the report
+record() { # exit code: append the stage that ran, with its time, to the file that the report reads
     printf '%s\t%s\t%s\t%s\n' "$RUNNING" $((SECONDS - BEGAN)) "$1" "$COMMAND" >>"$STAGES"
     RUNNING=
 }
 
-stage() { # name, command: run it, fail if it fails
+stage() { # name, command: run the command, and return its exit code
     local name="$1" code=0
     shift
     header "$name"
@@ -70,12 +70,11 @@ stage() { # name, command: run it, fail if it fails
     RUNNING="$name" BEGAN=$SECONDS
     "$@" || code=$?
     record $code
-    if [[ $code != 0 ]]; then echo "speedrun: stage '$name' failed ($code); mend it and run this again" >&2; fi
+    if [[ $code != 0 ]]; then echo "speedrun: stage '$name' failed ($code); fix it and run this script again" >&2; fi
     return $code
 }
 
-# The download that goes on while the tokenizer trains. It ignores Ctrl-C as all background jobs of scripts do, so it is
-# ended here, whatever ends this script.
+# The download runs while the tokenizer trains. Background jobs of scripts ignore Ctrl-C, so on_exit ends it.
 DOWNLOAD=
 on_exit() {
     local code=$?
@@ -87,7 +86,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 
 start_download() { # command
-    header "download the rest, in the background"
+    header "download the other shards in the background"
     printf '%s &\n' "$(quote "$@")"
     if [[ -n "$DRY_RUN" ]]; then return; fi
     echo "log: $NANOCHAT_BASE_DIR/download.log"
@@ -126,8 +125,8 @@ cpu_profile() {
     local data="$NANOCHAT_BASE_DIR/data/sample" tokenizer="$NANOCHAT_BASE_DIR/tokenizer-sample"
     stage "sample corpus" python -m dev.make_sample_corpus --output-dir="$data"
     stage "tokenizer" python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=2048
-    # Documents are ten rows long here: --long-docs=crop would drop 73 % of their tokens. Rates are four times the usual
-    # ones, which are for long runs: after 200 steps 1.81 validation bits per byte, instead of 2.09.
+    # A document fills about ten rows here, so --long-docs=crop would drop 73 % of the tokens. Learning rates are four
+    # times the defaults, which are for long runs: after 200 steps, 1.81 validation bits per byte instead of 2.09.
     stage "training" python -m scripts.base_train --data-path="$data" --tokenizer="$tokenizer" \
         --depth=4 --aspect-ratio=48 --head-dim=64 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=16 \
         --num-iterations="$CPU_ITERATIONS" --warmup-steps=10 --eval-every=50 --eval-tokens=65536 --save-every=50 \
@@ -138,14 +137,14 @@ cpu_profile() {
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"
     header "the real data"
     cat <<EOF
-# This was a rehearsal on what was at hand. The real data are downloaded (100 MB a shard; needs a network):
+# This was a rehearsal with local text. To train on real data, download some shards (100 MB each):
 #   python -m nanochat.dataset -n 8         # enough for a tokenizer and a small model
 #   python -m scripts.tok_train && python -m scripts.base_train --depth=12
-# and on a machine with CUDA GPUs the whole of it is: bash speedrun.sh
+# On a machine with CUDA GPUs, this script does all of it: bash speedrun.sh
 EOF
 }
 
-# ---- what to run ----------------------------------------------------------------------------------------------------
+# ---- run ------------------------------------------------------------------------------------------------------------
 
 gpus_here=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 PROFILE="${PROFILE:-$(if [[ "$gpus_here" -gt 0 ]]; then echo gpu; else echo cpu; fi)}"
@@ -160,24 +159,24 @@ cpu) TAG=speedrun-cpu ;;
 esac
 if [[ "$PROFILE" == gpu && "$NGPU" == 0 ]]; then
     if [[ -z "$DRY_RUN" ]]; then
-        echo "speedrun: PROFILE=gpu, but nvidia-smi lists no GPU; use PROFILE=cpu, or give NGPU" >&2
+        echo "speedrun: PROFILE=gpu, but nvidia-smi lists no GPU; use PROFILE=cpu or set NGPU" >&2
         exit 2
     fi
     NGPU=8
 fi
 STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
 
-warn_if_shared() { # other programs that use the cores make everything slow, above all threads that wait for each other
+warn_if_shared() { # busy cores slow everything down, most of all threads that wait for each other
     local cores load
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     load=$(cut -d ' ' -f 1 /proc/loadavg 2>/dev/null || echo 0)
     if awk -v load="$load" -v cores="$cores" 'BEGIN { exit !(load > cores) }'; then
-        echo "# warning: the load of this machine is $load on $cores cores: other programs use them, so this will be slow;"
-        echo "# OMP_NUM_THREADS=1 bash speedrun.sh loses least, for threads then do not wait for each other"
+        echo "# warning: the load of this machine is $load on $cores cores: other programs slow this down. Try"
+        echo "# OMP_NUM_THREADS=1 bash speedrun.sh: then no thread waits for another"
     fi
 }
 
-echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo " with $NGPU GPU(s)"; fi); all state below $NANOCHAT_BASE_DIR"
+echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo " with $NGPU GPU(s)"; fi); output: $NANOCHAT_BASE_DIR"
 warn_if_shared
 if [[ -z "$DRY_RUN" ]]; then mkdir -p "$NANOCHAT_BASE_DIR"; fi
 stage "set-up" bash dev/setup.sh

@@ -1,29 +1,29 @@
 """
-Which rows teach more? The same model, tokenizer, tokens and seeds on the rows of several packers.
+Compare what models learn from the rows of several packers, with the same model, tokenizer, tokens and seeds.
 
-    python -m dev.bench_learning --work DIR --data-path DATA --nanochat CHECKOUT     trains what is missing, then tells
-    python -m dev.bench_learning --work DIR --table                                  only tells of what is there
+    python -m dev.bench_learning --work DIR --data-path DATA --nanochat CHECKOUT     train missing runs, print the table
+    python -m dev.bench_learning --work DIR --table                                  print the table only
 
-    nanochat   its loader, in a process of its own, from a checkout of it
-    crop       bestfit, and what does not fit a row is dropped
-    split      bestfit, and what does not fit a row comes back later
-    concat     one token stream a lane, cut wherever a row ends
+    nanochat   its loader, from a checkout, in its own process
+    crop       bestfit; the rest of a document that does not fit a row is dropped
+    split      bestfit; the rest of a document that does not fit a row comes back later
+    concat     one token stream per lane, cut at the end of every row
 
-All documents below `--data-path` are shuffled once, into shards of which the last is held out. A seed decides the first
-weights and the order of the rows; nanochat's loader has no seed and no shuffle, so there it decides the weights and the
-shard that it starts with. Its rows are recorded to a file once: where that is there, the checkout is not needed.
+All documents below `--data-path` are shuffled once, into shards; the last shard is held out. A seed determines the
+initial weights and the order of the rows. nanochat's loader has no seed and no shuffle, so there it determines the
+weights and the first shard. Its rows are recorded in a file once; with that file, the checkout is not needed.
 
-A model is measured in bits per byte on held-out documents:
+Models are measured in bits per byte on held-out documents:
 
-    whole       every token once, in windows that move by T/2: it sees all before it, or at least T/2 tokens
+    whole       every token once, in windows that move by T/2, so each token sees all or at least T/2 tokens before it
     beginning   the first T tokens of each document
-    late        what is in `whole` and not in `beginning`
+    late        the tokens of `whole` that are not in `beginning`
     rows        rows of nanochat's loader
 
-each also by the length of the document: short (below T/2 tokens), middle, long (2T or more). "Used" is how many tokens
-of documents were trained on or dropped for one that was trained on (1 is no waste); "read" counts those that wait, too.
+All four are also reported by document length: short (below T/2 tokens), middle, long (2T or more). "Used" is the number
+of tokens that were trained on or dropped, per token that was trained on (1 means no waste); "read" adds pending tokens.
 
-A run that is finished is not done again, so a kill loses one run at most.
+Finished runs are not repeated, so a kill loses at most one run.
 """
 
 import argparse
@@ -45,7 +45,7 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
-from dev.measure import SHARED, tell_about
+from dev.measure import SHARED, print_setup
 from nanochat.cli import Parser, run_main
 from nanochat.common import write_json
 from nanochat.dataset import find_files, scan
@@ -62,14 +62,14 @@ ARMS: dict[str, dict[str, Any]] = {
     "nanochat": {}, "crop": {"long_docs": "crop"}, "split": {"long_docs": "split"}, "concat": {"layout": "concat"}}
 LENGTHS = ("short", "middle", "long")
 SHARDS = 13  # the last one is held out
-PLACE_BITS = 24  # of a recorded token's number: its place in its document
+PLACE_BITS = 24  # bits of a recorded token's number that hold its place in the document
 
-# What nanochat's loader runs in: its files hold numbers of documents instead of text, and its "tokens" are numbers too,
-# (document << PLACE_BITS) + place. So rows say which token of which document they hold.
-THERE = """
+# Runs nanochat's loader. Its files contain document numbers instead of text, and its "tokens" are the numbers
+# (document << PLACE_BITS) + place, so the rows show which token of which document they contain.
+NANOCHAT_LOADER = """
 import sys, types
 import numpy as np
-for name in ("requests", "filelock"):  # which the loader imports on its way and does not need
+for name in ("requests", "filelock"):  # imported by its module, but not needed here
     sys.modules.setdefault(name, types.ModuleType(name))
 sys.modules["filelock"].FileLock = None
 from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as loader
@@ -94,18 +94,18 @@ np.save(output, rows)
 # ---- the corpus ----------------------------------------------------------------------------------------------------
 
 class Corpus:
-    """All documents, shuffled: text in shards, the tokenizer, and the ids of every document with BOS in front."""
+    """All documents, shuffled: text in shards, the tokenizer, and the ids of every document after BOS."""
 
     def __init__(self, work: Path, data_path: Path, vocab_size: int):
         self.work, self.text, self.numbers = work, work / "text", work / "there" / "base_data_climbmix"
         if not (work / "offsets.npy").exists():
-            self._make(data_path, vocab_size)
+            self._write(data_path, vocab_size)
         self.tokenizer = RustBPETokenizer.from_directory(work / "tokenizer")
         self.ids, self.offsets = np.load(work / "ids.npy", mmap_mode="r"), np.load(work / "offsets.npy")
         self.lengths = np.diff(self.offsets)
         self.held_out = range(np.array_split(np.arange(len(self.lengths)), SHARDS)[-1][0], len(self.lengths))
 
-    def _make(self, data_path: Path, vocab_size: int) -> None:
+    def _write(self, data_path: Path, vocab_size: int) -> None:
         texts = [text for file in find_files(data_path) for text in read_texts(file)]
         texts = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
         for folder in (self.text, self.numbers):
@@ -121,61 +121,61 @@ class Corpus:
         np.save(self.work / "offsets.npy", offsets)
 
     def document(self, number: int) -> np.ndarray:
-        """(length,) u16: BOS and the ids."""
+        """(length,) uint16: BOS and the ids."""
         return self.ids[self.offsets[number]:self.offsets[number + 1]]
 
     def kind(self, lengths: Any, T: int) -> np.ndarray:
-        """0, 1, 2 for documents of so many tokens that are short, middle, long."""
+        """0, 1, 2 for short, middle and long documents, by their lengths in tokens."""
         return np.searchsorted([T // 2, 2 * T], lengths, side="right")
 
 
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
-# tokens (N, T + 1); whether each is a target, (N, T + 1) bool; tokens of documents (read from disk, used up)
+# tokens (N, T + 1); which are targets, (N, T + 1) bool; tokens of documents (read from disk, used up)
 Rows = tuple[np.ndarray, np.ndarray, tuple[int, ...]]
 
 
-def record_there(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int, shard: int) -> np.ndarray:
-    """(num_rows, T + 1) int64: rows of nanochat's loader, each token as (document << PLACE_BITS) + place."""
+def record_nanochat(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int, shard: int) -> np.ndarray:
+    """(num_rows, T + 1) int64: rows of nanochat's loader, with tokens as (document << PLACE_BITS) + place."""
     path = corpus.work / "rows" / f"there-{split}-T{T}-{num_rows}-{shard}.npy"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
-        where = {**os.environ, "PYTHONPATH": str(checkout), "NANOCHAT_BASE_DIR": str(corpus.work / "there")}
-        subprocess.run([sys.executable, "-c", THERE, split, str(T), str(num_rows), str(shard), str(PLACE_BITS),
-                        str(corpus.work / "offsets.npy"), str(unfinished)], env=where, cwd=corpus.work, check=True)
+        env = {**os.environ, "PYTHONPATH": str(checkout), "NANOCHAT_BASE_DIR": str(corpus.work / "there")}
+        flags = map(str, (split, T, num_rows, shard, PLACE_BITS, corpus.work / "offsets.npy", unfinished))
+        subprocess.run([sys.executable, "-c", NANOCHAT_LOADER, *flags], env=env, cwd=corpus.work, check=True)
         unfinished.rename(path)
     return np.load(path)
 
 
-def rows_there(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -> Rows:
+def nanochat_rows(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -> Rows:
     """Rows of nanochat's loader."""
     shard = seed * 4 % (SHARDS - 1)
-    found = record_there(corpus, args.nanochat, "train", T, args.tokens // T, shard)
-    documents, places = found >> PLACE_BITS, found & (1 << PLACE_BITS) - 1
+    numbers = record_nanochat(corpus, args.nanochat, "train", T, args.tokens // T, shard)
+    documents, places = numbers >> PLACE_BITS, numbers & (1 << PLACE_BITS) - 1
     rows = corpus.ids[corpus.offsets[documents] + places]
     used, read = np.unique(documents), np.arange(documents.min(), documents.max() + 1)
     return rows, np.ones_like(rows, dtype=bool), tuple(int(corpus.lengths[which].sum()) for which in (read, used))
 
 
-def rows_here(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
-    """Rows of one of our packers, in the order in which steps take them."""
+def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
+    """Rows of one of our packers, in the order of the steps."""
     source = open_source(scan(corpus.text, find_files(corpus.text)[:-1]), corpus.tokenizer)
     rows_per_step = args.total_batch_size // T
     config = StreamConfig(T=T, V=default_lanes(rows_per_step), seed=seed, **ARMS[arm])
     stream = Stream(config, {"all": source}, range(config.V), tokenizer=corpus.tokenizer.fingerprint, num_threads=0)
-    found = [row for _ in range(args.tokens // args.total_batch_size)
-             for row in stream.next_rows(rows_per_step // config.V)]
+    rows = [row for _ in range(args.tokens // args.total_batch_size)
+            for row in stream.next_rows(rows_per_step // config.V)]
     account = ledger(stream.cursors(), T)["all"]
-    live = [np.ones(T + 1, bool) if row.live is None else row.live.astype(bool) for row in found]
+    live = [np.ones(T + 1, bool) if row.live is None else row.live.astype(bool) for row in rows]
     read = account["read"] + account["bos"]
-    return np.stack([row.tokens for row in found]), np.stack(live), (read, read - account["pending"])
+    return np.stack([row.tokens for row in rows]), np.stack(live), (read, read - account["pending"])
 
 
 # ---- training and measuring ----------------------------------------------------------------------------------------
 
 def train(corpus: Corpus, args: argparse.Namespace, rows: np.ndarray, live: np.ndarray, seed: int) -> GPT:
-    """A model that was trained on the rows, a step's rows after another's, without weight decay."""
+    """Train a model on the rows, step by step, without weight decay."""
     T = rows.shape[1] - 1
     config = GPTConfig.from_depth(args.depth, vocab_size=corpus.tokenizer.get_vocab_size(), sequence_len=T,
                                   aspect_ratio=args.aspect_ratio, head_dim=args.head_dim)
@@ -203,9 +203,10 @@ Sums = np.ndarray  # (kinds, 2) float64: nats and bytes of each kind of target
 
 @torch.no_grad()
 def measure(model: GPT, corpus: Corpus, rows: np.ndarray, kinds: np.ndarray) -> Sums:
-    """Nats and bytes of each kind of target. rows: (N, T + 1); kinds: (N, T), of each target, -1 where it is off."""
+    """Nats and bytes of each kind of target. rows: (N, T + 1); kinds: (N, T), the kind of each target, -1 if it is
+    off."""
     sums, token_bytes = np.zeros((2 * len(LENGTHS), 2)), corpus.tokenizer.token_bytes().numpy()
-    reach = (kinds >= 0).shape[1] - np.argmax((kinds >= 0)[:, ::-1], axis=1)  # how far a row has targets
+    reach = kinds.shape[1] - np.argmax((kinds >= 0)[:, ::-1], axis=1)  # positions up to the last target of each row
     for batch in np.array_split(np.argsort(reach), -(-len(rows) // 8)):
         T = int(reach[batch].max())
         tokens, kind = torch.from_numpy(rows[batch, :T + 1].astype(np.int64)), kinds[batch, :T]
@@ -218,12 +219,13 @@ def measure(model: GPT, corpus: Corpus, rows: np.ndarray, kinds: np.ndarray) -> 
 
 
 def windows(corpus: Corpus, T: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Held-out documents, about so many tokens of them, for `measure`: windows that move by T/2, in each of which those
-    tokens are targets that were not before. Kinds: 0, 1, 2 by length in a first window, 3, 4, 5 in later ones."""
+    """About `num_tokens` tokens of held-out documents, for `measure`, in windows that move by T/2. A token is a target
+    in the first window that contains it. Kinds: 0, 1, 2 by length in a document's first window, 3, 4, 5 in later
+    ones."""
     rows, kinds = [], []
     for number in corpus.held_out:
         document = corpus.document(number).astype(np.int64)
-        kind, done = int(corpus.kind(len(document), T)), 1  # BOS is no target
+        kind, done = int(corpus.kind(len(document), T)), 1  # BOS is not a target
         for start in range(0, len(document), T // 2):
             if done >= len(document):
                 break
@@ -241,29 +243,29 @@ def windows(corpus: Corpus, T: int, num_tokens: int) -> tuple[np.ndarray, np.nda
 
 
 def bits(sums: Sums) -> dict[str, float]:
-    """Bits per byte of all kinds together, and of each length."""
+    """Bits per byte over all kinds, and for each length."""
     of_length = sums.reshape(-1, len(LENGTHS), 2).sum(axis=0)
     parts = {"all": of_length.sum(axis=0), **dict(zip(LENGTHS, of_length))}
     return {name: nats / (math.log(2) * size) for name, (nats, size) in parts.items() if size}
 
 
 def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace, T: int) -> dict[str, dict[str, float]]:
-    """{what: {length: bits per byte}}, see the head of this file."""
+    """{measure: {length: bits per byte}}, with the measures in the head of this file."""
     sums = measure(model, corpus, *windows(corpus, T, args.eval_tokens))
-    found = {"whole": bits(sums), "beginning": bits(sums[:3]), "late": bits(sums[3:])}
+    result = {"whole": bits(sums), "beginning": bits(sums[:3]), "late": bits(sums[3:])}
     if args.nanochat:
-        there = record_there(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
-        documents = there >> PLACE_BITS
-        rows = corpus.ids[corpus.offsets[documents] + (there & (1 << PLACE_BITS) - 1)]
-        found["rows"] = bits(measure(model, corpus, rows, corpus.kind(corpus.lengths[documents[:, 1:]], T)))
-    return found
+        numbers = record_nanochat(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
+        documents = numbers >> PLACE_BITS
+        rows = corpus.ids[corpus.offsets[documents] + (numbers & (1 << PLACE_BITS) - 1)]
+        result["rows"] = bits(measure(model, corpus, rows, corpus.kind(corpus.lengths[documents[:, 1:]], T)))
+    return result
 
 
 def run(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int, path: Path) -> None:
-    """Train, measure, and keep what came out."""
+    """Train and measure, and write the results to a file."""
     began, cpu = time.perf_counter(), time.process_time()
-    there = arm == "nanochat"
-    rows, live, taken = rows_there(corpus, args, T, seed) if there else rows_here(corpus, args, arm, T, seed)
+    rows, live, taken = (
+        nanochat_rows(corpus, args, T, seed) if arm == "nanochat" else our_rows(corpus, args, arm, T, seed))
     model = train(corpus, args, rows, live, seed)
     trained = int(live[:, 1:].sum())
     write_json(path, {
@@ -274,42 +276,42 @@ def run(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int, p
         "settings": {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))}})
 
 
-# ---- telling -------------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------------------------
 
-def tell_all(work: Path) -> list[dict[str, Any]]:
-    """Print a table of what is there for each T: means over seeds and their standard deviation. Returns the records."""
+def print_tables(work: Path) -> list[dict[str, Any]]:
+    """Print a table of the finished runs for each T: mean and standard deviation over seeds. Returns the records."""
     records = [json.loads(path.read_text()) for path in sorted(work.glob("runs/*.json"))]
     for T in sorted({record["T"] for record in records}):
         of_arm = {arm: [r for r in records if r["T"] == T and r["arm"] == arm] for arm in ARMS}
-        of_arm = {arm: found for arm, found in of_arm.items() if found}
-        rows = [(f"{what} tokens a trained one", *(spread([r[what] for r in found]) for found in of_arm.values()))
-                for what in ("read", "used")]
-        for what, by_length in next(iter(of_arm.values()))[0]["bpb"].items():
-            rows += [(f"{what}, {length}", *(spread([r["bpb"][what][length] for r in found])
-                                             for found in of_arm.values())) for length in by_length]
-        heads = [f"{arm} ({len(found)} seeds)" for arm, found in of_arm.items()]
+        of_arm = {arm: runs for arm, runs in of_arm.items() if runs}
+        rows = [(f"{name} tokens per trained token", *(spread([r[name] for r in runs]) for runs in of_arm.values()))
+                for name in ("read", "used")]
+        for name, by_length in next(iter(of_arm.values()))[0]["bpb"].items():
+            rows += [(f"{name}, {length}", *(spread([r["bpb"][name][length] for r in runs])
+                                             for runs in of_arm.values())) for length in by_length]
+        heads = [f"{arm} ({len(runs)} seeds)" for arm, runs in of_arm.items()]
         print(*markdown((f"T = {T}, bits per byte", *heads), rows), sep="\n", flush=True)
     return records
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean and standard deviation."""
+    """Mean and standard deviation in words."""
     deviation = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
     return f"{statistics.fmean(values):.4f}{deviation}"
 
 
 def new_arguments() -> Parser:
     p = Parser(description=__doc__)
-    p.add_argument("--work", type=Path, required=True, help="where corpus, rows and results are kept")
-    p.add_argument("--data-path", type=Path, default=SHARED)
-    p.add_argument("--nanochat", type=Path, help="a checkout of nanochat (any path where its rows are "
-                   "recorded already); without it its arm and its rows are left out")
-    p.add_argument("--table", action="store_true", help="train nothing")
+    p.add_argument("--work", type=Path, required=True, help="folder for corpus, rows and results")
+    p.add_argument("--data-path", type=Path, default=SHARED, help="folder of text")
+    p.add_argument("--nanochat", type=Path, help="a checkout of nanochat (any path if its rows are already "
+                   "recorded); without it, its arm and its rows are skipped")
+    p.add_argument("--table", action="store_true", help="only print the table")
     p.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     p.add_argument("--lengths", nargs="+", type=int, default=[512, 1024], help="T")
     p.add_argument("--seeds", type=int, default=3)
-    p.add_argument("--tokens", type=int, default=305 * 8192, help="of a run")
-    p.add_argument("--eval-tokens", type=int, default=150_000, help="of held-out documents, and of nanochat's rows")
+    p.add_argument("--tokens", type=int, default=305 * 8192, help="tokens per run")
+    p.add_argument("--eval-tokens", type=int, default=150_000, help="held-out tokens to measure on")
     p.add_argument("--vocab-size", type=int, default=2048)
     p.add_argument("--depth", type=int, default=4)
     p.add_argument("--aspect-ratio", type=int, default=16)
@@ -317,7 +319,7 @@ def new_arguments() -> Parser:
     p.add_argument("--total-batch-size", type=int, default=8192)
     p.add_argument("--device-batch-size", type=int, default=4)
     p.add_argument("--dtype", default="bfloat16")
-    # four times the usual rates, which are for long runs, as in speedrun.sh
+    # four times the default rates, which are for long runs, as in speedrun.sh
     p.add_argument("--matrix-lr", type=float, default=0.08)
     p.add_argument("--embedding-lr", type=float, default=1.2)
     p.add_argument("--unembedding-lr", type=float, default=0.03)
@@ -325,10 +327,10 @@ def new_arguments() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, print the table."""
+    """Train the missing runs and print the table."""
     args = new_arguments().parse_args(argv)
     if not args.table:
-        tell_about()
+        print_setup()
         (args.work / "runs").mkdir(parents=True, exist_ok=True)
         corpus = Corpus(args.work, args.data_path, args.vocab_size)
         arms = [arm for arm in args.arms if arm != "nanochat" or args.nanochat]
@@ -337,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not path.exists():
                 print(time.strftime("%H:%M:%S"), path.stem, flush=True)
                 run(corpus, args, arm, T, seed, path)
-    print(json.dumps(tell_all(args.work)))
+    print(json.dumps(print_tables(args.work)))
     return 0
 
 

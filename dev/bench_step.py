@@ -81,7 +81,7 @@ def ask(process: "subprocess.Popen[str]", rows: int) -> list[list[float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    from dev.measure import tell_about
+    from dev.measure import print_setup
     from nanochat.cli import Parser
 
     p = Parser(description=__doc__)
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     nanochat, here = p.parse_args(argv).nanochat.resolve(), Path(__file__).parents[1]
     if not (nanochat / "nanochat" / "gpt.py").is_file():
         raise ValueError(f"--nanochat: {nanochat} is not a checkout of nanochat; clone it and pass its folder")
-    result: dict[str, Any] = {"about": tell_about()}
+    result: dict[str, Any] = {"about": print_setup()}
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_step.")))
         (work / "dev").symlink_to(here / "dev")  # so that nothing else of ours can be imported beside nanochat

@@ -1,18 +1,17 @@
 """
-An export in transformers, beside the run that it was made from: with transformers itself, and EleutherAI's lm-eval, in
-their own environment (pip install torch transformers lm-eval accelerate).
+Compare an export in transformers and EleutherAI's lm-eval with its run. Both are installed in their own environment
+(pip install torch transformers lm-eval accelerate).
 
-    python -m dev.compare_hf RUN --hf-python VENV/bin/python [--out FOLDER]
+    python -m dev.compare_hf mine --hf-python VENV/bin/python [--out FOLDER]
 
-1. `scripts.export --to=hf`, then there, offline: `AutoModelForCausalLM.from_pretrained` gives our logits in float32,
-   for texts that are padded on the left too, and for positions beyond sequence_len; `generate` with its cache gives our
-   tokens; so does the model that `save_pretrained` wrote, read again; `AutoTokenizer` gives our ids of hard texts and
-   of prose.
-2. `lm_eval` scores a small task of multiple choice and one of plain likelihood, made from the text that every Python
-   has. Here the same requests are scored by our model: BOS + context + continuation, the sum of the log-probabilities
-   of the continuation's tokens.
+1. `scripts.export --to=hf` writes the export. Offline, `AutoModelForCausalLM.from_pretrained` gives our logits in
+   float32, also with padding on the left and beyond sequence_len. `generate` gives our tokens, with and without its
+   cache. So does the model after `save_pretrained` and `from_pretrained`. `AutoTokenizer` gives our ids of hard texts
+   and of prose.
+2. `lm_eval` scores a small multiple-choice task and a likelihood task, made from text that is part of every Python. Our
+   model scores the same requests: the sum of the log-probabilities of the continuation after BOS and context.
 
-Exit code 1 where something differs by more than it may. --out keeps the export.
+Exit code 1 if a difference exceeds its limit. --out keeps the export.
 """
 
 import json
@@ -26,9 +25,9 @@ import torch
 
 from dev import peers
 
-LOGITS, SCORES = 1e-5, 1e-4  # by how much they may differ
-NUM_TOKENS = 200  # generated
-NUM_ITEMS = 24  # of each task
+LOGITS, SCORES = 1e-5, 1e-4  # largest differences that are accepted
+NUM_TOKENS = 200  # to generate
+NUM_ITEMS = 24  # per task
 PADDING = 7
 TASKS = {
     "exact_choice": """task: exact_choice
@@ -53,74 +52,74 @@ metric_list: [{{metric: perplexity}}, {{metric: acc}}]
 """}
 
 
-# ---- there: runs with transformers, imports nothing of ours ---------------------------------------------------------
+# ---- runs with transformers, without our package --------------------------------------------------------------------
 
-def there(work: Path) -> None:
-    """Say what transformers makes of an export: work/asked.pt -> work/told.pt."""
+def run_transformers(work: Path) -> None:
+    """Compute logits, tokens and ids with transformers: work/requests.pt -> work/results.pt."""
     transformers = import_module("transformers")
-    asked = torch.load(work / "asked.pt")
-    rows, out = asked["rows"], asked["out"]
+    requests = torch.load(work / "requests.pt")
+    rows, out = requests["rows"], requests["out"]
     rules = {"trust_remote_code": True, "dtype": torch.float32}
     model = transformers.AutoModelForCausalLM.from_pretrained(out, **rules).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out, trust_remote_code=True)
     model.save_pretrained(work / "saved")
     tokenizer.save_pretrained(work / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", **rules).eval()
-    read = transformers.AutoTokenizer.from_pretrained(work / "saved", trust_remote_code=True)
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(work / "saved", **rules).eval()
+    reloaded_tokenizer = transformers.AutoTokenizer.from_pretrained(work / "saved", trust_remote_code=True)
     padding = torch.full((len(rows), PADDING), tokenizer.pad_token_id)
     mask = torch.cat((torch.zeros_like(padding), torch.ones_like(rows)), dim=1)
     prompts = [rows[:1, :n] for n in peers.PROMPTS]
-    model.generation_config.eos_token_id = None  # all of NUM_TOKENS
-    # BOS is the padding, too: without a mask, and without an end, generate would take the first token for padding
+    model.generation_config.eos_token_id = None  # generate all of NUM_TOKENS
+    # BOS is also the padding token: without a mask, generate would take the first token for padding
 
     def continued(prompt: torch.Tensor, max_new_tokens: int = NUM_TOKENS, **how: Any) -> list[list[int]]:
-        found = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False,
+        tokens = model.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False,
                                attention_mask=torch.ones_like(prompt), **how)
-        return found[:, prompt.size(1):].tolist()
+        return tokens[:, prompt.size(1):].tolist()
 
     with torch.no_grad():
         torch.save({
-            "logits": model(rows).logits, "saved": again(rows).logits,
+            "logits": model(rows).logits, "saved": reloaded(rows).logits,
             "padded": model(torch.cat((padding, rows), dim=1), attention_mask=mask).logits[:, PADDING:],
             "generated": [continued(prompt)[0] for prompt in prompts],
             "uncached": [continued(prompt, use_cache=False)[0] for prompt in prompts],
             "beams": [continued(prompts[0], 30, num_beams=3, use_cache=cached) for cached in (True, False)],
-            "ids": [tokenizer(text)["input_ids"] for text in asked["texts"]],
-            "ids again": [read(text)["input_ids"] for text in asked["texts"]],
-            "transformers": transformers.__version__}, work / "told.pt")
+            "ids": [tokenizer(text)["input_ids"] for text in requests["texts"]],
+            "reloaded ids": [reloaded_tokenizer(text)["input_ids"] for text in requests["texts"]],
+            "transformers": transformers.__version__}, work / "results.pt")
 
 
-# ---- here -----------------------------------------------------------------------------------------------------------
+# ---- runs here ------------------------------------------------------------------------------------------------------
 
 def items(num: int) -> list[dict[str, Any]]:
-    """Questions of a kind: how does this text go on? One continuation is its own, three are others'."""
+    """Multiple-choice items: which of four continuations belongs to a text?"""
     texts = [" ".join(text.split()) for text in peers.prose() if len(text) > 1500][:num]
-    made = []
+    questions = []
     for i, text in enumerate(texts):
         ends = [texts[(i + j) % num][600:600 + 20 + 9 * j].strip() for j in range(4)]
         gold = i % 4
-        made.append({"query": text[300:600].strip(), "choices": ends[-gold:] + ends[:-gold], "gold": gold})
-    return made
+        questions.append({"query": text[300:600].strip(), "choices": ends[-gold:] + ends[:-gold], "gold": gold})
+    return questions
 
 
-def own_scores(model: Any, tokenizer: Any, asked: list[dict[str, Any]]) -> list[list[float]]:
-    """For each item the log-probability of each choice behind the query and a blank, in nats."""
+def own_scores(model: Any, tokenizer: Any, questions: list[dict[str, Any]]) -> list[list[float]]:
+    """For each item, the log-probability in nats of each choice after the query and a space."""
     bos = tokenizer.get_bos_token_id()
     scores: list[list[float]] = []
-    for item in asked:
+    for item in questions:
         context = tokenizer.encode(item["query"], prepend=bos)
         scores.append([])
         for choice in item["choices"]:
             ids = torch.tensor([tokenizer.encode(f"{item['query']} {choice}", prepend=bos)])
             with torch.no_grad():
-                told = torch.log_softmax(model(ids[:, :-1]), dim=-1)
-            of_tokens = told.gather(2, ids[:, 1:, None])[0, :, 0]
+                log_probs = torch.log_softmax(model(ids[:, :-1]), dim=-1)
+            of_tokens = log_probs.gather(2, ids[:, 1:, None])[0, :, 0]
             scores[-1].append(of_tokens[len(context) - 1:].sum().item())
     return scores
 
 
 def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], Any, Any]:
-    """(results, log-probabilities of each item's choices, of each item's own continuation) by lm-eval."""
+    """lm-eval's (results, log-probabilities of each item's choices, those of its right continuation)."""
     folder = work / "tasks"
     folder.mkdir()
     for name, text in TASKS.items():
@@ -136,13 +135,13 @@ def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], 
     samples = {}
     for name in TASKS:
         [file] = (work / "scores").rglob(f"samples_{name}_*.jsonl")
-        found = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-        samples[name] = [[float(answer[0]) for answer in sample["filtered_resps"]] for sample in found]
+        answers = sorted(map(json.loads, file.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+        samples[name] = [[float(score[0]) for score in sample["filtered_resps"]] for sample in answers]
     return json.loads(results.read_text())["results"], samples["exact_choice"], samples["exact_likelihood"]
 
 
 def compare(python: str, source: str, out: Path, work: Path) -> int:
-    """All of it; the exit code."""
+    """Run all comparisons. Returns the exit code."""
     from nanochat.integrations.fast_encoders import hard_sample
     from nanochat.tokenizer import replace_surrogates
     from scripts import export
@@ -150,26 +149,27 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
     export.main([source, str(out), "--to=hf"])
     model, tokenizer, rows, logits, own = peers.ours(source, NUM_TOKENS)
     texts = [*map(replace_surrogates, hard_sample()), "<|bos|>", *peers.prose()]
-    torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "asked.pt")
-    peers.ask(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"), TOKENIZERS_PARALLELISM="false")
-    told = torch.load(work / "told.pt")
+    torch.save({"rows": rows, "out": str(out), "texts": texts}, work / "requests.pt")
+    peers.run_step(python, "dev.compare_hf", "answer", work, HF_HOME=str(work / "home"),
+                    TOKENIZERS_PARALLELISM="false")
+    theirs = torch.load(work / "results.pt")
     encoded = [tokenizer.encode(text, prepend=tokenizer.get_bos_token_id()) for text in texts]
-    compared = peers.Compared()
-    compared.close(f"logits of {logits.numel():,}, the largest {logits.abs().max():.2f}, with transformers "
-                   f"{told['transformers']}", logits, told["logits"], LOGITS)
-    compared.close("logits of padded rows", logits, told["padded"], LOGITS)
-    compared.close("logits after save_pretrained, from_pretrained", told["logits"], told["saved"])
+    compared = peers.Comparison()
+    compared.close(f"{logits.numel():,} logits, the largest {logits.abs().max():.2f}, with transformers "
+                   f"{theirs['transformers']}", logits, theirs["logits"], LOGITS)
+    compared.close("logits of padded rows", logits, theirs["padded"], LOGITS)
+    compared.close("logits after save_pretrained, from_pretrained", theirs["logits"], theirs["saved"])
     for i, prompt in enumerate(peers.PROMPTS):
         compared.same(f"{NUM_TOKENS} tokens generated after a prompt of {prompt}, with its cache",
-                      own[i] == told["generated"][i])
-        compared.same("the same without its cache", own[i] == told["uncached"][i])
-    compared.same("three beams, with and without its cache", told["beams"][0] == told["beams"][1])
-    compared.same(f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == told["ids"])
-    compared.same("ids after save_pretrained, from_pretrained", encoded == told["ids again"])
+                      own[i] == theirs["generated"][i])
+        compared.same("the same without its cache", own[i] == theirs["uncached"][i])
+    compared.same("three beams, with and without its cache", theirs["beams"][0] == theirs["beams"][1])
+    compared.same(f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == theirs["ids"])
+    compared.same("ids after save_pretrained, from_pretrained", encoded == theirs["reloaded ids"])
     results, choices, own_ends = harness_scores(python, out, work)
-    asked = items(NUM_ITEMS)
-    scores = torch.tensor(own_scores(model, tokenizer, asked))
-    gold = torch.tensor([item["gold"] for item in asked])
+    questions = items(NUM_ITEMS)
+    scores = torch.tensor(own_scores(model, tokenizer, questions))
+    gold = torch.tensor([item["gold"] for item in questions])
     accuracy = (scores.argmax(dim=1) == gold).double().mean().item()
     compared.close(f"lm-eval: log-probabilities of {scores.numel()} choices", scores, torch.tensor(choices), SCORES)
     compared.close(f"lm-eval: accuracy, {accuracy:.4f}", accuracy, results["exact_choice"]["acc,none"], SCORES)
@@ -179,17 +179,17 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare; 1 on a difference."""
+    """Compare. Exit code 1 if anything differs."""
     from nanochat.cli import Parser
 
     parser = Parser(description=__doc__)
-    parser.add_argument("--hf-python", required=True, help="Python of an environment with transformers and lm-eval")
-    parser.add_argument("run", metavar="RUN", help="or RUN@STEP, with a tokenizer that transformers reads")
-    parser.add_argument("--out", type=Path, help="where the export goes (default: nowhere that stays)")
+    parser.add_argument("--hf-python", required=True, help="the Python of an environment with transformers and lm-eval")
+    parser.add_argument("run", metavar="RUN", help="a run or RUN@STEP, with a tokenizer that transformers can read")
+    parser.add_argument("--out", type=Path, help="keep the export in this folder")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         return compare(args.hf_python, args.run, args.out or Path(folder) / "out", Path(folder))
 
 
 if __name__ == "__main__":
-    peers.start(main, {"answer": there})
+    peers.start(main, {"answer": run_transformers})

@@ -1,19 +1,19 @@
 """
-Samples and blends are those of megatron-core: both are asked for them, on fresh random corpora, in one process.
+Compare our samples and blends with those of megatron-core, on random corpora, in one process.
 
     bash dev/compare_megatron.sh [--corpora 20] [--seed 0]
 
-For each corpus: 1 to 8 pairs of files (written by their builder or by ours; sequences of 1 to 10 T tokens), a random
-configuration (split, extra token, partial samples, what EOD does, sizes over several epochs, or none), and for each
-split document_index, sample_index, shuffle_index, dataset_index, dataset_sample_index with their types, and samples,
-tensor by tensor. Where one of the two refuses a blend, the other must as well. Then blends
-by weights alone, of 300,000 samples.
+Each corpus has 1 to 8 pairs of files (written by their builder or by ours; sequences of 1 to 10 T tokens) and a random
+configuration (split, extra token, partial samples, handling of EOD, sizes over several epochs or none). For each split,
+document_index, sample_index, shuffle_index, dataset_index and dataset_sample_index must be equal with their dtypes, and
+so must all tensors of the compared samples. If one side refuses a blend, the other must refuse it too. Then blends by
+weights alone, of 300,000 samples, are compared.
 
-Then text that is tokenized with a `tokenizer.json` as their tools/preprocess_data.py does it (which is in no wheel: the
-package `tokenizers` encodes, the end of a document goes behind, their IndexedDatasetBuilder writes): scripts.tok_shards
-makes the same bytes, and a run on their pair has the digests of a run on the text.
+Finally, text is tokenized with a `tokenizer.json` as their tools/preprocess_data.py does it. That script is in no
+wheel, so this one does the same: the package `tokenizers` encodes, EOD is appended, their IndexedDatasetBuilder writes.
+scripts.tok_shards must write the same bytes, and a run on their pair must have the digests of a run on the text.
 
-Prints what was compared; exit code 1 on a difference. Runs in an environment that has both (dev/compare_megatron.sh).
+Prints what was compared. Exit code 1 if anything differs. Needs an environment with both (dev/compare_megatron.sh).
 """
 
 import itertools
@@ -43,13 +43,13 @@ from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
 from nanochat.integrations.megatron_tables import blend_sources
 from scripts import tok_shards
 
-SAMPLES = 24  # of each data set, compared tensor by tensor
+SAMPLES = 24  # compared per data set
 INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "dataset_sample_index")
 OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
 
 
 class Tokenizer:
-    """What a configuration asks of one."""
+    """The attributes of a tokenizer that a configuration needs."""
 
     def __init__(self, eod: int, vocab_size: int, pad: int | None = None):
         self.eod, self.vocab_size, self.unique_identifiers = eod, vocab_size, {"name": "compare"}
@@ -58,7 +58,7 @@ class Tokenizer:
 
 
 def write_pair(prefix: Path, documents: list[np.ndarray], *, theirs: bool) -> None:
-    """A pair of files with one sequence a document."""
+    """Write a pair of files with one sequence per document."""
     if theirs:
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
 
@@ -73,7 +73,7 @@ def write_pair(prefix: Path, documents: list[np.ndarray], *, theirs: bool) -> No
 
 
 def random_case(rng: np.random.Generator, folder: Path, T: int) -> tuple[dict[str, Any], list[int | None]]:
-    """A corpus on disk: (settings of a configuration, sizes)."""
+    """Write a corpus. Returns (settings of a configuration, sizes)."""
     k = int(rng.integers(1, 9))
     dtype, vocab = (np.uint16, 300) if rng.random() < 0.6 else (np.int32, 100_000)
     prefixes = []
@@ -107,7 +107,7 @@ def build_theirs(settings: dict[str, Any], sizes: Sequence[int | None], cache: P
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
     from torch import distributed as dist
 
-    if not dist.is_initialized():  # their cache of blends wants to know its rank
+    if not dist.is_initialized():  # their cache of blends needs a rank
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = g.GPTDatasetConfig(path_to_cache=None if mock else str(cache), **settings)
     return Builder(g.MockGPTDataset if mock else g.GPTDataset, list(sizes), lambda: True, config).build()
@@ -120,49 +120,49 @@ def build_ours(settings: dict[str, Any], sizes: Sequence[int | None], mock: bool
 
 
 class Comparison:
-    """Counts what was equal; the first difference ends it."""
+    """Counts equal values. The first difference raises ValueError."""
 
     def __init__(self) -> None:
         self.equal: Counter[str] = Counter()
 
-    def same(self, what: str, ours: Any, theirs: Any, unit: str) -> None:
-        """Equal arrays of equal types, or a ValueError that says where they part."""
+    def same(self, name: str, ours: Any, theirs: Any, unit: str) -> None:
+        """ValueError with the first difference unless arrays and dtypes are equal."""
         a, b = np.asarray(ours), np.asarray(theirs)
         if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(a, b):
             where = np.argwhere(a != b)[:1].tolist() if a.shape == b.shape else ""
-            raise ValueError(f"{what}: ours {a.dtype} {a.shape}, theirs {b.dtype} {b.shape}; first at {where}")
+            raise ValueError(f"{name}: ours {a.dtype} {a.shape}, theirs {b.dtype} {b.shape}; first at {where}")
         self.equal[unit] += a.size if unit in INDICES else 1
 
-    def dataset(self, what: str, ours: Any, theirs: Any, rng: np.random.Generator) -> None:
-        """Indices and samples of a split, and of the sources below it."""
+    def dataset(self, name: str, ours: Any, theirs: Any, rng: np.random.Generator) -> None:
+        """Compare the indices and samples of a split, and of its sources."""
         if (ours is None) != (theirs is None):
-            raise ValueError(f"{what}: ours is {ours}, theirs {theirs}")
+            raise ValueError(f"{name}: ours is {ours}, theirs is {theirs}")
         if ours is None:
             return
-        for name in INDICES:
-            if hasattr(theirs, name):
-                self.same(f"{what} {name}", getattr(ours, name), getattr(theirs, name), name)
-        self.same(f"{what} length", len(ours), len(theirs), "lengths")
+        for index in INDICES:
+            if hasattr(theirs, index):
+                self.same(f"{name} {index}", getattr(ours, index), getattr(theirs, index), index)
+        self.same(f"{name} length", len(ours), len(theirs), "lengths")
         for part in ours.datasets:
             self.equal["splits over several epochs"] += part.order.num_epochs > 1
             self.equal["last epochs apart"] += part.order.apart
         for j, (a, b) in enumerate(zip(ours.datasets, getattr(theirs, "datasets", ()))):
-            self.dataset(f"{what} source {j}", a, b, rng)
+            self.dataset(f"{name} source {j}", a, b, rng)
         for i in rng.integers(0, len(ours), min(SAMPLES, len(ours))).tolist() if len(ours) else ():
-            self.sample(f"{what} sample {i}", ours, theirs, i)
+            self.sample(f"{name} sample {i}", ours, theirs, i)
 
-    def sample(self, what: str, ours: Any, theirs: Any, i: int) -> None:
-        """All tensors of a sample."""
+    def sample(self, name: str, ours: Any, theirs: Any, i: int) -> None:
+        """Compare all tensors of a sample."""
         for part in getattr(theirs, "datasets", [theirs]):
-            part.masks_and_position_ids_are_cached = False  # theirs are spoiled by a padded first sample
+            part.masks_and_position_ids_are_cached = False  # a padded first sample would spoil the cache
         a, b = ours[i], theirs[i]
         if set(a) != set(b):
-            raise ValueError(f"{what}: ours has {sorted(a)}, theirs {sorted(b)}")
-        for name in b:
-            self.same(f"{what} {name}", a[name], b[name], "tensors")
+            raise ValueError(f"{name}: ours has {sorted(a)}, theirs has {sorted(b)}")
+        for key in b:
+            self.same(f"{name} {key}", a[key], b[key], "tensors")
 
     def corpus(self, number: int, rng: np.random.Generator, folder: Path) -> str:
-        """One random corpus; a line about it."""
+        """Compare one random corpus. Returns a line that describes it."""
         T = int(rng.choice([2, 8, 31, 64]))
         settings, sizes = random_case(rng, folder, T)
         built: list[Any] = []
@@ -185,7 +185,7 @@ class Comparison:
         return line
 
     def mixtures(self, rng: np.random.Generator) -> None:
-        """Blends by weights alone: the first 300,000 samples, and an exhaustive blend."""
+        """Compare blends by weights alone: the first 300,000 samples, and an exhaustive blend."""
         from megatron.core.datasets import helpers
 
         for k in (1, 2, 3, 5, 8, 13):
@@ -197,26 +197,26 @@ class Comparison:
                     helpers.build_blending_indices(sources, samples, weights, k, n, False)
                 else:
                     helpers.build_exhaustive_blending_indices(sources, samples, sizes, k)
-                found = blend_sources(weights if limits is None else [s / n for s in sizes], n, limits)
-                self.same(f"{name} of {k}", found["dataset_index"], sources, "dataset_index")
-                self.same(f"{name} of {k}", found["dataset_sample_index"], samples, "dataset_sample_index")
+                blend = blend_sources(weights if limits is None else [s / n for s in sizes], n, limits)
+                self.same(f"{name} of {k}", blend["dataset_index"], sources, "dataset_index")
+                self.same(f"{name} of {k}", blend["dataset_sample_index"], samples, "dataset_sample_index")
 
     def mock(self, rng: np.random.Generator, folder: Path) -> None:
-        """Made-up data."""
+        """Compare mock data sets."""
         settings = {"random_seed": 7, "sequence_length": 512, "tokenizer": Tokenizer(3, 1000)}
         settings |= dict.fromkeys(OPTIONS, True)
         for split, a, b in zip(Split, build_ours(settings, [300_000, 100, None], mock=True),
                                build_theirs(settings, [300_000, 100, None], folder, mock=True)):
-            self.dataset(f"made-up data, {split.name}", a, b, rng)
+            self.dataset(f"mock data, {split.name}", a, b, rng)
 
     def tokenized(self, folder: Path) -> None:
-        """A pair that was tokenized there, against tok_shards and against a run on the text."""
+        """Compare a pair that their code tokenized with tok_shards, and a run on it with a run on the text."""
         import tokenizers
         from megatron.core.datasets.indexed_dataset import DType
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
 
         for seed, name in enumerate(("train", "val")):
-            texts = peers.made_texts(seed)
+            texts = peers.random_texts(seed)
             (folder / "raw" / name).mkdir(parents=True)
             lines = [json.dumps({"text": text}) + "\n" for text in texts]
             (folder / "raw" / name / "a.jsonl").write_text("".join(lines))
@@ -238,16 +238,16 @@ class Comparison:
             ours, theirs = (np.fromfile(prefix.with_suffix(suffix), np.uint8)
                             for prefix in (folder / "made" / name / "data" / "a", folder / name))
             self.same(f"tokenized {name}{suffix}", ours, theirs, "bytes")
-        found = digests_of(folder, "theirs", f"--data-path={folder / 'train'}", f"--val-path={folder / 'val'}",
-                            "--data-format=megatron", flag)
+        digests = digests_of(folder, "theirs", f"--data-path={folder / 'train'}", f"--val-path={folder / 'val'}",
+                             "--data-format=megatron", flag)
         streamed = digests_of(folder, "text", f"--data-path={folder / 'raw'}", flag)
-        self.same("steps of a run on text that was tokenized there", streamed, found, "digests")
+        self.same("steps of a run on their pair", streamed, digests, "digests")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
-    parser.add_argument("--corpora", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--corpora", type=int, default=20, help="number of random corpora")
+    parser.add_argument("--seed", type=int, default=0, help="another seed makes other corpora")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     rng, comparison = np.random.default_rng(args.seed), Comparison()
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         comparison.mixtures(rng)
         comparison.mock(rng, Path(folder))
         comparison.tokenized(Path(folder) / "tokenized")
-    print("equal: " + ", ".join(f"{n:,} {what}" for what, n in comparison.equal.items()))
+    print("equal: " + ", ".join(f"{n:,} {name}" for name, n in comparison.equal.items()))
     return 0
 
 

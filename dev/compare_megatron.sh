@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Compare our samples and blends with those of megatron-core itself, live, on random corpora.
+# Compare our samples and blends with those that megatron-core computes, on random corpora.
 #
 #   bash dev/compare_megatron.sh [--corpora 20] [--seed 0]
 #
-# megatron-core needs no GPU for this, but it wants to be installed: it goes, without its dependencies, into a virtual
-# environment of its own (VENV, default: megatron-core in the base directory) that sees our torch and NumPy. A package
-# index or a wheel (MEGATRON_CORE=/path/to/megatron_core-0.16.1-*.whl) is needed once. Wheels are built for Linux only.
-# Cost and hardware: one CPU core, 100 MB on disk. Duration: about a minute. Exit code 1 on a difference.
+# The first run installs megatron-core without its dependencies into a virtual environment that sees our torch and NumPy
+# (VENV, default: megatron-core in the base directory). That needs a package index or a wheel
+# (MEGATRON_CORE=/path/to/megatron_core-0.16.1-*.whl); wheels exist for Linux only. No GPU is needed.
+# Cost and hardware: one CPU core, 100 MB of disk. Duration: about a minute. Exit code 1 if anything differs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}

@@ -1,18 +1,18 @@
 """
-What `crop` drops beside nanochat's loader, on the same documents in the same order, and what it keeps in memory.
+Compare the tokens that `crop` and nanochat's loader drop from the same documents, and measure the loader's memory.
 
     python -m dev.compare_packing --work DIR --nanochat CHECKOUT [--data-path DATA]
 
-Every bucket below `--data-path` is a kind of text; four mixes of them are packed at T = 512, 1024, 2048 and 4096 with
-vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for several passes. A share is of all
-tokens that were read:
+Every bucket below `--data-path` is a kind of text. Four mixes of them are packed at T = 512, 1024, 2048 and 4096 with
+vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for several passes. Shares are relative to
+all tokens that were read:
 
-    dropped    what no row has held and none can hold any more; a document that waits can still give what a row holds
-    floor      what no packer of whole rows can keep: the tokens behind the first T + 1 of a document
+    dropped    tokens that no row contains or can still contain; a pending document can still fill one row
+    floor      tokens that no packer of whole rows can keep: all after the first T + 1 of a document
 
-nanochat's loader keeps the longest documents in its buffer of 1,000 for ever, so its share among the documents that
-left the buffer looks smaller at first. Memory is anonymous memory of a process with 64 lanes, over that of the bare
-process. The last line is one JSON object; the exit code is 1 if we drop more than nanochat plus 0.2 points.
+nanochat's loader keeps the longest documents in its buffer of 1,000 forever, so counting only documents that left the
+buffer would flatter it. Memory is the anonymous memory of a process with 64 lanes, minus that of the bare process. The
+last line is one JSON object. The exit code is 1 if we drop over 0.2 percentage points more than nanochat.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.measure import SHARED, anonymous_mb, in_process, tell_about
+from dev.measure import SHARED, anonymous_mb, in_process, print_setup
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
 from nanochat.dataloader import DataLoader
@@ -42,13 +42,13 @@ from nanochat.tokenizer import RustBPETokenizer
 
 VOCABULARIES, LENGTHS = (2048, 32_768), (512, 1024, 2048, 4096)
 BUFFER, LANES, STEPS = 128, 64, 40
-ALLOWED = 0.002  # of all tokens, beyond nanochat's share
+ALLOWED = 0.002  # share of all tokens, above nanochat's
 
-# Runs nanochat's own loader. Its files hold numbers of documents instead of text; a document's ids are zeros.
-THERE = """
+# Runs nanochat's loader. Its files contain document numbers instead of text, and all token ids are zero.
+NANOCHAT_LOADER = """
 import json, sys, types
 import numpy as np
-for name in ("requests", "filelock"):  # its module imports them, and this does not need them
+for name in ("requests", "filelock"):  # imported by its module, but not needed here
     sys.modules.setdefault(name, types.ModuleType(name))
 sys.modules["filelock"].FileLock = None
 from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
@@ -58,40 +58,40 @@ class Tokenizer:
         return None
     def encode(self, texts, prepend=None, num_threads=1):
         global read
-        found = [[0] * lengths[int(text)] for text in texts]
-        read += sum(map(len, found))
-        return found
+        ids = [[0] * lengths[int(text)] for text in texts]
+        read += sum(map(len, ids))
+        return ids
 batches = loader(Tokenizer(), 1, T, "train", device="cpu")
 rows = 0
 while read < passes * sum(lengths):
     next(batches)
     rows += 1
-waiting = sum(min(len(doc), T + 1) for doc in batches.gi_frame.f_locals["doc_buffer"])
-print(json.dumps({"read": read, "emitted": rows * (T + 1), "waiting": waiting}))
+pending = sum(min(len(doc), T + 1) for doc in batches.gi_frame.f_locals["doc_buffer"])
+print(json.dumps({"read": read, "emitted": rows * (T + 1), "pending": pending}))
 """
 
 
 def lengths_of(work: Path, data_path: Path, vocab_size: int) -> dict[str, np.ndarray]:
-    """The lengths in tokens of the documents of each bucket, BOS included, kept in `work`."""
-    kept = work / f"lengths-{vocab_size}.npz"
-    if not kept.exists():
+    """{bucket: lengths of its documents in tokens, BOS included}, cached in `work`."""
+    cache = work / f"lengths-{vocab_size}.npz"
+    if not cache.exists():
         texts = {bucket: [text for file in files for text in read_texts(file)]
                  for bucket, files in find_buckets(data_path).items()}
         everything = list(itertools.chain(*texts.values()))
         tokenizer = RustBPETokenizer.train_from_iterator(iter(everything[::4]), vocab_size)
         tokenizer.save(work / f"tokenizer-{vocab_size}", force=True)
         lengths = {bucket: np.diff(tokenizer.encode_flat(some)[1]) for bucket, some in texts.items()}
-        np.savez(kept, **lengths)  # type: ignore[arg-type]
-    return dict(np.load(kept))
+        np.savez(cache, **lengths)  # type: ignore[arg-type]
+    return dict(np.load(cache))
 
 
 def mixes(buckets: Sequence[str]) -> list[tuple[str, ...]]:
-    """All buckets together, and without one of three in turn."""
+    """All buckets together, and all but each of the first three."""
     return [tuple(buckets), *(tuple(b for b in buckets if b != out) for out in sorted(buckets)[:3])]
 
 
-def dropped_here(lengths: list[int], T: int, passes: int) -> float:
-    """The share that one lane drops."""
+def our_share(lengths: list[int], T: int, passes: int) -> float:
+    """The share of tokens that one of our lanes drops."""
     packer, number, read = BestFit(T), 0, 0
     while number < passes * len(lengths):
         while packer.wants(BUFFER):
@@ -99,57 +99,57 @@ def dropped_here(lengths: list[int], T: int, passes: int) -> float:
             read += lengths[number % len(lengths)]
             number += 1
         packer.next_row()
-    waiting = sum(min(piece.length, T + 1) for piece in packer.waiting().values())
-    return 1 - (packer.row * (T + 1) + waiting) / read
+    pending = sum(min(piece.length, T + 1) for piece in packer.waiting().values())
+    return 1 - (packer.row * (T + 1) + pending) / read
 
 
-def dropped_there(args: argparse.Namespace, lengths: list[int], T: int) -> float:
-    """The share that nanochat's loader drops."""
+def nanochat_share(args: argparse.Namespace, lengths: list[int], T: int) -> float:
+    """The share of tokens that nanochat's loader drops."""
     work, nanochat = args.work.resolve(), args.nanochat.resolve()
     base = work / "there" / "base_data_climbmix"
     base.mkdir(parents=True, exist_ok=True)
-    for i in range(2):  # the last one is for validation
+    for i in range(2):  # the last shard is for validation
         pq.write_table(pa.table({"text": list(map(str, range(len(lengths))))}), base / f"shard_{i:05d}.parquet",
                        row_group_size=1024)
     np.save(work / "lengths.npy", lengths)
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(work / "there"), "PYTHONPATH": str(nanochat), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", THERE, str(T), str(args.passes), str(work / "lengths.npy")], env=env,
-                          cwd=nanochat, capture_output=True, text=True)
+    command = [sys.executable, "-c", NANOCHAT_LOADER, str(T), str(args.passes), str(work / "lengths.npy")]
+    done = subprocess.run(command, env=env, cwd=nanochat, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{nanochat}: its loader failed: {done.stderr.strip().splitlines()[-1]}")
-    found = json.loads(done.stdout.splitlines()[-1])
-    return 1 - (found["emitted"] + found["waiting"]) / found["read"]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    return 1 - (counts["emitted"] + counts["pending"]) / counts["read"]
 
 
 def memory(args: argparse.Namespace, vocab_size: int, mix: Sequence[str], T: int) -> float:
-    """Megabytes that our loader takes over the bare process, at most."""
+    """The loader's peak memory in MB, without that of the bare process."""
     tokenizer = RustBPETokenizer.from_directory(args.work / f"tokenizer-{vocab_size}")
     files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
-    manifest, before, most = scan(args.data_path, files), anonymous_mb(), 0.0
+    manifest, before, peak = scan(args.data_path, files), anonymous_mb(), 0.0
     with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
                     rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
         for _ in range(STEPS * LANES // 16):
             next(loader)
-            most = max(most, anonymous_mb())
-    return most - before
+            peak = max(peak, anonymous_mb())
+    return peak - before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Pack everything on both sides, print a table; 1 where we drop more."""
+    """Pack everything on both sides and print a table. Exit code 1 if we drop more."""
     p = Parser(description=__doc__)
-    p.add_argument("--work", type=Path, required=True, help="where tokenizers and lengths are kept")
-    p.add_argument("--data-path", type=Path, default=SHARED)
+    p.add_argument("--work", type=Path, required=True, help="cache of tokenizers and lengths")
+    p.add_argument("--data-path", type=Path, default=SHARED, help="a folder of buckets")
     p.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
-    p.add_argument("--passes", type=whole(1), default=3, help="over the documents")
-    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # vocabulary, T, buckets: a process of its own
+    p.add_argument("--passes", type=whole(1), default=3, help="passes over the documents")
+    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # vocabulary, T, buckets: measured in its own process
     args = p.parse_args(argv)
     if args.memory:
         vocab_size, T, *mix = args.memory
         print(json.dumps({"mb": memory(args, int(vocab_size), mix, int(T))}))
         return 0
     if args.nanochat is None:
-        raise ValueError("--nanochat: name a checkout of https://github.com/karpathy/nanochat")
-    tell_about()
+        raise ValueError("--nanochat: missing; name a checkout of https://github.com/karpathy/nanochat")
+    print_setup()
     args.work.mkdir(parents=True, exist_ok=True)
     rows, worst = [], 0.0
     cases = [(v, mix, T) for v in VOCABULARIES for mix in mixes(sorted(find_buckets(args.data_path))) for T in LENGTHS]
@@ -157,13 +157,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         of = lengths_of(args.work, args.data_path, vocab_size)
         lengths = np.random.default_rng(0).permutation(np.concatenate([of[bucket] for bucket in mix])).tolist()
         floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
-        here = dropped_here(lengths, T, args.passes)
-        there = dropped_there(args, lengths, T)
+        ours = our_share(lengths, T, args.passes)
+        theirs = nanochat_share(args, lengths, T)
         took = in_process("dev.compare_packing", f"--work={args.work}", f"--data-path={args.data_path}", "--memory",
                           str(vocab_size), str(T), *mix)["mb"]
-        percent = [f"{100 * share:.2f}" for share in (floor, here, there)]
+        percent = [f"{100 * share:.2f}" for share in (floor, ours, theirs)]
         rows.append([vocab_size, "+".join(mix), T, *percent, f"{took:.0f}"])
-        worst = max(worst, here - there)
+        worst = max(worst, ours - theirs)
     print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
     print(json.dumps({"worst_points": 100 * worst, "rows": rows}))
     return int(worst > ALLOWED)

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 import torch
 
 from dev import make_sample_corpus
-from dev.measure import tell_about
+from dev.measure import print_setup
 from nanochat.cli import EXIT_HALTED, Parser, run_main
 from nanochat.common import read_json, table
 from nanochat.dataset import find_buckets
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.part in CHARS and args.data_path is None:
         raise ValueError("--data-path is missing: give a folder with one folder of text files for each bucket; "
                          "python -m dev.make_sample_corpus --buckets --output-dir=DIR writes one")
-    tell_about()
+    print_setup()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="demo-") as folder, training.workplace(Path(folder)) as base:
         if args.part == "hash":

@@ -392,7 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             job(args.job, args.work, Path.cwd())
         return 0
-    from dev.measure import tell_about
+    from dev.measure import print_setup
     from nanochat.cli import Parser
     from nanochat.common import table
 
@@ -404,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=LOADERS, default=[*LOADERS], help="measure only these")
     parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
     args = parser.parse_args(words)
-    tell_about()
+    print_setup()
     work, root = args.work.resolve(), Path(__file__).parents[1]
     write_text(work / "text")
     (work / "base").mkdir()

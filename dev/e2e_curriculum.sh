@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From text to a run that halts and goes on: shards, a two-phase curriculum, two processes, a stop, one process, a
-# bucket that runs dry, and the end.
+# End to end, from text to a run that halts and is resumed: shards, a two-phase curriculum, two processes, a stop, one
+# process, a bucket that runs dry, and the end.
 #
 #   bash dev/e2e_curriculum.sh [TEXT]       TEXT: a folder with a subfolder of text for each bucket (default: the sample
-#                                           corpus, made if need be)
+#                                           corpus, created if needed)
 #
 # Cost: nothing. Hardware: 2 cores. Duration: under 5 minutes. Everything is written to a temporary folder.
 set -euo pipefail
@@ -16,18 +16,18 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export NANOCHAT_BASE_DIR=$work/base
 
-expect() { # the exit code that a command must have
-    local wanted=$1 code=0
+expect() { # exit code, command: run the command, and fail if it exits with another code
+    local expected=$1 code=0
     shift
     echo "+ $*"
     "$@" || code=$?
-    if ((code != wanted)); then
-        echo "e2e: exit code $code, expected $wanted: $*" >&2
+    if ((code != expected)); then
+        echo "e2e: exit code $code, expected $expected: $*" >&2
         return 1
     fi
 }
 
-# two buckets of real text, the first two files of each, and a third of 60 documents that must run dry
+# two buckets with two files of real text each, and a third bucket of 60 documents that must run dry
 source_text=${1:-$work/sample}
 [[ -d $source_text ]] || python -m dev.make_sample_corpus --buckets --output-dir "$source_text"
 mapfile -t buckets < <(find "$source_text" -mindepth 1 -maxdepth 1 -type d -printf '%f\n' | sort | head -2)
@@ -67,7 +67,7 @@ train=(-m scripts.base_train --data-format shards --data-path "$shards" --curric
     --aspect-ratio 32 --head-dim 32 --max-seq-len 256 --total-batch-size 2048 --device-batch-size 2 --lanes 8
     --device-type cpu --eval-every 12 --eval-tokens 16384 --sample-every -1 --save-every 4 --model-tag e2e)
 
-# the plan: it halts, so that is an error; where dry buckets may be dropped it is a warning
+# the plan finds that the run will halt: an error, or a warning if dry buckets may be dropped
 plan=("${train[@]/scripts.base_train/scripts.validate}")
 expect 1 python "${plan[@]}"
 expect 0 python "${plan[@]}" --allow-bucket-exhaustion --plot "$work/plan.png"
@@ -75,7 +75,7 @@ expect 1 python "${train[@]}"
 [[ -s $work/plan.png && ! -e $NANOCHAT_BASE_DIR/runs/e2e ]]
 train+=(--plan warn)
 
-# two processes, killed after the first save; then one, which halts; then the rest without the bucket
+# two processes, stopped after the first save; then one process, which halts; then the rest without the dry bucket
 torchrun --standalone --nproc_per_node=2 "${train[@]}" &
 launcher=$!
 until [[ -d $NANOCHAT_BASE_DIR/runs/e2e/checkpoints/checkpoint-4 ]]; do

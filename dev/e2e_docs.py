@@ -1,22 +1,22 @@
 """
-Run what README.md and the pages of docs/ tell a reader to type, word by word, in the order of the README's links.
+Run every command in README.md and docs/ exactly as written, in the order of the README's links.
 
-    README.md --> docs/first_run.md ...    one fresh copy of the checkout's files and one base directory:
-      ```sh      a command after another   what a page makes is there for the pages behind it
+    python -m dev.e2e_docs     # ends with a table of all commands
+
+    README.md --> docs/first_run.md --> ...     all pages share a fresh copy of the checkout and a base directory,
+      ```sh      one command at a time     so later pages can use the results of earlier ones
       ```python  as one program
 
-A block that cannot run like this says so in the page itself, in a comment right before it, which names what runs such
-a command instead, or says that nothing does:
+If a block cannot run here, a comment right before it in the page gives the reason and names the test that runs such a
+command instead, if there is one:
 
     <!-- not run here: two machines; tests/test_multi_node.py runs it -->
     <!-- not run here: a GPU; nothing here runs it -->
 
-`s3://bucket` is an S3 server on loopback, empty at the start; the reader's text is what the README's command makes.
+`s3://bucket` is an S3 server on loopback that is empty at the start. The reader's text comes from the README's command.
 
-    python -m dev.e2e_docs     # ends with a table of all commands
-
-Cost: nothing. Hardware: 2 cores, 2 GB in /dev/shm. Duration: ten minutes. Exit code 1 if a command's was not 0, or
-what its comment says (`# exit code 1: they differ`); the folder with its output is then kept and named.
+Cost: nothing. Hardware: 2 cores, 2 GB in /dev/shm. Duration: ten minutes. Exit code 1 if a command's exit code is not 0
+or the one in its comment (`# exit code 1: they differ`). The folder with the output is then kept and its path printed.
 """
 
 import os
@@ -35,34 +35,34 @@ from nanochat.common import table
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(?:^<!-- not run here: ([^>]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LIMIT_S = 600  # of one command
+LIMIT_S = 600  # per command
 
 
 @dataclass(frozen=True)
 class Block:
     """A fenced block of a page."""
 
-    page: str  # its name
-    language: str  # sh, python: commands; text: what is only looked at
+    page: str  # file name of the page
+    language: str  # sh or python: commands; text: output
     text: str
-    reason: str | None  # why it is not run, None where it is
+    reason: str | None  # why it is not run, or None
 
     def commands(self) -> list[str]:
-        """The programs of a block, as they stand: a line, with what a backslash or a heredoc joins to it."""
+        """The commands of a block: each is a line, with the lines that a backslash or a heredoc joins to it."""
         if self.language != "sh":
             return [self.text] if self.language == "python" else []
-        found, end = [""], None
+        commands, end = [""], None
         for line in self.text.splitlines():
-            found[-1] += line + "\n"
+            commands[-1] += line + "\n"
             heredoc = re.search(r"<<'(\w+)'", line)
             end = heredoc[1] if heredoc else None if line == end else end
             if end is None and not line.endswith("\\"):
-                found.append("")
-        return [command for command in found if command.strip()]
+                commands.append("")
+        return [command for command in commands if command.strip()]
 
 
 def pages(root: Path) -> list[Path]:
-    """README.md below `root`, and the pages of docs/ in the order of its last table."""
+    """README.md below `root`, then the pages of docs/ in the order of its last table."""
     linked = re.findall(r"^\| \[(docs/\w+\.md)\]", (root / "README.md").read_text(), re.MULTILINE)
     return [root / name for name in ["README.md", *linked]]
 
@@ -74,7 +74,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def copy_checkout(target: Path) -> None:
-    """Copy the files of the checkout that git knows, as they are now, and link its .venv."""
+    """Copy the files that git tracks, in their present state, and link .venv."""
     for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
         if name and (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def copy_checkout(target: Path) -> None:
 
 
 def reader(work: Path, store_url: str) -> dict[str, str]:
-    """The environment of somebody who has activated .venv and has a bucket."""
+    """The environment of a reader who has activated .venv and has a bucket."""
     from tests.object_store import environment
 
     return {**os.environ, **environment(store_url), "HOME": str(work / "home"), "OMP_NUM_THREADS": "1",
@@ -92,8 +92,8 @@ def reader(work: Path, store_url: str) -> dict[str, str]:
 
 
 def run(command: str, language: str, work: Path, env: dict[str, str]) -> tuple[float, int]:
-    """Run one command; the seconds, and its exit code, 124 after LIMIT_S. What it prints is added to work/output, what
-    it exports is in work/exported, for the commands behind it."""
+    """Run one command. Returns (seconds, exit code), with code 124 after LIMIT_S. Its output is appended to
+    work/output. Variables that it exports are kept in work/exported, for later commands."""
     shell = f"source {work}/exported\n{command}\ncode=$?\nexport -p >{work}/exported\nexit $code"
     words = ["bash", "-c", shell] if language == "sh" else ["python", "-c", command]
     began = time.monotonic()
@@ -106,7 +106,7 @@ def run(command: str, language: str, work: Path, env: dict[str, str]) -> tuple[f
 
 
 def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tuple[str, str, str, str]]:
-    """Run all commands of the pages; (page, command, seconds, exit code or why it is not run) of each."""
+    """Run all commands of the pages. Returns (page, command, seconds, exit code or why it is not run) for each."""
     rows = []
     for page in pages:
         (work / "exported").write_text("")
@@ -115,8 +115,8 @@ def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tu
                 seconds, outcome = "", f"not run: {block.reason}"
                 if block.reason is None:
                     took, code = run(command, block.language, work, env)
-                    wanted = re.search(r"# exit code (\d+)", command)
-                    verdict = "" if code == int(wanted[1] if wanted else 0) else " FAILED"
+                    expected = re.search(r"# exit code (\d+)", command)
+                    verdict = "" if code == int(expected[1] if expected else 0) else " FAILED"
                     seconds, outcome = f"{took:.1f}", f"{code}{verdict}"
                 rows.append((page.name, " ".join(command.replace("\\\n", " ").split()), seconds, outcome))
                 print(*rows[-1], sep=" | ", flush=True)
@@ -124,7 +124,7 @@ def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tu
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    Parser(description="Run every command of README.md and docs/.", epilog=__doc__).parse_args(argv)
+    Parser(description=__doc__).parse_args(argv)
     from tests.object_store import serve
 
     memory = Path("/dev/shm")
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     took = [float(row[2]) for row in rows if row[2]]
     failed = sum(row[3].endswith("FAILED") for row in rows)
     used = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    print(f"{len(took)} commands ran in {sum(took):.0f} s ({used:.0f} s of processor time), {failed} failed; "
+    print(f"{len(took)} commands ran in {sum(took):.0f} s ({used:.0f} s of processor time), {failed} failed, "
           f"{len(rows) - len(took)} were not run")
     if failed:
         print(f"e2e_docs: FAILED, see {work}/output")

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From other people's text and tokenizer to other people's programs: one jsonl.zst whose text is in a nested field and a
-# tokenizer.json, to shards, a trained run, a report, an export, text from transformers, scores from lm-eval.
+# End to end with other programs: a jsonl.zst with text in a nested field and a tokenizer.json become shards, a trained
+# run, a report and an export; transformers generates text from it, and lm-eval scores it.
 #
 #   [HF_PYTHON=VENV/bin/python] bash dev/e2e_interop.sh
 #
-# HF_PYTHON: an environment with torch, transformers, lm-eval and accelerate. Without it one is made, in the temporary
-# folder to which everything is written; that takes a package index and about a gigabyte.
-# Cost: nothing. Hardware: 2 cores. Duration: under 6 minutes, installs aside.
+# HF_PYTHON: an environment with torch, transformers, lm-eval and accelerate. By default, one is created in the
+# temporary folder that holds all output, which takes a package index and about a gigabyte.
+# Cost: nothing. Hardware: 2 cores. Duration: under 6 minutes plus installs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ -d .venv ]] || bash dev/setup.sh
@@ -23,7 +23,7 @@ if [[ -z ${HF_PYTHON:-} ]]; then
 fi
 
 took=() began=$SECONDS
-stage() { # say what comes, and how long what came before it took
+stage() { # name: note how long the stage took that just ended
     took+=("$((SECONDS - began)) s  $1")
     began=$SECONDS
 }

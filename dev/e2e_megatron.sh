@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# From text to a run out of a bucket: Megatron's files, a store with an S3 API on this machine, a blend in Megatron's
-# order on two processes, a kill, one process, and the same digests as from the files.
+# End to end from text to a run from object storage: Megatron's files, an S3 server on this machine, a blend in
+# Megatron's order on two processes, a kill, one process, and the same digests as from local files.
 #
 #   bash dev/e2e_megatron.sh [DATA]         DATA: a folder with a subfolder of text for each bucket (default:
-#                                           ../shared/data, else the sample corpus, made if need be)
+#                                           ../shared/data, else the sample corpus, created if needed)
 #
 # Cost: nothing. Hardware: 2 cores. Duration: under 5 minutes. Everything is written to a temporary folder.
 set -euo pipefail
@@ -17,18 +17,18 @@ server=
 trap '[[ -z $server ]] || exec {to_server}>&-; rm -rf "$work"' EXIT
 export NANOCHAT_BASE_DIR=$work/base
 
-expect() { # the exit code that a command must have
-    local wanted=$1 code=0
+expect() { # exit code, command: run the command, and fail if it exits with another code
+    local expected=$1 code=0
     shift
     echo "+ $*"
     "$@" || code=$?
-    if ((code != wanted)); then
-        echo "e2e: exit code $code, expected $wanted: $*" >&2
+    if ((code != expected)); then
+        echo "e2e: exit code $code, expected $expected: $*" >&2
         return 1
     fi
 }
 
-# two buckets of real text, the first two files of each
+# two buckets with two files of real text each
 data=${1:-../shared/data}
 [[ -d $data ]] || data=$work/sample
 [[ -d $data ]] || python -m dev.make_sample_corpus --buckets --output-dir "$data"
@@ -45,7 +45,7 @@ expect 0 python -m scripts.tok_shards --format megatron --input-dir "$work/text"
     --tokenizer "$NANOCHAT_BASE_DIR/tokenizer" --num-workers 2
 expect 0 python -m scripts.verify "$pairs"
 
-# a store: moto's server on a port of its own, until its standard input is closed
+# object storage: moto's server, which runs until its standard input is closed
 mkfifo "$work/to_server"
 python -m tests.object_store <"$work/to_server" >"$work/urls" &
 server=$!
@@ -63,7 +63,7 @@ expect 0 python -m scripts.push_shards "$pairs" s3://bucket/pairs | tee "$work/a
 grep -q ": 0 files sent" "$work/again"
 expect 0 python -m scripts.verify s3://bucket/pairs
 
-prefixes() { # of the first training pair of each bucket, below a path
+prefixes() { # path: the prefixes of the first training pair of each bucket below it
     local bucket found=()
     for bucket in "${buckets[@]}"; do
         found+=("$1/train/$bucket/$(basename "$(find "$pairs/train/$bucket" -name '*.bin' | sort | head -1)" .bin)")
@@ -76,7 +76,7 @@ train=(-m scripts.base_train --data-format megatron --depth 2 --aspect-ratio 32 
 blend=(--order megatron --blend-weights 30,70 --split 90,10)
 local_prefixes=$(prefixes "$pairs") remote_prefixes=$(prefixes s3://bucket/pairs)
 
-# from files; then, with no file left, from the bucket: on two processes, killed, and to the end on one
+# from local files; then, without them, from object storage: on two processes, killed, and to the end on one
 expect 0 python "${train[@]}" "$pairs/tokenizer" "${blend[@]}" --data-path "$local_prefixes" --model-tag files
 mv "$pairs" "$work/away"
 rm -r "$NANOCHAT_BASE_DIR/tokenizer"
@@ -108,10 +108,10 @@ def digests(tag: str) -> dict[int, str]:
 
 files, bucket = digests("files"), digests("bucket")
 assert len(files) == 24 and files == bucket, (files, bucket)
-print("24 digests from the bucket are those from the files")
+print("24 digests from object storage equal those from local files")
 PY
 
-# whole documents in lanes; an object of the same size in the place of another is refused
+# whole documents in lanes; an object that was replaced by another of the same size is refused
 lanes=("${train[@]}" s3://bucket/pairs/tokenizer --data-path s3://bucket/pairs --model-tag lanes)
 expect 0 python "${lanes[@]}" --num-iterations 4
 python - "$remote_prefixes" <<'PY'

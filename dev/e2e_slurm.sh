@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# SLURM for real: one machine as controller and two nodes runs the templates of dev/slurm/ as they are, and what they
-# make is equal, bit for bit, to what one undisturbed process makes. Ends with a table.
+# End to end on a real SLURM: this machine, as a controller and two nodes, runs the templates of dev/slurm/ unchanged.
+# The results are compared bit for bit with those of one undisturbed process. Ends with a table.
 #
-#   bash dev/e2e_slurm.sh --install       # as root on Debian: apt-get install slurm-wlm munge first
-#   bash dev/e2e_slurm.sh                 # SLURM is there
+#   bash dev/e2e_slurm.sh --install       # as root on Debian: first install slurm-wlm and munge
+#   bash dev/e2e_slurm.sh                 # SLURM is installed
 #
-# Tokenizing: an array of tasks on both nodes whose input is a bucket of an S3 server on loopback; one node dies.
-# Training: a chain of jobs on both nodes through a walltime, a preemption, a node that is set down, a signal, scancel.
-# SLURM's daemons, settings and key live in a temporary folder and are gone at the end; only the packages stay.
+# Tokenizing: an array of tasks on both nodes reads from an S3 server on loopback; one node dies.
+# Training: a chain of jobs on both nodes gets through a walltime, a preemption, a node set down, a signal and scancel.
+# SLURM's daemons, settings and key are in a temporary folder and deleted at the end; only the packages stay.
 #
-# Cost: nothing. Hardware: 2 cores, 4 GB; root, since slurmd must be. Duration: 10 to 25 minutes. Exit code 1 if a line
-# of the table says FAILED; the folder is then kept and named.
+# Cost: nothing. Hardware: 2 cores, 4 GB; root, because slurmd needs it. Duration: 10 to 25 minutes. Exit code 1 if a
+# line of the table says FAILED; the folder is then kept and its path printed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 repo=$PWD
@@ -23,25 +23,25 @@ if [[ "${1:-}" == --install ]]; then
 fi
 for program in slurmctld slurmd munged; do
     if ! command -v "$program" >/dev/null || ((EUID != 0)); then
-        echo "e2e_slurm: needs root and SLURM; as root on Debian, --install brings slurm-wlm and munge" >&2
+        echo "e2e_slurm: needs root and SLURM; as root on Debian, --install installs slurm-wlm and munge" >&2
         exit 1
     fi
 done
-if [[ "${1:-}" != --inside ]]; then # in a mount namespace, in which the names of the nodes can be made to resolve
+if [[ "${1:-}" != --inside ]]; then # in a mount namespace, where /etc/hosts can name the nodes
     exec unshare --mount bash "$repo/dev/e2e_slurm.sh" --inside
 fi
 
 # ---- a cluster of one machine ----------------------------------------------------------------------------------------
 
 work=$(mktemp -d)
-chmod 755 "$work" # munged is another user
+chmod 755 "$work" # munged runs as another user
 export SLURM_CONF=$work/slurm.conf NANOCHAT_BASE_DIR=$work/base OMP_NUM_THREADS=1 PYTHON=$python
 printf '127.0.0.1 localhost %s n1 n2\n' "$(hostname)" >"$work/hosts"
 mount --bind "$work/hosts" /etc/hosts
 verdicts=()
 store=
 
-ours() { # the processes of this cluster: daemons, jobs, what they started
+ours() { # the processes of this cluster: daemons, jobs and their children
     grep -lzsxF "SLURM_CONF=$SLURM_CONF" /proc/[0-9]*/environ | cut -d/ -f3
 }
 
@@ -61,16 +61,16 @@ end() {
 }
 trap end EXIT
 
-daemons() { # munged with a key of its own, slurmctld, two slurmd
+daemons() { # start munged with its own key, slurmctld, and two slurmd
     mkdir -p "$work"/{munge,slurmctld,n1,n2}
     chown munge "$work/munge"
     runuser -u munge -- sh -c "umask 077; head -c 128 /dev/urandom >$work/munge/key"
     runuser -u munge -- munged --key-file="$work/munge/key" --socket="$work/munge/socket" --pid-file="$work/munge/pid" \
         --log-file="$work/munge/log" --seed-file="$work/munge/seed"
     touch "$work/gpu1"
-    # What a container can do: processes are tracked by /proc instead of cgroups; each node claims more than there is,
-    # as the templates ask for much, and one GPU that is a plain file. A dead node is noticed after 10 s.
-    # cred_expire is also how long a job that went back into the queue stays there (120 s if nothing is said).
+    # These settings work in a container: processes are tracked through /proc instead of cgroups; each node claims more
+    # cores and memory than exist, because the templates ask for much, and one GPU, which is a plain file. A dead node
+    # is noticed after 10 s. cred_expire is also how long a requeued job stays in the queue (default: 120 s).
     cat >"$work/slurm.conf" <<CONF
 ClusterName=e2e
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -106,7 +106,7 @@ CONF
     slurmd -N n2
 }
 
-check() { # what, expected (a pattern), got: a line of the table
+check() { # name, expected pattern, got: add a line to the table
     local verdict=FAILED got=${3##*$'\n'}
     # shellcheck disable=SC2053
     [[ "$3" != $2 ]] || verdict=ok
@@ -114,7 +114,7 @@ check() { # what, expected (a pattern), got: a line of the table
     echo "e2e_slurm: $verdict: $1: $got"
 }
 
-await() { # seconds, condition: wait until it holds; fails where it does not
+await() { # seconds, condition: wait until it holds, and fail after that time
     local end=$((SECONDS + $1))
     until eval "$2"; do
         ((SECONDS < end)) || { echo "e2e_slurm: waited $1 s for: $2" >&2; return 1; }
@@ -122,15 +122,15 @@ await() { # seconds, condition: wait until it holds; fails where it does not
     done
 }
 
-job() { # a field of a job, as scontrol tells it
+job() { # job, field: the value that scontrol reports
     scontrol show job "$1" --oneliner | grep -oP "(?<= $2=)\S*" | sort | paste -sd,
 }
 
-pids_of_node() { # the processes of its jobs
+pids_of_node() { # node: the processes of its jobs
     ours | sed 's,.*,/proc/&/environ,' | xargs -r grep -lzsxF "SLURMD_NODENAME=$1" | cut -d/ -f3
 }
 
-die() { # a node: slurmd, what watches its jobs (slurmstepd), and all processes of its jobs, as if its power went
+die() { # node: kill slurmd, slurmstepd and all processes of its jobs, as a power failure would
     local pid parent victims=("$(cat "$work/$1/pid")")
     for pid in $(pids_of_node "$1"); do
         parent=$(ps -o ppid= -p "$pid" | tr -d ' ')
@@ -143,9 +143,9 @@ die() { # a node: slurmd, what watches its jobs (slurmstepd), and all processes 
 daemons
 await 60 '[[ $(sinfo -h -N -t idle -p low | wc -l) == 2 ]]'
 
-# ---- tokenizing: an array whose input is a bucket ---------------------------------------------------------------------
+# ---- tokenizing: an array that reads from object storage -------------------------------------------------------------
 
-# A checkout as users have one, but the files that jobs write into it are not the project's.
+# A copy of the checkout by links, so that jobs write their files into the temporary folder.
 mkdir "$work/checkout"
 ln -s "$repo"/{nanochat,scripts,dev,tests,.venv} "$work/checkout/"
 cd "$work/checkout"
@@ -166,10 +166,10 @@ export AWS_DEFAULT_REGION=us-east-1
 RAW=s3://bucket/raw OUT=$work/shards TOKENIZER=$NANOCHAT_BASE_DIR/tokenizer NUM_TASKS=4 \
     bash dev/slurm/tok_shards.sbatch --cpus-per-task=32 | tee "$work/submitted"
 finish=$(grep -oP '(?<=Submitted batch job )\d+' "$work/submitted")
-array=$((finish - 1)) # nobody else submits anything here
+array=$((finish - 1)) # no other jobs are submitted here
 await 60 '[[ -n $(pids_of_node n1) && -n $(pids_of_node n2) ]]'
 check "tok_shards.sbatch: an array of 4 tasks" "n1,n1,n2,n2" "$(squeue -h -r -j $array -t R -o %N | sort | paste -sd,)"
-await 60 '[[ -d $work/shards && -n $(find "$work/shards" -path "*/train/*" -type f -print -quit) ]]' # they are at work
+await 60 '[[ -d $work/shards && -n $(find "$work/shards" -path "*/train/*" -type f -print -quit) ]]' # they write
 die n2
 await 60 '[[ $(sinfo -h -n n2 -p low -o %t) == down* ]]'
 await 60 '[[ $(job $array Restarts) == *1,1 ]]'
@@ -179,20 +179,20 @@ await 300 '[[ $(job $finish JobState) =~ COMPLETED|FAILED ]]'
 check "... and they are done again" "COMPLETED,COMPLETED,COMPLETED,COMPLETED" "$(job $array JobState)"
 check "the finishing job and its log" "*: complete, 9 shards" "$(tail -n 1 "tok_shards_finish-$finish.log")"
 check "shards, against one process on local files" "equal" \
-    "$(diff -rq --exclude=.records "$work/alone" "$work/shards" && echo equal)" # .records: times and ETags of the inputs
+    "$(diff -rq --exclude=.records "$work/alone" "$work/shards" && echo equal)" # .records: times and ETags
 exec {store_in}>&-
 wait "$store"
 store=
-echo "e2e_slurm: the store was asked: $(tail -n 1 "$work/store_out")"
+echo "e2e_slurm: requests to the S3 server: $(tail -n 1 "$work/store_out")"
 
-# ---- training: a chain of jobs ------------------------------------------------------------------------------------------
+# ---- training: a chain of jobs ---------------------------------------------------------------------------------------
 
-fact() { # of the chain's state
+fact() { # field: its value in the state of the run
     "$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))[sys.argv[2]])' \
         "$NANOCHAT_BASE_DIR/runs/chain/.run_state.json" "$1" 2>/dev/null || echo none
 }
 
-nodes_of_ranks() { # where SLURM put the processes of the run
+nodes_of_ranks() { # the nodes that run the processes of the run
     local pid
     for pid in $(fact ranks | grep -oP "(?<='pid': )\d+"); do
         tr '\0' '\n' <"/proc/$pid/environ" | sed -n 's/^SLURMD_NODENAME=//p'
@@ -200,26 +200,26 @@ nodes_of_ranks() { # where SLURM put the processes of the run
 }
 
 launch=none
-trains_again() { # a new launch has made some steps; fails where none does
+trains_again() { # wait until a new launch has trained some steps
     local from
     await 300 '[[ $(fact launch) != "$launch" && $(fact status) == running ]]'
     launch=$(fact launch) from=$(fact step)
     await 120 '(($(fact step) >= from + 5))'
 }
 
-told() { # why the job's n-th start ended, by its log
+end_of_start() { # job, n: why its n-th start ended, from its log
     grep -oP "start $2: srun exited with \d+; chain is \K[^,]*" "train_chain-$1.log" || echo nothing
 }
 
 flags=(--data-format=shards --data-path="$work/shards/train" --val-path="$work/shards/val" --depth=2 --aspect-ratio=32
     --head-dim=32 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=8 --device-type=cpu --eval-every=-1
     --sample-every=-1 --save-every=20)
-alone() { # a run that nothing happens to: two processes, no SLURM
+alone() { # name, steps: an undisturbed run on two processes without SLURM
     "$python" -m torch.distributed.run --standalone --nproc-per-node=2 -m scripts.base_train -- --model-tag="$1" \
         "${flags[@]}" --num-iterations="$2" >"$work/$1.log" 2>&1 || tail "$work/$1.log" >&2
 }
 
-# As many steps as this machine makes in about 110 s: enough for all that happens to the chain, on any machine.
+# As many steps as this machine trains in about 110 s: enough for every event below, on any machine.
 alone probe 20
 seconds=$("$python" -c 'import json, sys; print(int(sum(json.loads(line).get("step_s", 0) for line in sys.stdin)))' \
     <"$NANOCHAT_BASE_DIR/runs/probe/logs/train.jsonl")
@@ -229,39 +229,39 @@ flags+=(--num-iterations="$steps")
 chain=(sbatch --parsable --gpus-per-node=1 --cpus-per-task=1 --signal=B:USR1@10 dev/slurm/train_chain.sbatch chain
     "${flags[@]}")
 
-job=$("${chain[@]:0:2}" --time=3 "${chain[@]:2}") # of which --walltime-reserve-seconds keeps 2 by itself
+job=$("${chain[@]:0:2}" --time=3 "${chain[@]:2}") # minutes; --walltime-reserve-seconds keeps 2 of them
 trains_again
 check "train_chain.sbatch: two nodes under one srun" "n1,n2" "$(nodes_of_ranks)"
-check "the deadline that is in force" "*SLURM_JOB_END_TIME)" "$(grep -oh 'walltime: .*' "train_chain-$job.log")"
+check "the deadline in force" "*SLURM_JOB_END_TIME)" "$(grep -oh 'walltime: .*' "train_chain-$job.log")"
 code=0
-said=$("$python" -m scripts.status chain --exit-code) || code=$?
-check "scripts.status beside it" "20: 2 on *" "$code: $(grep -oP '^processes +\K.*(?=;)' <<<"$said")"
+output=$("$python" -m scripts.status chain --exit-code) || code=$?
+check "scripts.status beside it" "20: 2 on *" "$code: $(grep -oP '^processes +\K.*(?=;)' <<<"$output")"
 
 await 180 '[[ $(job $job Restarts) == 1 ]]'
-check "the walltime" "stopped (walltime: *" "$(told "$job" 1)"
+check "the walltime" "stopped (walltime: *" "$(end_of_start "$job" 1)"
 scontrol update "JobId=$job" TimeLimit=60
 trains_again
 
 other=$(sbatch --parsable --partition=high --nodes=2 --exclusive --output=/dev/null --wrap "sleep 3")
 await 120 '[[ $(job $other JobState) == COMPLETED ]]'
 trains_again
-check "a preemption: saves, SLURM puts it back" "2 stopped (SIGTERM*" "$(job "$job" Restarts) $(told "$job" 2)"
+check "a preemption: saves, SLURM puts it back" "2 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 2)"
 
 scontrol update NodeName=n2 State=DOWN Reason=e2e
 await 120 '[[ $(job $job Restarts) == 3 ]]'
 scontrol update NodeName=n2 State=RESUME
 trains_again
-check "a node is set down: saves, SLURM puts it back" "3 stopped (SIGTERM*" "$(job "$job" Restarts) $(told "$job" 3)"
+check "a node set down: saves, is requeued" "3 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 3)"
 
 die n2
 await 60 '[[ $(sinfo -h -n n2 -p low -o %t) == down* ]]'
 slurmd -N n2
 trains_again
-check "a node dies: goes on from the last save" "4 n1,n2" "$(job "$job" Restarts) $(nodes_of_ranks)"
+check "a node dies: resumes from the last save" "4 n1,n2" "$(job "$job" Restarts) $(nodes_of_ranks)"
 
 scancel --signal=USR1 --batch "$job"
 await 120 '[[ $(job $job Restarts) == 5 ]]'
-check "scancel --signal=USR1 --batch: saves, goes back" "stopped (SIGUSR1)" "$(told "$job" 5)"
+check "scancel --signal=USR1 --batch: saves, goes back" "stopped (SIGUSR1)" "$(end_of_start "$job" 5)"
 trains_again
 
 scancel "$job"

@@ -1,21 +1,19 @@
 """
-Damage files as disks, editors and attackers do, and see what every reader of them makes of it.
+Damage files as disks, editors and attackers do, and check that every reader reads or refuses them properly.
 
-    whole file --bytes flipped, cut, spliced; JSON with other types, missing keys, brackets--> damaged --> reader
-
-A reader may read what is left of a file, or refuse it: by a ValueError or an OSError of one sentence, which names the
-file. Anything else is a finding: another exception, a sentence without the file, a wait of more than so many seconds,
-the death of the process (readers run in a child, which is started again), and a token file that is not what its
-manifest.json says but good in the eyes of scripts.verify.
-
-    python -m dev.fuzz --cases=1000 --seed=0          # a table; exit code 1 where anything was found
+    python -m dev.fuzz --cases=1000 --seed=0          # a table; exit code 1 if there is a finding
     python -m dev.fuzz --only=tokenizer --cases=300
 
-The same seed makes the same cases; a finding is told with the number that repeats it alone (--only, --case).
+    good file --bytes flipped, cut, spliced; JSON with other types, missing keys, brackets--> damaged file --> reader
+
+A reader may read a damaged file or refuse it with a ValueError or an OSError whose sentence names the file. Anything
+else is a finding: another exception, a sentence without the file, no answer within LIMIT_S, the death of the process
+(readers run in a child process), or a token file that differs from its manifest.json and passes scripts.verify.
+
+The same seed makes the same cases. A finding is printed with the number that repeats it (--only, --case).
 """
 
 import contextlib
-import copy
 import gzip
 import io
 import json
@@ -29,7 +27,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -42,6 +40,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from tqdm import tqdm
 
+from dev.damage import damage, forge, reseal
 from dev.make_eval_bundle import make_eval_bundle
 from nanochat import (
     checkpoint,
@@ -57,7 +56,7 @@ from nanochat import (
     tokens,
 )
 from nanochat.cli import Parser, run_main, whole
-from nanochat.common import as_path, begin_launch, hash_bytes, table
+from nanochat.common import as_path, begin_launch, table
 from nanochat.integrations import core_eval, download
 from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
@@ -77,15 +76,15 @@ from scripts import (
 )
 from tests import training
 
-MEMORY_BYTES = 12 << 30  # of address space that the child may take
-LIMIT_S = 20.0  # for one case
+MEMORY_BYTES = 12 << 30  # address space of the child process, at most
+LIMIT_S = 20.0  # per case
 
 
-# ---- whole files -----------------------------------------------------------------------------------------------------
+# ---- good files ------------------------------------------------------------------------------------------------------
 
 def make_files(base: Path) -> None:
-    """Text, token files of both formats, curricula, flags, tasks, a tokenizer of another program, and a run of four
-    steps on the shards."""
+    """Write text, token files of both formats, curricula, flags, tasks, third-party tokenizers, and a run of four steps
+    on the shards."""
     with training.workplace(base), contextlib.redirect_stdout(io.StringIO()):
         texts = training.texts(60, seed=1)
         data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
@@ -113,7 +112,7 @@ def make_files(base: Path) -> None:
 
 
 def make_foreign(base: Path, texts: list[str]) -> None:
-    """Tokenizers of other programs: foreign/tokenizer.json with its neighbour, and a.model."""
+    """Write tokenizers of other programs: foreign/tokenizer.json with its config, and a.model."""
     import sentencepiece
     import tokenizers
 
@@ -129,136 +128,17 @@ def make_foreign(base: Path, texts: list[str]) -> None:
 
 
 def read_foreign(path: Path) -> None:
-    """Open a tokenizer, and use it."""
+    """Open and use a tokenizer."""
     tokenizer = get_tokenizer(path)
     tokenizer.decode(tokenizer.encode("a </s> text"))
     tokenizer.token_bytes()
 
 
 def run_flags(base: Path) -> list[str]:
-    """The command line of the run."""
+    """The command line of the run in `base`."""
     return training.flags(**{**training.SMALL, "data_path": base / "shards", "data_format": "shards",
                              "num_iterations": 4, "save_every": 2, "eval_every": 4, "eval_tokens": 256,
                              "curriculum": base / "run.yaml"})
-
-
-# ---- damage ----------------------------------------------------------------------------------------------------------
-
-def damage_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Some bytes flipped, cut off, added, moved, or made the largest or smallest numbers."""
-    at, size = rng.randrange(len(data) + 1), rng.choice((1, 2, 4, 8, 64, 1000))
-    how = rng.choice(("flip", "cut", "grow", "splice", "number", "drop"))
-    if how == "flip":
-        changed = bytearray(data)
-        for _ in range(rng.choice((1, 1, 3, 50))):
-            changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        return bytes(changed)
-    if how == "cut":
-        return data[:at]
-    if how == "grow":
-        return data + rng.choice((b"\0", b"\xff" * size, data[:size], b"}" * size, rng.randbytes(size)))
-    if how == "splice":
-        return data[:at] + data[rng.randrange(len(data)):][:size] + data[at:]
-    if how == "number":
-        number = rng.choice((0, 1, -1, 2**31, -2**31, 2**63 - 1, 2**40)) % 2**64
-        width = rng.choice((1, 2, 4, 8))
-        return data[:at] + (number % 2**(8 * width)).to_bytes(width, "little") + data[at + width:]
-    return data[:at] + data[at + size:]
-
-
-DEEP = "@deep@"
-ODD: tuple[Any, ...] = (None, True, -1, 0, 1, 10**30, 2**63, 1e308, float("nan"), "", "x" * 3000, "../../etc/passwd",
-                        "\ud800", "\0", [], {}, [[]], {"a": 1}, [None], DEEP)
-
-
-def damage_json(rng: random.Random, text: str) -> str:
-    """A value of JSON with one or two values lost, renamed, doubled, or of another type or size."""
-    value = json.loads(text)
-    for _ in range(rng.choice((1, 1, 2))):
-        places = list(containers(value))
-        if not places:
-            break
-        holder = rng.choice(places)
-        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
-        how = rng.choice(("set", "set", "set", "lose", "more"))
-        if how == "lose":
-            del holder[key]
-        elif how == "set":
-            holder[key] = copy.deepcopy(rng.choice(ODD))  # which the next damage may change
-        elif isinstance(holder, dict):
-            holder[f"{key}2"] = holder[key]
-        else:
-            holder.append(holder[key])
-    deep = rng.choice(("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "9" * 5000))
-    return json.dumps(value, indent=2).replace(f'"{DEEP}"', deep)
-
-
-YAML = ("&a ", "*a", "!!float ", "!!bool ", "!!python/name:os.system ", "!x ", "? ", "- ", "<<: ", "\n---\n",
-        "[" * 3000, "{a: " * 3000, "- " * 3000, "1:30 ", "2024-01-01 ", "0x ", ".inf ", "9" * 5000,
-        '"\\UFFFFFFFF" ', '"\\ud800" ', "&a [*a, *a]\n", "%TAG ! !\n", "\t", "'", "|\n", ": ",
-        "\ufeff", "-1", "'../../../etc/passwd'", "/etc/passwd")
-
-
-def damage_yaml(rng: random.Random, text: str) -> str:
-    """YAML with one to three values or lines replaced by, or put behind, what its grammar has besides plain values."""
-    for _ in range(rng.choice((1, 1, 2, 3))):
-        lines = text.split("\n")
-        at = rng.randrange(len(lines))
-        key, colon, value = lines[at].partition(": ")
-        odd = rng.choice(YAML)
-        lines[at] = rng.choice((f"{key}{colon}{odd}", f"{key}{colon}{odd}{value}", f"{odd}{lines[at]}", odd))
-        text = "\n".join(lines)
-    return text
-
-
-def containers(value: Any) -> Iterator[Any]:
-    """All lists and objects in a value that hold something, the outer ones first."""
-    if isinstance(value, (list, dict)) and value:
-        yield value
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from containers(inner)
-
-
-def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
-    """A file's bytes, damaged as its kind may be."""
-    zipped = path.name.endswith(".gz")
-    plain = gzip.decompress(data) if zipped else data
-    if rng.random() < 0.6 and ".json" in path.name and path.suffix != ".zst":
-        text = plain.decode()
-        if ".jsonl" in path.name:
-            lines = text.splitlines()
-            at = rng.randrange(len(lines))
-            lines[at] = damage_json(rng, lines[at]).replace("\n", "")
-            text = "\n".join(lines) + "\n"
-        else:
-            text = damage_json(rng, text)
-        return gzip.compress(text.encode(), 1) if zipped else text.encode()
-    if rng.random() < 0.7 and path.suffix == ".yaml":
-        return damage_yaml(rng, plain.decode()).encode("utf-8", "surrogatepass")
-    if zipped and rng.random() < 0.5:
-        return gzip.compress(damage_bytes(rng, plain), 1)
-    return damage_bytes(rng, data)
-
-
-def reseal(path: Path) -> None:
-    """Let the sums of a checkpoint fit what is there, where its seal can be read at all."""
-    seal_path = path / checkpoint.STATE_NAME
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
-        seal = json.loads(seal_path.read_bytes())
-        for name, record in seal["files"].items():
-            data = (path / name).read_bytes()
-            record.update(bytes=len(data), blake2b=hash_bytes(data))
-        seal["checksum"] = checkpoint.NO_CHECKSUM
-        seal["checksum"] = hash_bytes(checkpoint.json_bytes(seal))
-        seal_path.write_bytes(checkpoint.json_bytes(seal))
-
-
-def forge(folder: Path) -> None:
-    """Let tokenizer.json say that the ranks are what they are."""
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        about = json.loads((folder / "tokenizer.json").read_bytes())
-        about["rank_file_hash"] = hash_bytes((folder / "ranks.tiktoken").read_bytes())
-        (folder / "tokenizer.json").write_text(json.dumps(about))
 
 
 # ---- readers ---------------------------------------------------------------------------------------------------------
@@ -269,17 +149,17 @@ FINAL = RUN / "checkpoints/final"
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads files: `read(base, seed)`, once one of the `files` (patterns below base) is damaged."""
+    """A reader of files: `read(base, seed)` is called after one of the `files` (patterns below base) is damaged."""
 
     read: Callable[[Path, int], Any]
     files: tuple[str, ...] = ()
-    weight: float = 1.0  # how many cases it gets, beside the others
-    after: Callable[[Path], Any] | None = None  # of every other case: make sums of the folder fit again
-    folder: Path = Path()  # for `after`
+    weight: float = 1.0  # its number of cases, relative to the other readers
+    after: Callable[[Path], Any] | None = None  # called in every second case: updates checksums in `folder`
+    folder: Path = Path()
 
 
 def text_reader(name: str) -> Reader:
-    """A reader of the texts in a file."""
+    """A reader that reads all texts of a file."""
     return Reader(lambda base, _: list(text_kinds.read_texts(base / name)), (name,))
 
 
@@ -295,20 +175,20 @@ def read_pair(path: Path) -> None:
 
 
 def read_checkpoint(path: Path) -> None:
-    found = checkpoint.load_checkpoint(path)
-    for state in (found.model_state(), found.optimizer_state()):
+    loaded = checkpoint.load_checkpoint(path)
+    for state in (loaded.model_state(), loaded.optimizer_state()):
         list(compare_runs.leaves(state))
 
 
 def read_flags(base: Path, _: int) -> None:
-    """ValueError of what the parser says."""
-    said = io.StringIO()
+    """Parse a file of flags. ValueError with the parser's message."""
+    err = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(err):
             base_train.parse_args([f"--config={base / 'flags.yaml'}"])
     except SystemExit as e:
-        assert e.code == 2 and said.getvalue().startswith("error: ")
-        raise ValueError(said.getvalue()) from None
+        assert e.code == 2 and err.getvalue().startswith("error: ")
+        raise ValueError(err.getvalue()) from None
 
 
 def read_tasks(folder: Path) -> None:
@@ -324,7 +204,7 @@ def read_archive(base: Path, _: int) -> None:
 
 
 def read_columns(base: Path, seed: int) -> None:
-    """Text of tables with any columns, some of the same name."""
+    """Read text from tables with random columns, some with equal names."""
     rng = random.Random(seed)
     strings, problems = pa.array(["a", "", "b"]), []
     kinds = (strings, strings, strings, strings.cast(pa.large_string()), strings.dictionary_encode(), pa.nulls(3),
@@ -335,7 +215,7 @@ def read_columns(base: Path, seed: int) -> None:
     with pa.ipc.new_stream(path, whole.schema) as out:
         out.write_table(whole)
     for file in (path, path.with_suffix(".parquet")):
-        with contextlib.suppress(pa.ArrowException):  # what cannot be written
+        with contextlib.suppress(pa.ArrowException):  # pyarrow cannot write every table
             if file.suffix == ".parquet":
                 pa.parquet.write_table(whole, file)
         try:
@@ -348,7 +228,7 @@ def read_columns(base: Path, seed: int) -> None:
 
 
 def read_url(_: Path, seed: int) -> None:
-    """URLs with secrets, given to whatever takes a word: none of them is shown."""
+    """Pass URLs with secrets to commands and functions. No output may show a secret."""
     rng = random.Random(seed)
     scheme = "".join(rng.choice((c, c.upper())) for c in rng.choice(("s3", "gs", "az", "msc", "http", "https", "ftp")))
     user = rng.choice(("", "HIDDEN@", "u:HIDDEN@", "u:HID/DEN@", ":HIDDEN@"))
@@ -361,19 +241,19 @@ def read_url(_: Path, seed: int) -> None:
         lambda: inspect_data.main(["rows", f"{flag}{url}"]), lambda: as_path(url), lambda: get_tokenizer(url),
         lambda: download.main([f"--base-url={url}"]), lambda: download.make_downloader(base_url=url),
         lambda: download.fetch_bundle(url, Path("nowhere")))
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             rng.choice(takers)()
     except (ValueError, OSError, SystemExit) as e:
-        told = f"{said.getvalue()}{e}"
-        assert not any(part in told for part in ("HID", "DEN")), told
-        raise ValueError(told) from None
-    raise AssertionError(f"{flag}{url} was taken")
+        shown = f"{output.getvalue()}{e}"
+        assert not any(part in shown for part in ("HID", "DEN")), shown
+        raise ValueError(shown) from None
+    raise AssertionError(f"{flag}{url} was accepted")
 
 
 def read_store(_: Path, seed: int) -> None:
-    """Listings and ranges of a store that answers oddly: the bytes are those asked for, or there is an error."""
+    """Read from object storage that answers wrongly: the result is the requested bytes or an error."""
     rng, whole = random.Random(seed), bytes(range(256)) * 40
 
     def odd(value: Any) -> Any:
@@ -402,14 +282,14 @@ def read_store(_: Path, seed: int) -> None:
         try:
             store.list_objects("s3://b/x")
             pinned = store.Stat("s3://b/x/a.bin", len(whole), "tag")
-            assert store.read_range(pinned, 100, 900) == whole[100:900], "other bytes than asked for"
+            assert store.read_range(pinned, 100, 900) == whole[100:900], "not the requested bytes"
         except (ValueError, OSError) as e:
             assert "HIDDEN" not in str(e), str(e)
             raise
 
 
 def read_verify(base: Path, _: int) -> None:
-    """ValueError where verify finds something."""
+    """Run scripts.verify. ValueError if it reports a problem."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = verify.main([str(base / "shards" / "train")])
@@ -418,21 +298,21 @@ def read_verify(base: Path, _: int) -> None:
 
 
 def read_stop(base: Path, _: int) -> None:
-    """Force the run, whose processes are gone, to end. A signal to any process is a finding."""
-    found = run_reader.RunReader(base / RUN).status()
-    if found["status"] is None:
-        raise ValueError(found["reason"])
+    """Run scripts.stop --force on a run without processes. A signal to any process is a finding."""
+    state = run_reader.RunReader(base / RUN).status()
+    if state["status"] is None:
+        raise ValueError(state["reason"])
     with mock.patch.object(os, "kill") as kill, mock.patch.multiple(stop, GRACE_S=0.0, KILL_S=0.0):
-        stop.force(found)
+        stop.force(state)
     assert not kill.called, kill.mock_calls
 
 
 def script(main: Callable[[list[str]], int], *argv: str) -> Callable[[Path, int], Any]:
-    """A reader that is a script, whose findings are its own affair."""
+    """A reader that runs a script and ignores its exit code."""
     return lambda base, _: main([word.format(base) for word in argv])
 
 
-LOOKS = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner.json", f"{RUN}/logs/train.jsonl",
+RUN_FILES = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner.json", f"{RUN}/logs/train.jsonl",
          f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
 PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
@@ -470,19 +350,19 @@ READERS: dict[str, Reader] = {
     "columns": Reader(read_columns),
     "url": Reader(read_url, weight=2),
     "tokenizer_config": Reader(lambda base, _: get_tokenizer(base / "hf"), ("hf/tokenizer_config.json",)),
-    "page": Reader(script(page.main, "run", "--out={}/page.html"), LOOKS, 0.5),
-    "status": Reader(script(status.main, "run"), LOOKS, 0.5),
-    "report": Reader(script(report.main, "run"), LOOKS, 0.5),
-    "inspect_data": Reader(script(inspect_data.main, "rows", "run", "--step=3"), LOOKS, 0.5),
-    "compare_runs": Reader(script(compare_runs.main, "run", "run"), LOOKS, 0.5),
-    "validate": Reader(lambda base, _: validate.main(run_flags(base)), LOOKS, 0.5),
+    "page": Reader(script(page.main, "run", "--out={}/page.html"), RUN_FILES, 0.5),
+    "status": Reader(script(status.main, "run"), RUN_FILES, 0.5),
+    "report": Reader(script(report.main, "run"), RUN_FILES, 0.5),
+    "inspect_data": Reader(script(inspect_data.main, "rows", "run", "--step=3"), RUN_FILES, 0.5),
+    "compare_runs": Reader(script(compare_runs.main, "run", "run"), RUN_FILES, 0.5),
+    "validate": Reader(lambda base, _: validate.main(run_flags(base)), RUN_FILES, 0.5),
 }
 
 
 # ---- cases -----------------------------------------------------------------------------------------------------------
 
 def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool) -> tuple[str, str]:
-    """("read", "refused" or "found", in what way) of a case, in the child."""
+    """("read", "refused" or "found", details) of a case. Runs in the child process."""
     begin_launch()
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -490,19 +370,20 @@ def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool)
     except SystemExit as e:
         return "found", f"exit {e.code}"
     except (ValueError, OSError) as e:
-        told = str(e)
-        named = damaged is None or damaged.name in told or damaged.stem in told or str(damaged.parent) in told
-        named |= damaged is not None and damaged.name == "data_manifest.json" and str(base) in told  # one of the two
-        return ("refused" if named and told else "found", f"{type(e).__name__}: {told[:300]}")
+        message = str(e)
+        named = damaged is None or damaged.name in message or damaged.stem in message or str(damaged.parent) in message
+        # a changed manifest contradicts the data, so the error may name either
+        named |= damaged is not None and damaged.name == "data_manifest.json" and str(base) in message
+        return ("refused" if named and message else "found", f"{type(e).__name__}: {message[:300]}")
     except BaseException as e:
         last = traceback.extract_tb(e.__traceback__)[-1]
         return "found", f"{type(e).__name__}: {str(e)[:300]} at {last.filename}:{last.lineno}"
     bad = name == "verify" and altered and damaged is not None and damaged.suffix in (".bin", ".idx")
-    return ("found", "an altered file is good") if bad else ("read", "")
+    return ("found", "verify passes an altered file") if bad else ("read", "")
 
 
 def begin(base: Path) -> None:
-    """What the child begins with."""
+    """Set up the child process."""
     os.environ.update(NANOCHAT_BASE_DIR=str(base))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     logging.disable()
@@ -512,14 +393,14 @@ def begin(base: Path) -> None:
 
 
 class Child:
-    """The process in which readers run, begun again where it died or did not answer in time."""
+    """The process that runs the readers. It is restarted after it dies or does not answer in time."""
 
     def __init__(self, base: Path):
         self.base = base
         self.pool: ProcessPoolExecutor | None = None
 
     def ask(self, *case: Any) -> tuple[str, str]:
-        """What `judge` says of a case."""
+        """The verdict of `judge` on a case."""
         if self.pool is None:
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), begin, (self.base,))
         try:
@@ -540,7 +421,7 @@ class Child:
 
 
 def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]:
-    """Damage a file, let it be read, and put it back."""
+    """Damage a file, let the reader read it, and restore it."""
     reader, rng = READERS[name], random.Random(f"{seed} {name} {number}")
     paths = sorted(p for pattern in reader.files for p in child.base.glob(pattern) if p.is_file())
     if not paths:
@@ -552,23 +433,23 @@ def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]
     path.write_bytes(data)
     if reader.after is not None and number % 2:
         reader.after(folder)
-    verdict, told = child.ask(name, child.base, number, path, data != kept[path])
+    verdict, details = child.ask(name, child.base, number, path, data != kept[path])
     for p, before in kept.items():
         p.write_bytes(before)
     shutil.rmtree(child.base / "converted", ignore_errors=True)
-    return verdict, f"{path.relative_to(child.base)}: {told}"
+    return verdict, f"{path.relative_to(child.base)}: {details}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases; 1 where anything was found."""
+    """Run all cases. Exit code 1 if there is a finding."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="another one makes other cases")
-    parser.add_argument("--cases", type=whole(1), default=1000, help="of all readers together")
-    parser.add_argument("--only", choices=READERS, help="one reader")
-    parser.add_argument("--case", type=int, help="with --only: one case")
+    parser.add_argument("--seed", type=int, default=0, help="another seed makes other cases")
+    parser.add_argument("--cases", type=whole(1), default=1000, help="for all readers together")
+    parser.add_argument("--only", choices=READERS, help="run only this reader")
+    parser.add_argument("--case", type=int, help="with --only: run only this case")
     args = parser.parse_args(argv)
     if args.case is not None and args.only is None:
-        parser.error("--case needs --only")
+        parser.error("--case: its number counts the cases of one reader; add --only=READER")
     names = [args.only] if args.only else list(READERS)
     share = args.cases / sum(READERS[name].weight for name in names)
     began, findings = time.monotonic(), []
@@ -578,20 +459,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         maker = multiprocessing.get_context("fork").Process(target=make_files, args=(base,))
         maker.start()
         maker.join()
-        assert maker.exitcode == 0, "the whole files could not be made"
+        assert maker.exitcode == 0, "the good files could not be written"
         stack.enter_context(mock.patch.dict(os.environ, NANOCHAT_BASE_DIR=str(base), OMP_NUM_THREADS="1"))
         child = Child(base)
         stack.callback(child.close)
         for name in names:
-            verdict, told = child.ask(name, base, 2**32, None, False)
+            verdict, details = child.ask(name, base, 2**32, None, False)
             if verdict != "read" and READERS[name].files:
-                findings.append(f"{name}: what is whole is not read: {told}")
+                findings.append(f"{name}: refuses the good files: {details}")
             numbers = range(max(1, round(share * READERS[name].weight))) if args.case is None else [args.case]
             for number in tqdm(numbers, desc=name, leave=False, disable=None):
-                verdict, told = run_case(child, name, number, args.seed)
+                verdict, details = run_case(child, name, number, args.seed)
                 counts[name][verdict] += 1
                 if verdict == "found":
-                    findings.append(f"{name} --case={number}: {told}")
+                    findings.append(f"{name} --case={number}: {details}")
     counts["all"] = sum(counts.values(), Counter())
     rows = [(name, sum(c.values()), c["refused"], c["read"], c["found"]) for name, c in counts.items()]
     print("\n".join([*table(("reader", "cases", "refused", "read", "found"), rows), *findings,

@@ -1,15 +1,15 @@
 """
-Does everything that needs a GPU work on this one, and is it as fast as it should be?
+Check that everything that needs a GPU works on this one, and that it is fast enough.
 
     python -m dev.gpu_check --part correct     kernels against float64, compiled models against eager ones
     python -m dev.gpu_check --part speed       throughput and memory of three models; nanochat's with --peer DIR
-    python -m dev.gpu_check --part bits        each way to train: killed, resumed and compared with an undisturbed run
+    python -m dev.gpu_check --part bits        every kind of training: killed, resumed, compared with an undisturbed run
 
-Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes of one H100, needs no network, and makes
-its data from the Python that is installed. It ends with a table, and with exit code 1 if a figure misses its limit or
-could not be measured. With --base-dir, each speed run leaves PyTorch's profile of two steps beside its log. A check
-that no time is left for is "not run" and fails nothing: start the part again, as compiled code is kept.
-`--device=cpu --tiny` runs the same code on a small model: it shows that this script works, and nothing of a GPU.
+Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes on one H100, needs no network, and makes
+its data from the installed Python packages. It ends with a table, and with exit code 1 if a figure misses its limit or
+could not be measured. With --base-dir, every run of `speed` leaves PyTorch's profile of two steps beside its log. When
+time is up, the remaining checks are "not run", which is not a failure: start the part again, it reuses compiled code.
+`--device=cpu --tiny` runs the same code on a small model, which tests this script, not a GPU.
 """
 
 import gc
@@ -52,9 +52,9 @@ from scripts import base_train, compare_runs
 from scripts.export import write_tokenizer
 from tests import training
 
-MICRO_BATCHES = 16  # in a timed step: with 4, the optimizer, not sharded on one GPU, would take 6 % of it at d24
-MINUTES = 7.5  # of a part, after which no further check is started
-LIMITS = {  # a figure that has none is only reported
+MICRO_BATCHES = 16  # in a timed step: with 4, the optimizer, unsharded on one GPU, would take 6 % of it at d24
+MINUTES = 7.5  # per part; after that no further check starts
+LIMITS = {  # a figure without a limit is only reported
     "attention: forward, relative error": "<= 5e-3",
     "attention: gradients, relative error": "<= 1e-2",
     "compiled model: loss, nats from eager": "<= 2e-3",
@@ -69,7 +69,7 @@ LIMITS = {  # a figure that has none is only reported
     "tokens/s over nanochat's": ">= 0.97",
     "places that differ": "<= 0",
 }
-NARROW = {"aspect_ratio": 32, "head_dim": 16}  # nanochat has no model narrower than 24
+NARROW = {"aspect_ratio": 32, "head_dim": 16}  # nanochat's models are at least 24 wide
 SMALL: dict[str, Any] = {"depth": 1, **NARROW, "device_batch_size": 2}
 GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
     models={"d12": {"depth": 12, "device_batch_size": 32}, "d24": {"depth": 24, "device_batch_size": 16}},
@@ -83,32 +83,32 @@ TINY = SimpleNamespace(
     shape={"depth": 2, **NARROW}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, buffer=8, warm=2, timed=3, masks=("sdpa_mask",))
 
-Figure = tuple[str, str, float | None]  # the measure, of what, and how much
+Figure = tuple[str, str, float | None]  # measure, case, value
 
 
 @dataclass
 class Bench:
-    """What all checks share."""
+    """The state that all checks share."""
 
     device: torch.device
     sizes: SimpleNamespace
     base: Path  # data, tokenizer, runs
     out: Path  # logs
     peer: Path | None = None
-    end: float = float("inf")  # the time.monotonic after which no further check of this part is started
-    rates: dict[str, float] = field(default_factory=dict)  # tokens/s of a run
+    end: float = float("inf")  # time.monotonic() after which no further check of this part starts
+    rates: dict[str, float] = field(default_factory=dict)  # {run: tokens/s}
 
     @property
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def randn(self, *shape: int, seed: int) -> Tensor:
-        """The same on every call, in the type that the device computes in."""
+        """The same values on every call, in the dtype that the device computes in."""
         values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return values.to(self.device, torch.bfloat16 if self.cuda else torch.float32)
 
     def model(self, dtype: str = "auto", **options: Any) -> GPT:
-        """A small model on random weights, none of which is zero: zeros hide the gradients of what comes before."""
+        """A small model with random weights. No tensor is zero, because zeros hide the gradients of earlier layers."""
         config = GPTConfig.from_depth(**self.sizes.shape, vocab_size=self.sizes.vocab_size, sequence_len=self.sizes.T)
         model = GPT(config, **options).to(self.device)
         model.init_weights(seed=0, compute_dtype=get_compute_dtype(self.device, dtype))
@@ -119,27 +119,27 @@ class Bench:
         return model
 
     def documents(self, T: int) -> Tensor:
-        """(2, T) document ids: three documents in each row, which are longer than the windows."""
+        """(2, T) int32 document ids: three documents per row, each longer than the windows."""
         return (torch.arange(T, device=self.device) // (T // 3)).int().expand(2, T).contiguous()
 
 
 def exact_attention(inputs: Sequence[Tensor], window: int, doc_ids: Tensor) -> Tensor:
-    """Attention of q, k, v, each (B, T, H, D), from the definition."""
+    """Attention of q, k, v, each (B, T, H, D), straight from the definition."""
     (q, k, v), T = inputs, inputs[0].size(1)
     back = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
     same_doc = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
-    seen = same_doc & (back >= 0) & (back <= (window if window >= 0 else T))
+    visible = same_doc & (back >= 0) & (back <= (window if window >= 0 else T))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.size(3)**0.5
-    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
 def relative(actual: Tensor, exact: Tensor) -> float:
-    """The error of a tensor, in norms of the exact one."""
+    """The norm of the error, relative to the norm of the exact tensor."""
     return ((actual.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
 def attention_errors(bench: Bench) -> Iterator[Figure]:
-    """Compare each kernel that `attention` chooses, on whole rows and on documents, with float64."""
+    """Compare every kernel that `attention` may choose with float64, on whole rows and on documents."""
     T = 1024
     *inputs, out = (bench.randn(2, T, 2, 128, seed=i).requires_grad_(i < 3) for i in range(4))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -150,13 +150,13 @@ def attention_errors(bench: Bench) -> Iterator[Figure]:
         exact_gradients = torch.autograd.grad(exact, wide, out.double())
         actual = attention(*inputs, window=window, mask=mask)
         gradients = torch.autograd.grad(actual, inputs, out)
-        what = f"{mode}, window {window}"  # with a window that is off by one, the error is 0.05 and more
+        what = f"{mode}, window {window}"  # a window that is off by one gives an error of at least 0.05
         yield "attention: forward, relative error", what, relative(actual, exact)
         yield "attention: gradients, relative error", what, max(map(relative, gradients, exact_gradients))
 
 
 def compiled_model(bench: Bench, **options: Any) -> Iterator[Figure]:
-    """Compare a model, forward and backward, as training compiles it, with the eager one."""
+    """Compare a model compiled as for training with the eager one, forward and backward."""
     model, T = bench.model(**options), bench.sizes.T
     batch = (torch.arange(2 * T + 2, device=bench.device)**2 % bench.sizes.vocab_size).view(2, T + 1)
     masks = model.masks(bench.documents(T), num_docs=8)
@@ -178,7 +178,7 @@ def compiled_model(bench: Bench, **options: Any) -> Iterator[Figure]:
 
 
 def optimizer_errors(bench: Bench) -> Iterator[Figure]:
-    """Compare an optimizer's first step with that of a float32 one on the CPU, whose updates are not compiled."""
+    """Compare the optimizer's first step with that of an uncompiled float32 optimizer on the CPU."""
     for dtype, kind, name in (("auto", "muon", "Muon"), ("float32", "adamw", "AdamW")):
         model, reference = bench.model(dtype), replace(bench, device=torch.device("cpu")).model()
         reference.load_state_dict(model.state_dict())
@@ -194,26 +194,26 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
                      reference.get_parameter(n).detach().double() - before[n]) for n in names)
 
 
-def outside() -> dict[str, str]:
-    """The environment, without the variables that `compute_init` sets for this process alone."""
+def child_environment() -> dict[str, str]:
+    """The environment for child processes, without the variables that `compute_init` sets for this process."""
     ours = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING")
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, dies: bool = False,
           env: Mapping[str, str] | None = None, **flags: Any) -> list[dict[str, Any]]:
-    """Run scripts.base_train in its own process; returns the steps in its log. `hook`: called there before it
-    begins; `dies`: the process kills itself."""
+    """Run scripts.base_train in its own process, and return the steps in its log. The process first calls `hook`;
+    `dies`: the process is expected to kill itself."""
     given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
              "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
              "buffer_size": bench.sizes.buffer, "model_tag": tag}
-    with mock.patch.dict(os.environ, outside(), clear=True):
+    with mock.patch.dict(os.environ, child_environment(), clear=True):
         group = training.launch(base_train.main, [training.as_flags(given | flags)], [dict(env or {})], hook)
     try:
         if dies:
             group.wait_for_death()
         elif any(codes := group.wait()):
-            raise ValueError(f"{tag}: exit codes {codes}; {group.text()[-300:]}")
+            raise ValueError(f"{tag}: failed with exit codes {codes}: {group.text()[-300:]}")
     finally:
         group.kill()
         with (bench.out / f"{tag}.log").open("a") as file:
@@ -222,7 +222,7 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
 
 
 def figures_of(bench: Bench, what: str, tag: str, timed: Sequence[dict[str, Any]]) -> Iterator[Figure]:
-    """The figures of some steps of a run."""
+    """Speed, waiting and memory of some steps of a run."""
     bench.rates[what] = statistics.median(step["tokens_per_s"] for step in timed)
     yield "tokens/s", what, bench.rates[what]
     yield f"{what}: MFU, %", what, 100 * statistics.median(step["mfu"] for step in timed) if bench.cuda else None
@@ -234,7 +234,7 @@ def figures_of(bench: Bench, what: str, tag: str, timed: Sequence[dict[str, Any]
 
 
 def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterator[Figure]:
-    """Time some steps of one model; profile two more."""
+    """Time some steps of one model, and profile two more."""
     flags, end = bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     tag = what.replace(" ", "-")
@@ -249,8 +249,8 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterat
 
 
 def peer(bench: Bench) -> Iterator[Figure]:
-    """Time nanochat's own program, on the same data with the same shapes. Like is compared with like: both without
-    determinism, which it does not have, and with full windows, as it has no others without FlashAttention 3."""
+    """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
+    which nanochat does not have, and with full windows, because its others need FlashAttention 3."""
     if bench.peer is None:
         return
     base, flags, num = bench.base / "peer", bench.sizes.models["d24"], bench.sizes.warm + bench.sizes.timed
@@ -262,24 +262,24 @@ def peer(bench: Bench) -> Iterator[Figure]:
              "sample_every": -1, "save_every": -1, "device_type": bench.device.type, "model_tag": "peer"}
     with (bench.out / "peer.log").open("w+") as log:
         subprocess.run([sys.executable, "-m", "scripts.base_train", *training.as_flags(given)], cwd=bench.peer,
-                       env=outside() | {"NANOCHAT_BASE_DIR": str(base)}, stdout=log, stderr=subprocess.STDOUT)
+                       env=child_environment() | {"NANOCHAT_BASE_DIR": str(base)}, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
         rates = [float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())]
     if len(rates) < num:
-        raise ValueError(f"nanochat in {bench.peer} ended after {len(rates)} steps; see peer.log")
+        raise ValueError(f"{bench.peer}: nanochat ended after {len(rates)} of {num} steps; see peer.log")
     theirs, ours = statistics.median(rates[bench.sizes.warm:]), bench.rates.get("d24 L --no-deterministic")
     yield "tokens/s", "nanochat's d24 L", theirs
     yield "tokens/s over nanochat's", "d24 L", None if ours is None else ours / theirs
 
 
 def leaves_on_host() -> None:
-    """Let sums of leaves wait in the host's memory, as if the GPU's were full."""
+    """Keep sums of leaves in the host's memory, as if the GPU's memory were full."""
     base_train.is_tight = lambda *_: True
 
 
 def bits(bench: Bench, what: str, **way: Any) -> Iterator[Figure]:
-    """Train twice, the second time disturbed, and compare all that the runs left. Flags of its own (`way`) make
-    another kind of training, whose second run is killed and resumed."""
+    """Train twice, the second time with a disturbance, and compare everything that both runs wrote. With further flags
+    (`way`), the second run is killed and resumed."""
     flags, tag = bench.sizes.runs | way, what.replace(" ", "-")
     straight = f"straight-{tag}" if way else "straight"
     if not training.run_dir(straight).exists():
@@ -294,7 +294,8 @@ def bits(bench: Bench, what: str, **way: Any) -> Iterator[Figure]:
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
     parts = compare_runs.compare(a, b, notes)
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
-        raise ValueError(f"too little to compare: {', '.join(part.name for part in parts)}")
+        raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
+                         f"checkpoint; see their logs")
     yield "places that differ", what, sum(len(part.gaps) for part in parts)
     shutil.rmtree(training.run_dir(tag))  # gigabytes
 
@@ -304,7 +305,7 @@ PARTS = "correct", "speed", "bits"
 
 
 def checks_of(bench: Bench) -> dict[str, list[Check]]:
-    """The checks of each part; the ones that matter most come first, in case that time runs out."""
+    """The checks of each part, the most important ones first, in case time runs out."""
     ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"dtype": "float32"},
                                   *({"attention_mode": mode} for mode in bench.sizes.masks)]
     timed = [("d12", "SSSL", True), ("d24", "SSSL", True), ("d24", "SSSL", False), ("d24", "L", False)]
@@ -324,14 +325,14 @@ def judge(figure: float | None, limit: str) -> str:
 
 
 def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Rows of the table. If a check fails with an error, the others still run."""
+    """Run some checks, and return the rows of the table. After an error in one check, the others still run."""
     rows: list[tuple[str, ...]] = []
     print(f"{part}:", flush=True)
     for check in checks:
         function, first = getattr(check, "func", check), len(rows)
         name = " ".join([function.__name__.replace("_", " "), *map(str, getattr(check, "keywords", {}).values())])
         if time.monotonic() > bench.end:
-            rows.append((part, name, "no time was left: start this part again", "", "", "not run"))
+            rows.append((part, name, "time is up: start this part again", "", "", "not run"))
             continue
         try:
             for measure, what, figure in check(bench):
@@ -350,13 +351,13 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
 
 
 def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
-    """The flags of a script of checks, and what its checks share: a prepared device, data and a tokenizer."""
-    p.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    p.add_argument("--tiny", action="store_true", help="a small model, to try this script itself")
-    p.add_argument("--base-dir", type=Path, help="folder for data, runs and logs (default: one that is deleted)")
+    """Parse the flags, and prepare the device, the data and a tokenizer."""
+    p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu needs --tiny")
+    p.add_argument("--tiny", action="store_true", help="use a small model, to test this script")
+    p.add_argument("--base-dir", type=Path, help="folder for data, runs and logs (default: a temporary one)")
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
-        raise ValueError("--device cpu: it would take hours; add --tiny")
+        raise ValueError("--device cpu: this would take hours; add --tiny")
     device = compute_init(args.device, deterministic=True)[-1]
     base = (args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-"))).absolute()
     bench = Bench(device, TINY if args.tiny else GPU, base, base / "out")
@@ -364,7 +365,7 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     print(*(f"{name:13s} {value}" for name, value in versions(device).items()), f"logs: {bench.out}", sep="\n")
     os.environ["NANOCHAT_BASE_DIR"] = str(base)
     training.PATIENCE_S = 300
-    multiprocessing.set_forkserver_preload(["tests.training"])  # nothing that reads a compiler's settings too early
+    multiprocessing.set_forkserver_preload(["tests.training"])  # modules that do not read compiler settings yet
     forkserver.ensure_running()
     if not (base / "tokenizer").exists():
         make_sample_corpus(base / "data", bench.sizes.corpus)
@@ -374,19 +375,19 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
 
 
 def report(args: Any, bench: Bench, rows: Sequence[tuple[str, ...]]) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table, and return the exit code."""
     failed = sum(row[-1] == "FAILS" for row in rows)
-    print("", *table(("part", "measure", "of", "figure", "limit", "verdict"), rows), f"{failed} fail", sep="\n")
-    if args.base_dir is None and not failed:  # else its logs say why
+    print("", *table(("part", "measure", "case", "figure", "limit", "verdict"), rows), f"{failed} failed", sep="\n")
+    if args.base_dir is None and not failed:  # otherwise keep the logs
         shutil.rmtree(bench.base)
     return int(failed > 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts and print a table; 1 if a figure misses its limit or could not be measured."""
+    """Run the parts and print a table. Exit code 1 if a figure misses its limit or could not be measured."""
     p = Parser(description=__doc__)
-    p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS)
-    p.add_argument("--peer", type=Path, metavar="DIR", help="a checkout of nanochat, whose base_train is timed too")
+    p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="run only these parts")
+    p.add_argument("--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat")
     args, bench = open_bench(p, argv)
     if args.peer is not None and not (args.peer / "scripts" / "base_train.py").is_file():
         raise ValueError(f"--peer {args.peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat")

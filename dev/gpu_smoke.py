@@ -1,20 +1,20 @@
 """
-The first thing to run on a GPU: does training work, and are its bits the same a second time?
+The first check on a new GPU: does training work, and does a second run have the same bits?
 
     python -m dev.gpu_smoke
 
-It takes about three minutes of one H100, needs no network, and makes its data from the Python that is
-installed. `python -m dev.gpu_check` measures more, part by part.
+Takes about three minutes on one H100, needs no network, and makes its data from the installed Python packages.
+`python -m dev.gpu_check` measures more, part by part.
 
-    training     20 steps of scripts.base_train at depth 12 with its defaults: speed and memory
-    bits         the same command again; with an empty Inductor cache; killed after a save and resumed.
-                 Digests, losses, weights and optimizer state must be equal
+    training     20 steps of scripts.base_train at depth 12 with default settings: speed and memory
+    bits         the same command again; with an empty Inductor cache; killed after a save and resumed. Digests, losses,
+                 weights and optimizer state must be equal
     attention    each kernel against float64, in gpu_check's shapes
-    generation   tokens are drawn, and the same ones twice
+    generation   the same seed must sample the same tokens twice
 
-The last thing it prints is a table. The exit code is 1 if a figure misses its limit or could not be
-measured. --device=cpu --tiny runs the same code on a small model in seconds: it shows that this script
-works, and nothing of a GPU. Figures that only a GPU has are then "not measured here".
+Ends with a table. The exit code is 1 if a figure misses its limit or could not be measured. --device=cpu --tiny runs
+the same code on a small model in seconds. That tests this script, not a GPU: figures that need one are "not measured
+here".
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,33 +37,34 @@ from nanochat.cli import Parser, run_main
 from nanochat.engine import Engine
 from scripts.infer_bench import ENDLESS
 
-LIMITS = gpu_check.LIMITS | {"waiting for data, %": "<= 2", "tokens drawn otherwise": "<= 0"}
-DEFAULTS = {"depth": 12, "num_iterations": 20, "save_every": 10}  # flags of scripts.base_train; all others are default
+LIMITS = gpu_check.LIMITS | {"waiting for data, %": "<= 2", "sampled tokens that differ": "<= 0"}
+# flags of scripts.base_train; the others have their defaults
+DEFAULTS = {"depth": 12, "num_iterations": 20, "save_every": 10}
 NUM_TOKENS = 64
 
 
 def first_run(bench: Bench) -> Iterator[Figure]:
     """Train once, and report the speed of the second half."""
     steps = train(bench, "straight", **bench.sizes.runs)
-    timed = steps[len(steps) // 2 + 1:]  # after compilation, and after the save in the middle
+    timed = steps[len(steps) // 2 + 1:]  # after compilation and the save in the middle
     yield from figures_of(bench, "d12", "straight", timed)
 
 
 def generation(bench: Bench) -> Iterator[Figure]:
-    """Draw tokens twice with one seed."""
+    """Sample tokens twice with the same seed."""
     engine = Engine(bench.model().eval(), ENDLESS)
     columns = [list(engine.generate([1, 2, 3], 4, max_tokens=NUM_TOKENS, seed=7)) for _ in range(2)]
     if len(columns[0]) != NUM_TOKENS:
         raise ValueError(f"got {len(columns[0])} columns of tokens, expected {NUM_TOKENS}")
-    yield "tokens drawn otherwise", f"4 rows of {NUM_TOKENS}", sum(a != b for a, b in zip(*columns, strict=True))
+    yield "sampled tokens that differ", f"4 rows of {NUM_TOKENS}", sum(a != b for a, b in zip(*columns, strict=True))
 
 
 CHECKS: list[Check] = [first_run, *(partial(bits, what=what) for what in (
-    "the same again", "empty cache", "killed and resumed")), attention_errors, generation]
+    "the same command", "empty cache", "killed and resumed")), attention_errors, generation]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all checks and print a table; 1 if a figure misses its limit or could not be measured."""
+    """Run all checks and print a table. Exit code 1 if a figure misses its limit or could not be measured."""
     args, bench = gpu_check.open_bench(Parser(description=__doc__), argv)
     if not args.tiny:
         bench.sizes = SimpleNamespace(**vars(bench.sizes) | {"runs": DEFAULTS})

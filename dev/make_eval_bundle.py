@@ -1,11 +1,11 @@
 """
-A small made-up `eval_bundle` with every kind of task, to try the CORE metric without a download:
+Make a small synthetic `eval_bundle` with every kind of task, to try the CORE metric without a download.
 
-    python -m dev.make_eval_bundle DIR          # then: scripts.base_eval --eval=core --eval-bundle=DIR
+    python -m dev.make_eval_bundle DIR          # then: scripts.base_eval mine --eval=core --eval-bundle=DIR
 
-It has what real bundles have and what is easy to get wrong: examples in the prompt or none, other delimiters, equal
-choices, a choice that is the beginning of another, spaces at the ends of contexts, prompts of several hundred tokens,
-and endings that repeat what stands before them, so that a model which repeats has some items right.
+It contains the cases that are easy to get wrong: prompts with and without examples, unusual delimiters, equal choices,
+choices that are prefixes of others, contexts that end with spaces, and prompts of several hundred tokens. Some endings
+repeat their context, so a model that repeats its last token gets some items right.
 """
 
 import csv
@@ -36,7 +36,7 @@ def sentence(rng: random.Random, least: int, most: int) -> str:
 
 
 def choice_item(rng: random.Random, i: int) -> dict[str, Any]:
-    """Four choices, of which in some items two are equal."""
+    """Four choices; in some items, two of them are equal."""
     query, choices = sentence(rng, 3, 9), [sentence(rng, 1, 4) for _ in range(4)]
     if i % 3 == 0:
         choices[2] = choices[1]
@@ -44,7 +44,7 @@ def choice_item(rng: random.Random, i: int) -> dict[str, Any]:
 
 
 def long_item(rng: random.Random, i: int) -> dict[str, Any]:
-    """Two to four choices; of some two, one is the beginning of the other, and has no token of its own."""
+    """Two to four choices; in some items, one is a prefix of another and has no token of its own."""
     choices = [sentence(rng, 1, 3) for _ in range(2 + i % 3)]
     if i % 6 == 0:
         choices[i // 6 % 2] = f"{choices[1 - i // 6 % 2]} {rng.choice(WORDS)}"
@@ -59,14 +59,14 @@ def schema_item(rng: random.Random, i: int) -> dict[str, Any]:
 
 
 def text_item(rng: random.Random, i: int) -> dict[str, Any]:
-    """Every other ending repeats the last word of the context, which may end with spaces."""
+    """Every second ending repeats the last word of the context, which may end with spaces."""
     word = rng.choice(WORDS)
     return {"context": f"{sentence(rng, 2, 12)} {word}{' ' * (i % 3)}",
             "continuation": f"{word} {word}" if i % 2 else sentence(rng, 1, 2)}
 
 
 TASKS: list[tuple[str, str, int, str | None, float, Callable[[random.Random, int], dict[str, Any]]]] = [
-    # label, kind, examples in a prompt, delimiter (None: left out), guessing gets so many percent, an item
+    # label, kind, examples in the prompt, delimiter (None: not set), accuracy of guessing in percent, function
     ("choices", "multiple_choice", 0, "\nAnswer: ", 25.0, choice_item),
     ("choices_fewshot", "multiple_choice", 3, "\nAnswer: ", 25.0, choice_item),
     ("long_choices", "multiple_choice", 2, None, 33.3, long_item),
@@ -79,7 +79,8 @@ LABELS = tuple(task[0] for task in TASKS)
 
 
 def make_eval_bundle(folder: Path, *, num_items: int = 20, labels: Sequence[str] = LABELS) -> Path:
-    """Write the bundle, or the tasks of it with these labels, the same on every call, into a folder; returns it."""
+    """Write the bundle, or only its tasks with some labels, into a folder, and return it. Every call writes the
+    same."""
     table, tasks = io.StringIO(newline=""), []
     writer = csv.writer(table)
     writer.writerow(("Eval Task", "Task Category", "Task Type", "#shots", "#datapoints", "Random baseline"))
@@ -97,8 +98,8 @@ def make_eval_bundle(folder: Path, *, num_items: int = 20, labels: Sequence[str]
 
 
 def make_repeater(seed: int) -> tuple[GPT, RustBPETokenizer]:
-    """A model with random weights that mostly says the last token again, so that it has some items of each kind right,
-    and a tokenizer. The shape of the model depends on the seed."""
+    """A model with random weights that mostly repeats the last token, so it gets some items of each kind right, and a
+    tokenizer. The shape of the model depends on the seed."""
     rng = random.Random(seed)
     texts = [f"Question: {sentence(rng, 20, 60)}?\nAnswer: {sentence(rng, 1, 3)}" for _ in range(200)]
     tokenizer = RustBPETokenizer.train_from_iterator(texts, 360)
@@ -109,7 +110,7 @@ def make_repeater(seed: int) -> tuple[GPT, RustBPETokenizer]:
     with torch.no_grad():
         model.lm_head.weight.copy_(model.get_parameter("transformer.wte.weight"))
         for name, parameter in model.named_parameters():
-            if name.endswith("c_proj.weight"):  # zero at first, as if there were no layers
+            if name.endswith("c_proj.weight"):  # initially zero, as if the layer did not exist
                 parameter.normal_(0, 0.02, generator=generator)
     return model.eval(), tokenizer
 
@@ -117,8 +118,8 @@ def make_repeater(seed: int) -> tuple[GPT, RustBPETokenizer]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the bundle."""
     parser = Parser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--num-items", type=int, default=20, help="of each task")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where to write the bundle")
+    parser.add_argument("--num-items", type=int, default=20, help="items per task")
     args = parser.parse_args(argv)
     print(make_eval_bundle(args.folder, num_items=args.num_items))
 

@@ -1,23 +1,22 @@
 """
-A corpus of real text for machines without data or network: the Python that is installed here.
+Make a corpus of real text without a network: the Python sources and documentation on this machine.
 
-Two kinds of text lie on every machine that can run this: the sources of the standard library and of the installed
-packages (bucket `code`), and what these say about themselves: docstrings, one document a module, and the topics of
-`pydoc` (bucket `docs`). A module gives its source or its docstrings, never both, as its key decides; otherwise a model
-could be asked in validation for a text that it has seen in training.
+    python -m dev.make_sample_corpus --output-dir=mytext
 
-    modules --sorted by hash(seed, name)--> even hash: source        --> no double, not short, not a table --> kept
-                                            odd hash:  its docstrings --> same                             --> kept
+The corpus has two buckets. `code` holds the sources of the standard library and of the installed packages. `docs` holds
+their docstrings, one document per module, and the topics of `pydoc`. A module contributes its source or its docstrings,
+never both, so that validation does not contain text that a model saw in training.
+
+    modules --sorted by hash(seed, name)--> even hash: source        --> distinct, not short, not a table --> kept
+                                            odd hash:  its docstrings --> same                            --> kept
     kept --sorted by hash(seed, text)--> shard_00000 ... shard_00007 | shard_00008 = validation, 5 % of the documents
 
-The default layout mixes both buckets in every shard (columns `text` and `bucket`), so that the folder can be trained
-on as one bucket and its last file validates both. `--buckets` writes folders `code/` and `docs/` instead, each with
-shards and a validation shard of its own, for a curriculum to mix.
+By default every shard mixes both buckets (columns `text` and `bucket`), so the folder is one bucket for training, and
+its last file validates both. `--buckets` writes the folders `code/` and `docs/` instead, each with its own shards and
+validation shard, for a curriculum to mix.
 
-Hashes instead of a random generator: one machine always gives the same corpus, whatever order its disk lists files
-in. Another machine has other packages, hence another corpus; `sample_corpus.json` beside the shards says from what.
-
-    python -m dev.make_sample_corpus
+Hashes replace a random generator, so a machine always makes the same corpus, in whatever order its disk lists files.
+Machines with other packages make other corpora; `sample_corpus.json` beside the shards records the settings.
 """
 
 import ast
@@ -44,10 +43,10 @@ from nanochat.dataset import index_to_filename
 from scripts.export import new_folder
 
 MANIFEST = "sample_corpus.json"
-FORMAT = 1                      # raise it when the same settings give another corpus
-MIN_DOCUMENT_CHARS = 200        # shorter ones say little
-MAX_DOCUMENT_CHARS = 50_000     # of longer ones much is tables, and fewer documents make a poorer shuffle
-DOCS_SHARE = 0.2                # of the characters; docstrings are rarer than code and slow to extract
+FORMAT = 1                      # increase it when the same settings make another corpus
+MIN_DOCUMENT_CHARS = 200        # shorter documents contain little text
+MAX_DOCUMENT_CHARS = 50_000     # longer ones are often tables, and fewer documents shuffle less well
+DOCS_SHARE = 0.2                # of the characters: docstrings are rarer than code and slow to extract
 VAL_SHARE = 0.05                # of the documents
 ROW_GROUP_DOCUMENTS = 1024
 SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
@@ -55,12 +54,12 @@ SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides what is written, apart from the machine."""
+    """Everything that determines the corpus, apart from the machine."""
 
     seed: int = 0
-    min_chars: int = 20_000_000   # of training text, or it is an error
-    max_chars: int = 32_000_000   # of all text: where collecting stops
-    num_shards: int = 8           # of training
+    min_chars: int = 20_000_000   # of training text; less is an error
+    max_chars: int = 32_000_000   # of all text; collecting stops here
+    num_shards: int = 8           # for training
     buckets: bool = False
     format: int = FORMAT
 
@@ -75,29 +74,29 @@ def _key(*parts: object) -> bytes:
 # ---- collecting -----------------------------------------------------------------------------------------------------
 
 def python_roots() -> dict[str, Path]:
-    """Where the standard library and the installed packages lie: {label: folder}."""
+    """{label: folder} of the standard library and the installed packages."""
     paths = sysconfig.get_paths()
     return {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
 
 
 def find_modules(roots: dict[str, Path]) -> list[tuple[str, Path]]:
-    """(name, path) of every Python file, sorted by name. Packages that lie inside the standard library's folder count
-    as packages only."""
-    found = []
+    """(name, path) of every Python file, sorted by name. Packages inside the standard library's folder count as
+    packages only."""
+    modules = []
     for label, root in roots.items():
-        for folder, subfolders, names in os.walk(root):  # several times as fast as `rglob`
+        for folder, subfolders, names in os.walk(root):  # several times faster than `rglob`
             subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "__pycache__"}
             paths = [Path(folder, name) for name in names if name.endswith(".py")]
-            found += [(f"{label}/{path.relative_to(root).as_posix()}", path) for path in paths if path.is_file()]
-    return sorted(found)
+            modules += [(f"{label}/{path.relative_to(root).as_posix()}", path) for path in paths if path.is_file()]
+    return sorted(modules)
 
 
 def docstrings(name: str, source: str) -> str:
-    """What a module says about itself: its docstring and those of its classes and functions, in order, each under its
-    dotted name. '' where it does not parse."""
+    """The docstrings of a module, its classes and functions in order, each under its dotted name; "" if the module does
+    not parse."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # old code has old escapes
+            warnings.simplefilter("ignore")  # about invalid escapes in old code
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
@@ -120,8 +119,8 @@ def pydoc_topics() -> list[str]:
 
 
 def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
-    """Distinct documents of both buckets, at most about max_chars in all, shuffled: the topics, then source or
-    docstrings of one module after another, in an order keyed by the seed."""
+    """Distinct documents of both buckets, at most about max_chars in total, shuffled. They are the topics, then the
+    source or docstrings of one module after another, in an order that depends on the seed."""
     room = {"docs": settings.max_chars * DOCS_SHARE, "code": settings.max_chars * (1 - DOCS_SHARE)}
     kept: dict[bytes, Document] = {}
     with tqdm(total=settings.max_chars, unit="char", unit_scale=True, disable=None) as bar:
@@ -146,7 +145,7 @@ def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
-    """Deal shuffled documents into num_shards training shards of equal counts and a validation shard behind them."""
+    """Split shuffled documents into `num_shards` training shards of equal counts and a validation shard."""
     num_val = round(len(documents) * VAL_SHARE)
     num_train = len(documents) - num_val
     edges = [num_train * i // num_shards for i in range(num_shards + 1)] + [len(documents)]
@@ -154,7 +153,7 @@ def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
 
 
 def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:
-    """Write the shards; returns {relative name: {documents, chars}}."""
+    """Write the shards. Returns {relative name: {documents, chars}}."""
     layout = {"": documents}
     if settings.buckets:
         layout = {f"{b}/": [d for d in documents if d[1] == b] for b in ("code", "docs")}
@@ -162,12 +161,12 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
               for folder, members in layout.items() for i, shard in enumerate(split(members, settings.num_shards))}
     counts = {name: {"documents": len(shard), "chars": sum(len(text) for text, _ in shard)}
               for name, shard in shards.items()}
-    train_chars = sum(told["chars"] for name, told in counts.items()
+    train_chars = sum(count["chars"] for name, count in counts.items()
                       if not name.endswith(index_to_filename(settings.num_shards)))
     if train_chars < settings.min_chars or not all(shards.values()):
         raise ValueError(f"found {train_chars:,} characters of training text in {len(documents):,} documents, expected "
-                         f"--min-chars {settings.min_chars:,} and no empty shard; install the packages "
-                         "(bash dev/setup.sh), run this with their Python, or lower --min-chars or --num-shards")
+                         f"--min-chars {settings.min_chars:,} and no empty shard; install more packages (bash "
+                         "dev/setup.sh), use the Python that has them, or lower --min-chars or --num-shards")
     for name, shard in shards.items():
         (output / name).parent.mkdir(exist_ok=True)
         pq.write_table(pa.table([*zip(*shard)], SCHEMA), output / name, row_group_size=ROW_GROUP_DOCUMENTS, **PARQUET)
@@ -175,23 +174,23 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
 
 
 def is_made(output_dir: Path, settings: Settings) -> bool:
-    """Whether a whole corpus of these settings is there. ValueError where one of other settings or with files missing
-    is: a run may be pinned to it, so it is for a person to delete."""
+    """Whether the folder holds a complete corpus of these settings. ValueError if it holds one of other settings or
+    with missing files: a run may have pinned it, so only the user should delete it."""
     if not (output_dir / MANIFEST).exists():
         return False
     manifest = read_json(output_dir / MANIFEST)
-    way_out = "give another --output-dir or delete that folder"
+    remedy = "choose another --output-dir or delete that folder"
     if manifest["settings"] != asdict(settings):
-        raise ValueError(f"{output_dir}: holds a corpus of {manifest['settings']}, got {asdict(settings)}; {way_out}")
+        raise ValueError(f"{output_dir}: it holds a corpus of {manifest['settings']}, not {asdict(settings)}; {remedy}")
     missing = [name for name in manifest["shards"] if not (output_dir / name).exists()]
     if missing:
-        raise ValueError(f"{output_dir}: {', '.join(missing)} of the corpus are gone; {way_out}")
+        raise ValueError(f"{output_dir}: {', '.join(missing)} of the corpus are missing; {remedy}")
     return True
 
 
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
-    """Write the corpus into `output_dir`, which appears when whole. False where it was there already. ValueError where
-    something else is."""
+    """Write the corpus to `output_dir`, which appears when it is complete. Returns False if it already exists.
+    ValueError if something else is there."""
     if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
     with new_folder(output_dir, WAY_OUT) as folder:
@@ -201,22 +200,22 @@ def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description="Make a corpus of the Python code and documentation on this machine.")
-    parser.add_argument("--output-dir", type=Path, help="default: $NANOCHAT_BASE_DIR/data/sample")
-    parser.add_argument("--seed", type=int, default=Settings.seed)
-    parser.add_argument("--min-chars", type=int, default=Settings.min_chars, help="fail with less training text")
-    parser.add_argument("--max-chars", type=int, default=Settings.max_chars, help="stop collecting here")
+    parser = Parser(description=__doc__)
+    parser.add_argument("--output-dir", type=Path, help="where to write (default: $NANOCHAT_BASE_DIR/data/sample)")
+    parser.add_argument("--seed", type=int, default=Settings.seed, help="selects and shuffles the text")
+    parser.add_argument("--min-chars", type=int, default=Settings.min_chars, help="fail if there is less training text")
+    parser.add_argument("--max-chars", type=int, default=Settings.max_chars, help="stop collecting at this much text")
     parser.add_argument("--num-shards", type=int, default=Settings.num_shards, help="for training; one more validates")
-    parser.add_argument("--buckets", action="store_true", help="folders code/ and docs/ instead of mixed shards")
+    parser.add_argument("--buckets", action="store_true", help="write folders code/ and docs/ instead of mixed shards")
     args = parser.parse_args(argv)
     output_dir = args.output_dir or get_base_dir() / "data" / "sample"
     settings = Settings(args.seed, args.min_chars, args.max_chars, args.num_shards, args.buckets)
-    made = make_sample_corpus(output_dir, settings)
+    is_new = make_sample_corpus(output_dir, settings)
     shards = read_json(output_dir / MANIFEST)["shards"]
     for name, counts in shards.items():
         print(f"{name}: {counts['documents']:,} documents, {counts['chars']:,} characters")
     total = sum(counts["chars"] for counts in shards.values())
-    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if made else ' (was here already)'}")
+    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if is_new else ' (already existed)'}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """
-The harness of the benches: what ran on what, contestants in turns, medians and spreads, ratios of the same round.
+What the benchmarks share: versions and hardware, alternating rounds, medians and spreads, ratios within a round.
 
-A figure of one machine on one afternoon says little; the ratio of two things that were done one after the other, round
-by round, says much. So a bench hands its contestants to `in_turns` and tells ratios to the first of them.
+A single figure depends on the machine and its load. The ratio of two contestants that ran alternately, round by round,
+is much more stable. So a benchmark passes its contestants to `in_turns` and reports ratios to the first of them.
 """
 
 import contextlib
@@ -31,53 +31,53 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 PACKAGES = ("numpy", "torch", "pyarrow", "tiktoken", "fastokens", "megatron-core")
 
 
-def tell_about() -> dict[str, Any]:
-    """Print, and return, what is measured on what by which command."""
-    found: dict[str, Any] = {"command": " ".join(["python", "-m", *sys.orig_argv[2:]])}
-    found |= {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "load": round(os.getloadavg()[0], 2),
+def print_setup() -> dict[str, Any]:
+    """Print and return the command, the machine and the versions of packages."""
+    setup: dict[str, Any] = {"command": " ".join(["python", "-m", *sys.orig_argv[2:]])}
+    setup |= {"machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "load": round(os.getloadavg()[0], 2),
               "python": platform.python_version()}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    print(*(f"{name:13s} {value}" for name, value in found.items()), sep="\n", flush=True)
-    return found
+            setup[package] = importlib.metadata.version(package)
+    print(*(f"{name:13s} {value}" for name, value in setup.items()), sep="\n", flush=True)
+    return setup
 
 
-def seconds(what: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """How long a call takes. `time.process_time` counts the processor's time of all threads, and
-    `time.thread_time` of this one: those do not know what else the machine does."""
+def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """The duration of a call. `time.process_time` counts processor time of all threads, `time.thread_time` that of this
+    thread; both are independent of other programs on the machine."""
     began = clock()
-    what()
+    call()
     return clock() - began
 
 
 def in_turns(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The figure of every contestant in every round; another one begins each round."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    """The figures of every contestant, one per round. Each round begins with another contestant."""
+    figures: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for i in tqdm(range(rounds), desc="rounds", disable=None):
         for name in names[i % len(names):] + names[:i % len(names)]:
-            found[name].append(contestants[name]())
-    return found
+            figures[name].append(contestants[name]())
+    return figures
 
 
-def tell(name: str, values: Sequence[float], unit: str) -> float:
-    """Print the median and the spread of some figures; returns the median."""
+def print_figure(name: str, values: Sequence[float], unit: str) -> float:
+    """Print the median and the spread of some figures. Returns the median."""
     median = statistics.median(values)
     print(f"  {name:34s} {median:10.4g} {unit}  (n={len(values)}, {min(values):.4g} to {max(values):.4g})",
           flush=True)
     return median
 
 
-def tell_ratios(found: Mapping[str, Sequence[float]], unit: str) -> dict[str, dict[str, float]]:
-    """Print all figures, and their ratios to the first contestant's of the same round; returns the medians."""
-    first = next(iter(found))
+def print_ratios(figures: Mapping[str, Sequence[float]], unit: str) -> dict[str, dict[str, float]]:
+    """Print all figures, and their ratios to the first contestant's figure of the same round. Returns the medians."""
+    first = next(iter(figures))
     result = {}
-    for name, values in found.items():
-        result[name] = {"median": tell(name, values, unit)}
+    for name, values in figures.items():
+        result[name] = {"median": print_figure(name, values, unit)}
         if name != first:
-            ratios = [a / b for a, b in zip(values, found[first], strict=True)]
-            result[name]["ratio"] = tell(f"  times {first}", ratios, "x")
+            ratios = [a / b for a, b in zip(values, figures[first], strict=True)]
+            result[name]["ratio"] = print_figure(f"  times {first}", ratios, "x")
     return result
 
 
@@ -86,18 +86,18 @@ def anonymous_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
-    raise OSError("/proc/self/status: it has no RssAnon; memory is measured on Linux")
+    raise OSError("/proc/self/status: it has no RssAnon; measure memory on Linux")
 
 
 def one_core() -> None:
-    """Stay on one core, so that all contestants have the same. PyTorch counted the cores when it was
-    loaded: a second thread of it would only spin here (measured: 500 ns for each token of the loader)."""
+    """Keep this process on one core, so that all contestants use the same. PyTorch counted the cores when it was
+    loaded: its second thread would only spin (measured: 500 ns per token of the loader)."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
 
 
 def in_process(module: str, *flags: str, python: str = sys.executable) -> Any:
-    """Run a part of a bench in a process of its own; what its last line says, which is JSON. The others go through."""
+    """Run a part of a benchmark in its own process. Returns its last line, which is JSON, and prints the others."""
     command = [python, "-m", module, *flags]
     lines = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
@@ -107,12 +107,12 @@ def in_process(module: str, *flags: str, python: str = sys.executable) -> Any:
             if not line.startswith("{"):
                 print(line, end="", flush=True)
     if child.returncode:
-        raise ValueError(f"{' '.join(command)} ended with {child.returncode}")
+        raise ValueError(f"{' '.join(command)} failed with exit code {child.returncode}; its output is above")
     return json.loads(lines[-1])
 
 
 def digests_of(base: Path, tag: str, *flags: str) -> list[str]:
-    """The batch digest of each of four steps of a tiny run in the base directory `base`, on a CPU."""
+    """The batch digests of the four steps of a tiny run on a CPU, in the base directory `base`."""
     from nanochat.run_dir import read_log
     from scripts import base_train
 
@@ -125,7 +125,7 @@ def digests_of(base: Path, tag: str, *flags: str) -> list[str]:
 
 
 def find_tokenizer(tokenizer_dir: Path | None, data_path: Path, work: Path, *, vocab_size: int = 32768) -> Path:
-    """The folder of a tokenizer: the one given, or one trained on the data."""
+    """The folder of the given tokenizer, or of one that is trained on the data."""
     if tokenizer_dir is not None:
         return tokenizer_dir
     texts = (text for file in find_files(data_path) for text in read_texts(file))

@@ -1,19 +1,19 @@
 """
-Do N processes add gradients in the promised order, and take the same steps as N / 2 of them?
+Check that N processes add gradients in the promised order, and take the same steps as N / 2 processes.
 
     torchrun --standalone --nproc_per_node=8 -m dev.nccl_check
     torchrun --standalone --nproc_per_node=2 -m dev.nccl_check --device=cpu
 
-It takes about a minute on GPUs, with NCCL, and a few seconds on a CPU, with gloo. N is a power of two, at
-least 2. It compares bits, never within a tolerance:
+Takes about a minute on GPUs, with NCCL, and a few seconds on a CPU, with gloo. N is a power of two and at least 2. All
+comparisons are of bits, without a tolerance:
 
     group          NCCL was initialized eagerly: the group is bound to this rank's device
     tree           K leaves on N processes, added by LeafAccumulator and tree_reduce, against one process
-    tree of nodes  the same across pretended nodes of L ranks, through subgroups (N >= 4)
-    gather         the all-gather of a message whose own chunk lies inside it
+    tree of nodes  the same across simulated nodes of L ranks, through subgroups (N >= 4)
+    gather         an all-gather in place: the message contains this rank's own chunk
     steps          10 steps of a small model: twice on N processes, once on N / 2, all with N leaves
 
-The last thing it prints is a table. The exit code is 1 if one check fails.
+Ends with a table. The exit code is 1 if a check fails.
 """
 
 import hashlib
@@ -33,18 +33,18 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.reduce import LeafAccumulator, Message, Part, Reduce, add_in_tree_order, reduce_over_nodes, tree_reduce
 
 STEPS = 10
-LEAVES_PER_RANK = (1, 2, 4)  # in the checks of the tree
+LEAVES_PER_RANK = (1, 2, 4)  # for the checks of the tree
 
 
 def leaf_gradient(leaf: int, numel: int) -> Tensor:
-    """(numel,) float32 with exponents so far apart that every other order of addition has other bits."""
+    """(numel,) float32, with exponents so far apart that any other order of addition gives other bits."""
     generator = torch.Generator().manual_seed(leaf)
     exponents = torch.randint(-12, 13, (numel,), generator=generator)
     return torch.randn(numel, generator=generator) * 2.0 ** exponents
 
 
 def tree_is_right(reduce: Reduce, per_rank: int, numel: int, rank: int, world_size: int, device: torch.device) -> bool:
-    """Whether this rank's chunk of the sum of all leaves has the bits of one process."""
+    """Whether this rank's chunk of the sum of all leaves has the same bits as on one process."""
     param = torch.nn.Parameter(torch.zeros(numel, device=device))
     leaves = LeafAccumulator([param], per_rank, micro_batches_per_leaf=1)
     for leaf in range(rank * per_rank, (rank + 1) * per_rank):
@@ -58,18 +58,19 @@ def tree_is_right(reduce: Reduce, per_rank: int, numel: int, rank: int, world_si
 
 def gather_is_right(rank: int, world_size: int, device: torch.device) -> bool:
     """Whether every rank's chunk arrives in a parameter that is itself the message."""
-    want = torch.arange(1000.0 * world_size, device=device)
-    param = torch.nn.Parameter(torch.zeros_like(want))
-    param.detach().chunk(world_size)[rank].copy_(want.chunk(world_size)[rank])
+    expected = torch.arange(1000.0 * world_size, device=device)
+    param = torch.nn.Parameter(torch.zeros_like(expected))
+    param.detach().chunk(world_size)[rank].copy_(expected.chunk(world_size)[rank])
     parts: list[Part | None] = [Part("p", param, {"kind": "adamw"}, 1000 * r, 1000 * (r + 1))
                                 for r in range(world_size)]
     message = Message(parts, 1000)
     message.gather(message.parameters(), rank)()
-    return torch.equal(param, want)
+    return torch.equal(param, expected)
 
 
 def train(num_leaves: int, rank: int, world_size: int, device: torch.device, tiny: bool) -> str:
-    """The hash of all norms, losses, weights and optimizer state after some steps; on rank 0, else of its own part."""
+    """The hash of all norms, losses, weights and optimizer state after some steps. Ranks above 0 hash only their part
+    of the optimizer state."""
     shape: dict[str, Any] = {"aspect_ratio": 16, "head_dim": 16} if tiny else {}
     model = GPT(GPTConfig.from_depth(2 if tiny else 4, vocab_size=512, sequence_len=32 if tiny else 512, **shape))
     model.to(device).init_weights(seed=0, compute_dtype=get_compute_dtype(device))
@@ -96,7 +97,7 @@ def train(num_leaves: int, rank: int, world_size: int, device: torch.device, tin
 
 
 def checks_on_all(rank: int, world_size: int, device: torch.device, tiny: bool) -> Iterator[tuple[str, str, bool]]:
-    """Collective. What is checked, of what, and whether this rank has the right bits."""
+    """Collective. (check, its case, whether this rank has the right bits) for each check."""
     if device.type == "cuda":
         group = dist.group.WORLD
         yield "group", "bound to its device", group is not None and group.bound_device_id == device
@@ -114,7 +115,7 @@ def checks_on_all(rank: int, world_size: int, device: torch.device, tiny: bool) 
 
 
 def form_smaller_group(rank: int, world_size: int, device: torch.device) -> bool:
-    """Collective. Replace the group of all ranks by one of the first `world_size`; whether this rank is in it."""
+    """Collective. Replace the group of all ranks by one of the first `world_size`. Returns whether it has this rank."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = gather_all(free.getsockname()[1])[0]
@@ -122,7 +123,7 @@ def form_smaller_group(rank: int, world_size: int, device: torch.device) -> bool
     if rank >= world_size:
         return False
     os.environ["WORLD_SIZE"] = str(world_size)
-    # more ranks than that on this machine would be read as another machine's
+    # a larger LOCAL_WORLD_SIZE would count as ranks of another machine
     os.environ["LOCAL_WORLD_SIZE"] = str(min(world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))))
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world_size, is_master=rank == 0)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world_size,
@@ -131,23 +132,23 @@ def form_smaller_group(rank: int, world_size: int, device: torch.device) -> bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check, and print a table on rank 0; 1 if a check fails."""
+    """Run the checks and print a table on rank 0. Exit code 1 if a check fails."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: gloo and small sizes")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu uses gloo and small sizes")
     args = parser.parse_args(argv)
     N = int(os.environ.get("WORLD_SIZE", 1))
     if N < 2 or N & (N - 1):
-        raise ValueError(f"dev.nccl_check: started as {N} process(es), expected 2, 4, 8 or another power of two; "
-                         "start it with torchrun --standalone --nproc_per_node=N -m dev.nccl_check")
+        raise ValueError(f"dev.nccl_check: started as {N} process(es), expected 2, 4, 8 or another power of two; start "
+                         "it with torchrun --standalone --nproc_per_node=N -m dev.nccl_check")
     _, rank, _, _, device = compute_init(args.device, deterministic=True, timeout_s=120)
     tiny = device.type == "cpu"
     rows: list[tuple[str, str, str, str]] = []
 
-    def add(check: str, of: str, bad: Sequence[int]) -> None:
-        rows.append((check, of, ", ".join(map(str, bad)), "FAILS" if bad else "good"))
+    def add(check: str, case: str, bad: Sequence[int]) -> None:
+        rows.append((check, case, ", ".join(map(str, bad)), "FAILS" if bad else "good"))
 
-    for check, of, right in checks_on_all(rank, N, device, tiny):
-        add(check, of, [r for r, its in enumerate(gather_all(right)) if not its])
+    for check, case, right in checks_on_all(rank, N, device, tiny):
+        add(check, case, [r for r, its in enumerate(gather_all(right)) if not its])
     first, second = (train(N, rank, N, device, tiny) for _ in range(2))
     add("steps", f"twice on {N} processes", [r for r, its in enumerate(gather_all(first == second)) if not its])
     if form_smaller_group(rank, N // 2, device):
@@ -157,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank > 0:
         return 0
     print(*(f"{name:13s} {value}" for name, value in versions(device).items()), "", sep="\n")
-    print(*table(("check", "of", "ranks that differ", "verdict"), rows), sep="\n")
+    print(*table(("check", "case", "ranks that differ", "verdict"), rows), sep="\n")
     return int(any(row[-1] == "FAILS" for row in rows))
 
 

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Run a training command again and again until its run is completed, is halted, or fails too often without progress.
+# Restart a training command until its run is completed, is halted, or fails too often without progress.
 #
 #   bash dev/run_until_done.sh d12 python -m scripts.base_train --depth=12
 #   bash dev/run_until_done.sh d24 torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \
 #       -m scripts.base_train -- --depth=24 --save-every=1000
 #
-# The first word is the run (a model tag or a run directory). The rest is the command, which goes on with the run when
-# it is started again, as scripts.base_train does. What it exits with does not count (torchrun makes 1 of all codes):
-# scripts.status --exit-code is asked. A signal is passed on as SIGTERM; the command saves, then the loop ends.
+# The first word is the run (a model tag or a run directory). The rest is a command that resumes the run when it is
+# started again, as scripts.base_train does. Its exit code is ignored, because torchrun turns every error code into 1:
+# scripts.status --exit-code reports the state of the run. Signals are forwarded as SIGTERM: the command saves, then the
+# loop ends.
 #
-# Exit codes: 0 completed; 3 halted, a person must decide; 10 stopped by a signal or scripts.stop, the same again
-# goes on; 1 failed (or stopped before a new checkpoint) MAX_FAILURES times in a row.
-# Cost and hardware, GPU or CPU: those of the command. Duration: until the run ends, and waits after failures.
+# Exit codes: 0 completed; 3 halted, a person must decide; 10 stopped by a signal or scripts.stop: the same command
+# resumes the run; 1 failed, or stopped before a new checkpoint, MAX_FAILURES times in a row.
+# Cost and hardware, GPU or CPU: those of the command. Duration: until the run ends, plus pauses after failures.
 set -euo pipefail
 
 MAX_FAILURES="${MAX_FAILURES:-3}" # in a row, without a new checkpoint
-PAUSE_S="${PAUSE_S:-10}"          # after the first failure; twice as long after each further one
+PAUSE_S="${PAUSE_S:-10}"          # after the first failure; doubles with each further one
 PYTHON="${PYTHON:-python}"
 
 if (($# < 2)); then
@@ -27,15 +28,15 @@ shift
 
 child=
 signalled=
-pass_on() { # a signal that this script got; SIGTERM is what every command and torchrun understand
+forward() { # signal: send SIGTERM, which every command and torchrun understand, to the command
     signalled=$1
     [[ -z "$child" ]] || kill -TERM "$child" 2>/dev/null || true
 }
 for name in TERM INT HUP USR1 USR2; do
-    trap "pass_on SIG$name" "$name"
+    trap "forward SIG$name" "$name"
 done
 
-await() { # a background command's exit code; a signal interrupts `wait`
+await() { # pid: wait for a background command and return its exit code; a signal interrupts `wait`
     local code=0
     while true; do
         code=0
@@ -48,7 +49,7 @@ say() {
     echo "run_until_done: $*" >&2
 }
 
-look() { # sets exit_code, run_dir, state, reason, checkpoint: empty where the run has no state yet
+read_status() { # set exit_code, run_dir, state, reason, checkpoint: empty if the run has no state yet
     local json
     exit_code=0
     json=$("$PYTHON" -m scripts.status "$RUN" --json --exit-code) || exit_code=$?
@@ -59,17 +60,17 @@ for name in ("run", "status", "reason", "checkpoint"):
     run_dir=${fields[0]:-} state=${fields[1]:-} reason=${fields[2]:-} checkpoint=${fields[3]:-}
 }
 
-look 2>/dev/null || true
+read_status 2>/dev/null || true
 before=$checkpoint
 failures=0
 while true; do
     "$@" &
     child=$!
-    [[ -z "$signalled" ]] || pass_on "$signalled" # it came before there was a child to pass it on to
+    [[ -z "$signalled" ]] || forward "$signalled" # it came before the child existed
     code=0
     await "$child" || code=$?
     child=
-    look
+    read_status
     say "exit code $code; $RUN is ${state:-unknown}${reason:+ ($reason)}, checkpoint ${checkpoint:-none}"
     case "$exit_code" in
         0 | 3) exit "$exit_code" ;;

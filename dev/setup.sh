@@ -1,34 +1,35 @@
 #!/usr/bin/env bash
-# Make .venv ready: Python 3.11 or newer, torch, the other dependencies, the tools of the tests.
+# Set up .venv: Python 3.11 or newer, torch, the other dependencies, and the test tools.
 #
 #   bash dev/setup.sh
 #
 # Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second when nothing
-# changed. The stamp in .venv holds what was installed: pyproject.toml, word for word, and Python's version. It goes
-# before an install and comes back after it, so an interrupted one is done again. Versions stand in pyproject.toml; uv.lock
-# has those of what these need. Where uv is installed it makes .venv, by uv.lock, and brings a Python if need be; else pip
-# does, and one that pip made stays pip's. Their own settings are honoured (PIP_INDEX_URL, UV_DEFAULT_INDEX, ...).
-# UV=no leaves uv out, as for another build of torch, which pip finds by PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL.
-# PYTHON=/path/to/python picks an interpreter. TORCH=installed takes, by pip, the torch that it has, 2.11 or newer, with
-# whatever else is installed there; it may be of a venv itself.
+# changed. A stamp in .venv records what is installed: the whole of pyproject.toml, and Python's version. It is deleted
+# before an install and written after it, so an interrupted install is repeated. pyproject.toml pins the direct
+# dependencies, uv.lock also theirs. If uv is installed, it creates .venv from uv.lock and fetches a Python if needed;
+# otherwise pip does. A .venv that pip created stays with pip. The tools' own settings apply (PIP_INDEX_URL,
+# UV_DEFAULT_INDEX, ...).
+# UV=no uses pip even if uv exists, for example for another build of torch (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
+# PYTHON=/path/to/python picks an interpreter, which may belong to a venv. TORCH=installed uses its torch (2.11 or
+# newer) and its other packages.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.setup-stamp
-if grep -qs 'include-system-site-packages = true' .venv/pyvenv.cfg; then TORCH=installed; fi # it was made for that
+if grep -qs 'include-system-site-packages = true' .venv/pyvenv.cfg; then TORCH=installed; fi # created that way
 
 wanted_stamp() {
     if [[ "${TORCH:-}" == installed ]]; then echo "torch: installed"; fi
     .venv/bin/python -V && cat pyproject.toml
 }
 
-check_torch() { # of the interpreter $1
+check_torch() { # interpreter: fail unless it has torch 2.11 or newer
     "$1" - <<'PY'
 import sys
 try:
     import torch
 except ImportError:
-    sys.exit(f"setup: TORCH=installed: {sys.executable} has no torch; name one that has: PYTHON=/path/to/python")
+    sys.exit(f"setup: TORCH=installed: {sys.executable} has no torch; choose one that has: PYTHON=/path/to/python")
 if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
     sys.exit(f"setup: TORCH=installed: {sys.executable} has torch {torch.__version__}, expected 2.11 or newer")
 PY
@@ -43,7 +44,7 @@ find_python() {
         fi
         if [[ -n "${PYTHON:-}" ]]; then break; fi
     done
-    echo "setup: ${PYTHON:-python3} is not Python 3.11 or newer; install one, or name one: PYTHON=/path/to/python" >&2
+    echo "setup: ${PYTHON:-python3} is not Python 3.11 or newer; install one, or choose one: PYTHON=/path/to/python" >&2
     return 1
 }
 
@@ -61,14 +62,14 @@ for name, requirements in lines.items():
 PY
 }
 
-show_progress() { # what is installed, and the file of its output: its last line, every ten seconds
+show_progress() { # name, output file: print the last line of the output every ten seconds
     local began=$SECONDS
     while sleep "${SETUP_PROGRESS_S:-10}" >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
         printf 'setup: installing %s, %d s: %.100s\n' "$1" $((SECONDS - began)) "$(tail -n 1 "$2")"
     done
 }
 
-quietly() { # what is installed, and the command; its output is shown if it fails
+quietly() { # name, command: run the command, and print its output only if it fails
     local what=$1 output code=0 progress
     shift
     output=$(mktemp)
@@ -79,7 +80,7 @@ quietly() { # what is installed, and the command; its output is shown if it fail
     wait "$progress" 2>/dev/null || true
     if [[ $code != 0 ]]; then
         cat "$output" >&2
-        echo "setup: could not install $what; run this again when that is mended" >&2
+        echo "setup: could not install $what; fix the cause and run this again" >&2
     fi
     rm -f "$output"
     return "$code"
@@ -99,11 +100,11 @@ if [[ -f "$stamp" ]] && wanted_stamp 2>/dev/null | cmp -s - "$stamp"; then
     exit 0
 fi
 rm -f "$stamp"
-made_by_pip=yes # or by nobody, or half made, or its Python is gone: then either may make it anew
+made_by_pip=yes # unless .venv is missing, incomplete or without its Python: then uv or pip may create it
 .venv/bin/python -m pip --version >/dev/null 2>&1 || made_by_pip=
 if [[ -z "$made_by_pip" && "${UV:-}" != no && "${TORCH:-}" != installed ]] && command -v uv >/dev/null; then
     echo "setup: installing the packages of uv.lock into .venv with $(uv --version) (minutes, the first time)"
-    quietly uv.lock uv sync --inexact --extra dev ${PYTHON:+--python "$PYTHON"} # what else is in .venv stays
+    quietly uv.lock uv sync --inexact --extra dev ${PYTHON:+--python "$PYTHON"} # keeps other packages in .venv
     finished
 fi
 if [[ -z "$made_by_pip" ]]; then
@@ -113,9 +114,9 @@ if [[ -z "$made_by_pip" ]]; then
         check_torch "$python"
         site=--system-site-packages
     fi
-    echo "setup: making .venv with $("$python" -V)"
+    echo "setup: creating .venv with $("$python" -V)"
     "$python" -m venv --clear $site .venv
-    if [[ -n "$site" ]]; then # of an interpreter in a venv, .venv would only see what that one is made from
+    if [[ -n "$site" ]]; then # if the interpreter is in a venv, .venv would not see that venv's packages
         "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
             >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/installed.pth"
     fi
@@ -125,7 +126,7 @@ echo "setup: installing the packages of pyproject.toml into .venv (minutes, the 
 if [[ "${TORCH:-}" == installed ]]; then
     check_torch .venv/bin/python
 else
-    install .venv/requirements-torch.txt # alone, so that nothing else decides which build of it comes
+    install .venv/requirements-torch.txt # first, so that no other package decides which build is installed
 fi
 install .venv/requirements-rest.txt
 finished

@@ -1,5 +1,5 @@
-# What the sweeps of this folder share; sourced by them. NANOCHAT_BASE_DIR, NPROC_PER_NODE, WANDB_RUN, DEVICE_BATCH_SIZE,
-# CORE, TINY and DRY_RUN are explained there.
+# Sourced by the sweeps in this folder. Their heads explain NANOCHAT_BASE_DIR, NPROC_PER_NODE, WANDB_RUN,
+# DEVICE_BATCH_SIZE, CORE, TINY and DRY_RUN.
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}"
@@ -7,12 +7,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 TINY="${TINY:-}"
 NPROC_PER_NODE="${NPROC_PER_NODE:-$(if [[ -n "$TINY" ]]; then echo 1; else echo 8; fi)}"
 
-run() { # command: show it, and run it unless DRY_RUN is set
+run() { # command: print it, and run it unless DRY_RUN is set
     echo "$*"
     if [[ -z "${DRY_RUN:-}" ]]; then "$@"; fi
 }
 
-on_all_gpus() { # module, flags: with torchrun where there are several processes
+on_all_gpus() { # module, flags: run it, with torchrun if there are several processes
     local module="$1"
     shift
     if [[ "$NPROC_PER_NODE" == 1 ]]; then
@@ -28,14 +28,14 @@ if [[ -n "$TINY" ]]; then
     [[ -f "$data/sample_corpus.json" ]] || run python -m dev.make_sample_corpus --output-dir="$data"
     [[ -f "$tokenizer/tokenizer.json" ]] ||
         run python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=1024
-    # rates are four times the usual ones, which are for long runs
+    # learning rates are four times the defaults, which are for long runs
     MODEL=(--data-path="$data" --tokenizer="$tokenizer" --aspect-ratio=16 --head-dim=16 --max-seq-len=128
         --total-batch-size=2048 --device-batch-size=16 --warmup-steps=10 --matrix-lr=0.08 --embedding-lr=1.2
         --unembedding-lr=0.03 --long-docs=split --overlap=16 --tokenizer-threads=1 --eval-every=1000 --eval-tokens=32768
         --sample-every=-1 --save-every=50 --keep-last-k=1 --device-type=cpu)
 fi
 
-train() { # tag, flags: a finished run says so at once, an unfinished one goes on from its newest checkpoint
+train() { # tag, flags: start a run, or resume it from its newest checkpoint; a finished run is left as it is
     local tag="$1"
     shift
     if [[ -n "${DEVICE_BATCH_SIZE:-}" ]]; then set -- "$@" --device-batch-size="$DEVICE_BATCH_SIZE"; fi

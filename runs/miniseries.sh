@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# A miniseries: one model of each depth at one ratio of tokens to parameters, a CSV of all, power laws and pictures.
-# One box of 8 H100s: depths 6 to 20 at 12 tokens a parameter cost 3.2e19 FLOPs together, half of them depth 20; by
-# arithmetic about 3 hours at 40 % utilization. With TINY=1 2 CPU cores, no network, under 8 minutes.
+# A miniseries: models of several depths at one ratio of tokens to parameters, then a CSV, power laws and plots.
+# Cost: depths 6 to 20 at 12 tokens per parameter take 3.2e19 FLOPs, half of them for depth 20: an estimated 3 hours on
+# 8 H100s at 40 % utilization. TINY=1 runs on 2 CPU cores without a network in under 8 minutes.
 #
 #   bash runs/miniseries.sh                      # or with a name: bash runs/miniseries.sh jan11
 #   DEPTHS="6 8 10" RATIO=20 bash runs/miniseries.sh chinchilla
-#   TINY=1 bash runs/miniseries.sh               # the same on a CPU, with sizes that fit it
+#   TINY=1 bash runs/miniseries.sh               # small models on a CPU
 #   DRY_RUN=1 bash runs/miniseries.sh            # print the commands, run nothing
 #   NPROC_PER_NODE=1 DEVICE_BATCH_SIZE=16 WANDB_RUN=mine CORE=1 bash runs/miniseries.sh
 #
-# Before it: data and tokenizer, as the first stages of speedrun.sh make them. Run it again at any time: finished runs
-# are reused, an unfinished one goes on. Everything is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat): the runs
-# NAME_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two pictures.
+# Needs data and a tokenizer from the first stages of speedrun.sh. You can run it again at any time: it reuses finished
+# runs and resumes unfinished ones. All output is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat): the runs
+# NAME_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two plots.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

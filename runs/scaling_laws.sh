@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Scaling laws: models of several depths for each budget of FLOPs, the best size of each budget, power laws, pictures.
-# One box of 8 H100s: the four budgets times six depths cost 1.1e20 FLOPs, by arithmetic about 9 hours at 40 %
-# utilization. With TINY=1 2 CPU cores, no network, under 8 minutes.
+# Scaling laws: models of several depths for each budget of FLOPs, then the best size per budget, power laws and plots.
+# Cost: four budgets times six depths take 1.1e20 FLOPs: an estimated 9 hours on 8 H100s at 40 % utilization. TINY=1
+# runs on 2 CPU cores without a network in under 8 minutes.
 #
 #   bash runs/scaling_laws.sh                    # or with a name: bash runs/scaling_laws.sh jan26
 #   FLOPS="1e18 3e18" DEPTHS="8 10 12 14" bash runs/scaling_laws.sh
-#   TINY=1 bash runs/scaling_laws.sh             # the same on a CPU, with sizes that fit it
+#   TINY=1 bash runs/scaling_laws.sh             # small models on a CPU
 #   DRY_RUN=1 bash runs/scaling_laws.sh          # print the commands, run nothing
 #   NPROC_PER_NODE=1 DEVICE_BATCH_SIZE=16 WANDB_RUN=mine CORE=1 bash runs/scaling_laws.sh
 #
-# Before it: data and tokenizer, as the first stages of speedrun.sh make them. Run it again at any time: finished runs
-# are reused, an unfinished one goes on. Everything is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat): the runs
-# NAME_<FLOPs>_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two pictures.
+# Needs data and a tokenizer from the first stages of speedrun.sh. You can run it again at any time: it reuses finished
+# runs and resumes unfinished ones. All output is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat): the runs
+# NAME_<FLOPs>_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two plots.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

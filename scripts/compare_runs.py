@@ -1,27 +1,27 @@
 """
-Compare two runs, and say whether they are equal to the bit or where they part:
+Compare two runs: are they equal to the bit, and if not, where do they diverge?
 
-    python -m scripts.compare_runs d12 d12-again               # tags or run directories
-    python -m scripts.compare_runs d12@1000 d12-again@1000     # one checkpoint each, or their paths
-    python -m scripts.compare_runs d12 d24 --tensors           # and every tensor that differs
+    python -m scripts.compare_runs mine@50 mine@100         # two checkpoints, or their paths
+    python -m scripts.compare_runs d12 d12-again            # names or folders of runs
+    python -m scripts.compare_runs d12 d24 --tensors        # list every tensor that differs
 
-What both runs have is compared; what only one of them has is mentioned. Averaged and imported weights
-come without a state of the optimizer: then the rest is compared. Things part in this order:
+Only parts that both runs have are compared: averaged and imported weights, for example, have no optimizer state. Runs
+diverge in this order, and each kind of difference has typical causes:
 
-    data           digests, counts of tokens, kept cursors         other data, seed or stream
-    steps          losses, learning rates, gradients, validation   other settings or additions
+    data           digests, token counts, cursors                  other data, seed or stream
+    steps          losses, learning rates, gradients, validation   other settings or order of additions
     checkpoints    architecture, cursors, weights, optimizer       follows from the steps
 
     step         0    1    2    3         digests      = = = =     same data
-    losses a   5.1  4.9  4.7  4.6         losses       = = # #     part at step 2
+    losses a   5.1  4.9  4.7  4.6         losses       = = # #     differ from step 2 on
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, not after 4
 
-Each of these is a plain state, a nest of dicts and lists, and one function compares them all leaf
-by leaf. Step k of a log makes k steps k + 1; checkpoint k is taken after k steps. Of two different
-experiments a table shows loss and bits per byte at the same numbers of tokens.
+Each of these is a plain state of nested dicts and lists, and one function compares them leaf by leaf. Step k of a log
+is the step after k steps; checkpoint k is taken after k steps. For two different experiments, a table shows loss and
+bits per byte at the same numbers of tokens.
 
-**Equal** means equal bits; of what differs it is said by how much. The exit code is 0 if all that both
-have is equal, else 1: also where only the files differ that the same rows came from, as text and its shards.
+**Equal** means equal bits; for everything else the size of the difference is printed. The exit code is 0 if everything
+that both runs have is equal, else 1, also if only the files differ that the same rows came from (text and its shards).
 """
 
 import argparse
@@ -48,25 +48,25 @@ from nanochat.common import show, table
 from nanochat.run_dir import find_run, is_step, read_cursors
 from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 
-DATA = {"digest": "digests", "tokens": "counts of tokens", "cursors": "cursors"}
+DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
           "bpb": "validation results", "buckets": "validation results"}
 SMOOTH = "smooth_loss"
-WIDEST = 50  # characters of a setting that are shown
-TABLE_ROWS = 8  # of the table of two experiments, about
+WIDEST = 50  # characters shown of a setting
+TABLE_ROWS = 8  # about as many rows as the table of two experiments has
 
 
 # ---- two states ---------------------------------------------------------------------------------
 
 class Gap(NamedTuple):
-    """A leaf that differs: where it is, and how in words."""
+    """A leaf that differs: its place, and the difference in words."""
 
     where: str
     text: str
 
 
 def difference(a: Any, b: Any) -> str | None:
-    """How two leaves differ, None where they are equal. A NaN equals itself."""
+    """How two leaves differ, None if they are equal. NaN equals NaN."""
     kinds = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
              for value in (a, b)]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and kinds[0] == kinds[1]:
@@ -80,7 +80,7 @@ def difference(a: Any, b: Any) -> str | None:
 
 
 def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """How two tensors of one type and shape differ, None where all bits are equal."""
+    """How two tensors of the same dtype and shape differ, None if all bits are equal."""
     x, y = a.reshape(-1), b.reshape(-1)
     raw = [flat.view(torch.uint8).reshape(-1, a.element_size()) for flat in (x, y)]
     differ = (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
@@ -89,8 +89,8 @@ def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
     apart = (x[differ].double() - y[differ].double()).abs().max().item()
     largest = max(flat.double().abs().max().item() for flat in (x, y))
     first = [int(i) for i in np.unravel_index(int(differ[0]), a.shape)]
-    return (f"{len(differ):,} of {a.numel():,} elements, the first at {first}; at most {apart:.3g} "
-            f"apart, the largest element is {largest:.3g}")
+    return (f"{len(differ):,} of {a.numel():,} elements differ, the first at {first}, by at most {apart:.3g}; the "
+            f"largest element is {largest:.3g}")
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -104,7 +104,7 @@ def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def compare_states(a: Any, b: Any) -> Iterator[Gap]:
-    """The differences of two plain states; a leaf that only one of them has is one."""
+    """The differences of two plain states, including leaves that only one of them has."""
     x, y = dict(leaves(a)), dict(leaves(b))
     for name in x | y:
         if name in x and name in y:
@@ -116,17 +116,17 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
 
 
 def of_files(gap: Gap) -> bool:
-    """Whether it is only the identity of the data's files, which cursors hold, that differs."""
+    """Whether only the identity of the data's files differs, which cursors contain."""
     return ".stream.data " in gap.where
 
 
-# ---- what a run holds ---------------------------------------------------------------------------
+# ---- the contents of a run ----------------------------------------------------------------------
 
 Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
 def read_series(run: RunReader, notes: list[str]) -> Series:
-    """What a run keeps of its steps: digests, tokens, losses, ... and the cursors of every save."""
+    """Everything that a run recorded about its steps: digests, tokens, losses, ..., and the cursors of every save."""
     series: Series = {}
     for step, path in run.cursor_files.items():
         try:
@@ -143,8 +143,8 @@ def read_series(run: RunReader, notes: list[str]) -> Series:
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All that a checkpoint holds but clocks, random numbers and wandb, as one plain state. Tensors
-    are mapped into memory, not read. Not every checkpoint has "optimizer" and "schedule"."""
+    """A checkpoint as one plain state, without clocks, random states and wandb's id. Tensors are memory-mapped, not
+    read. "optimizer" and "schedule" are optional."""
     more = {"optimizer": OPTIMIZER_NAME, "schedule": SCHEDULER_NAME}
     return {"architecture": checkpoint.model_config,
             "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
@@ -156,16 +156,17 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Side:
-    """What a name means: a run, or one checkpoint alone, whose run may be gone."""
+    """One side of the comparison: a run, or a single checkpoint, whose run may be gone."""
 
-    settings: dict[str, Any]  # that the run was started with; empty for a checkpoint alone
-    saved: dict[int, Path]  # the checkpoints, by step
+    settings: dict[str, Any]  # those that started the run; empty for a single checkpoint
+    saved: dict[int, Path]  # the checkpoints by step
     log: Series
-    about: str  # one line for people: what is there, and how the run ended
+    about: str  # one line to print: which steps and checkpoints exist, and how the run ended
 
 
 def open_side(name: str, notes: list[str]) -> Side:
-    """What a name means. FileNotFoundError and ValueError of `find_run`, `RunReader` and `find_checkpoint`."""
+    """The run or checkpoint of a name. FileNotFoundError and ValueError as `find_run`, `RunReader` and
+    `find_checkpoint` raise them."""
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
@@ -180,9 +181,9 @@ def open_side(name: str, notes: list[str]) -> Side:
         except (OSError, ValueError) as e:
             notes.append(f"skipped: {e}")
     saved = dict(sorted(saved.items()))
-    about = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}" if run.steps else "no step"
+    steps = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}" if run.steps else "no steps"
     end = (run.launches[-1].end if run.launches else "") or "unfinished"
-    about += f" in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
+    about = f"{steps} in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
     return Side(run.config, saved, read_series(run, notes), f"{name}: {about}")
 
 
@@ -190,7 +191,7 @@ def open_side(name: str, notes: list[str]) -> Side:
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that both sides have: in how many places it was compared, and where it differs."""
+    """A series or checkpoint that both sides have: how many values were compared, and which differ."""
 
     kind: str  # data, steps or checkpoint
     name: str
@@ -198,17 +199,16 @@ class Part:
     gaps: list[Gap]
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line to print."""
         if not self.gaps:
             return f"{self.name}: {self.compared:,} equal"
-        first, verb = self.gaps[0], "parts in" if self.kind == "checkpoint" else "part at"
+        first, verb = self.gaps[0], "differs in" if self.kind == "checkpoint" else "differ first at"
         return f"{self.name} {verb} {first.where}: {first.text}; {len(self.gaps):,} of {self.compared:,} differ"
 
 
 def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
-    """Everything that both sides have, the data first. Of a step of a series the first difference
-    counts; two checkpoints alone are compared whatever their steps. ValueError where both sides
-    have nothing in common."""
+    """Everything that both sides have, the data first. A step of a series counts once, with its first difference. Two
+    single checkpoints are compared even if their steps differ. ValueError if the sides have nothing in common."""
     parts: list[Part] = []
     for name in SERIES | a.log:
         common = sorted(a.log.get(name, {}).keys() & b.log.get(name, {}).keys())
@@ -225,40 +225,40 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
         try:
             one = contents(load_checkpoint(a.saved[first]))
             other = contents(load_checkpoint(b.saved[second]))
-        except (OSError, ValueError) as e:  # damaged, or deleted meanwhile by a run at work
+        except (OSError, ValueError) as e:  # corrupt, or just deleted by an active run
             notes.append(f"skipped: {e}")
             continue
-        name = f"checkpoint {first}" + (f" and {second}" if second != first else "")
+        name = f"checkpoint {first}" + (f" (against {second})" if second != first else "")
         shared = one.keys() & other.keys()
         if "optimizer" not in shared:
-            notes.append(f"{name}: there is no optimizer state to compare, only weights and data")
+            notes.append(f"{name}: one side has no optimizer state; only weights and data are compared")
         one, other = ({k: v for k, v in state.items() if k in shared} for state in (one, other))
         gaps = list(compare_states(one, other))
         parts.append(Part("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps))
     if not parts:
-        nothing = "nothing to compare: no step of the logs and no checkpoint is common"
+        nothing = "nothing to compare: the two have no step of the log and no checkpoint in common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))
     return parts
 
 
 def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
-    """(whether all is equal, a sentence: equal in how much, or what parts first)."""
-    damaged = sum(note.startswith("skipped") for note in notes)
-    end = f"; {damaged} damaged file(s) skipped" if damaged else ""
+    """(whether all is equal, a sentence: how much is equal, or which difference comes first)."""
+    corrupt = sum(note.startswith("skipped") for note in notes)
+    end = f"; {corrupt} corrupt file(s) skipped" if corrupt else ""
     if parts[0].name == "digests" and {of_files(gap) for part in parts for gap in part.gaps} == {True}:
-        return False, "the same rows from other files: but for what cursors say of the files, all is equal" + end
+        return False, "the same rows from other files: everything is equal except the files that cursors name" + end
     for part in parts:
-        if part.gaps:  # and all before it are equal, the data first
+        if part.gaps:  # all parts before this one are equal
             same = "same data; " * (parts[0].kind == "data" and part.kind != "data")
             return False, same + part.describe() + end
-    much = [f"{p.compared:,} {p.name}" for p in parts if p.name in ("digests", "losses")]
-    much += [f"{p.name} ({p.compared:,} values)" for p in parts if p.kind == "checkpoint"]
-    return True, f"equal bit for bit: {', '.join(much)}{end}"
+    equal = [f"{p.compared:,} {p.name}" for p in parts if p.name in ("digests", "losses")]
+    equal += [f"{p.name} ({p.compared:,} values)" for p in parts if p.kind == "checkpoint"]
+    return True, f"equal bit for bit: {', '.join(equal)}{end}"
 
 
 def explain_left_out(names: Sequence[str], step: int) -> str:
-    """A sentence for two runs of which at least one has --without-documents, and whose digests first differ at `step`:
-    whether the rows of that step have a document that only one of them leaves out. "" for other runs."""
+    """A sentence for two runs with different lists of --without-documents, whose digests first differ at `step`:
+    whether that step has a document that only one of them leaves out. "" for other runs."""
     runs = [find_run(name) for name in names]
     lists = [RunReader(run).listed() for run in runs]
     if lists[0] == lists[1]:
@@ -268,22 +268,22 @@ def explain_left_out(names: Sequence[str], step: int) -> str:
     opened = open_stream_of(runs[0])
     with opened.stream_at(step) as stream:
         for row in stream.next_rows(opened.rows_per_lane):
-            for place in describe(opened, row):
+            for place in describe(opened, stream, row):
                 sides = [listed.get(place["file"], []) for listed in lists]
                 left_out = [rows is None or place["document"] in rows for rows in sides]
                 if left_out[0] != left_out[1]:
                     return (f"as expected: step {step} is the first with a document that {names[left_out[1]]} leaves "
                             f"out ({place['file']}:{place['document']})")
-    return (f"not as expected: they part at step {step}, whose rows have no document that only one of them leaves "
+    return (f"unexpected: no row of step {step}, where they first differ, has a document that only one of them leaves "
             f"out, so something else differs")
 
 
 # ---- the command --------------------------------------------------------------------------------
 
 def curve(log: Series, name: str) -> dict[int, float]:
-    """{tokens trained on: value} of losses ("loss", smoothed) or of validation results ("bpb")."""
+    """{tokens trained on: value} of the smoothed loss ("loss") or of validation results ("bpb")."""
     values = log.get(name, {})
-    if name == "loss":  # of a step, and so reached with the tokens after it
+    if name == "loss":  # the loss of step s is known after s + 1 steps
         values = {step + 1: value for step, value in log.get(SMOOTH, values).items()}
     tokens = {0: 0} | {step + 1: count for step, count in log.get("tokens", {}).items()}
     return {tokens[step]: value for step, value in sorted(values.items())
@@ -291,9 +291,8 @@ def curve(log: Series, name: str) -> dict[int, float]:
 
 
 def same_tokens(a: Series, b: Series) -> list[list[Any]]:
-    """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have
-    reached: those at which either was evaluated, and the last. Between two measurements the line
-    that joins them is read."""
+    """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have reached: those at
+    which either was evaluated, and the last one. Values between two measurements are interpolated."""
     curves = [curve(log, name) for name in ("loss", "bpb") for log in (a, b)]
     if not (curves[0] and curves[1]):
         return []
@@ -308,14 +307,14 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("a", help="tag or run directory, or a checkpoint: TAG@STEP or its path")
-    parser.add_argument("b", help="the same")
-    parser.add_argument("--tensors", action="store_true", help="list all that differs in checkpoints")
+    parser.add_argument("a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path")
+    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("--tensors", action="store_true", help="list everything that differs in checkpoints")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print; 1 if something differs. ValueError, FileNotFoundError for bad input."""
+    """Compare and print. Exit code 1 if something differs. ValueError and FileNotFoundError for bad input."""
     args = parse_args(argv)
     setup_logging()
     notes: list[str] = []
@@ -329,9 +328,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [[show(value)[:WIDEST] for value in row] for row in differ]
         print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
         one, other = (side.log.get("digest", {}) for side in (a, b))
-        parted = [step for step in sorted(one.keys() & other.keys()) if one[step] != other[step]]
-        if parted and (explained := explain_left_out((args.a, args.b), parted[0])):
-            print("", explained, sep="\n")
+        first = next((step for step in sorted(one.keys() & other.keys()) if one[step] != other[step]), None)
+        if first is not None and (sentence := explain_left_out((args.a, args.b), first)):
+            print("", sentence, sep="\n")
     if not equal and (rows := same_tokens(a.log, b.log)):
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
         print("", *table(header, rows), sep="\n")

@@ -1,13 +1,13 @@
 """
-List all commands, and run any of them by its name.
+List all commands, or run one of them by its name.
 
-    python -m scripts.help                      # every command, a line each
-    python -m scripts.help tok-shards           # what one of them takes
-    nanochat train --depth=12                   # after `pip install -e .`: as python -m scripts.base_train --depth=12
+    python -m scripts.help                      # every command in one line, grouped by purpose
+    python -m scripts.help tok-shards           # the help of one command
+    nanochat train --depth=12                   # after `pip install -e .`: python -m scripts.base_train --depth=12
     nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
-A command is a module of scripts/: its name with dashes, and the first sentence of its docstring is its line here.
-So a script that a fork adds is a command, too. Several processes are started by torchrun, with the module's name.
+Every module of scripts/ is a command, also one that a fork adds. Its name has dashes, and the first sentence of its
+docstring is its line in the list. To train on several processes, start the module with torchrun.
 """
 
 import ast
@@ -17,48 +17,69 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nanochat.cli import Parser, did_you_mean, run_main
-from nanochat.common import table
 
 SHORT = {"scripts.base_train": "train", "scripts.base_eval": "eval", "nanochat.dataset": "dataset"}
 SHELLS = ("bash", "zsh", "tcsh")
+GROUPS = {  # the commands by purpose, in the order of use
+    "Get data and a tokenizer": ["dataset", "tok-train", "tok-eval", "tok-shards", "convert-shards"],
+    "Train": ["validate", "train", "stop"],
+    "Watch runs": ["status", "page", "report"],
+    "Ask what a run saw, and check it": ["inspect-data", "compare-runs", "verify"],
+    "Evaluate and sample": ["eval", "sample", "infer-bench"],
+    "Export and share": ["export", "average", "receipt", "push-shards"],
+    "Run experiments": ["repeat", "sweep"],
+    "More": [],  # help, and commands that a fork adds
+}
 
 
 def commands() -> dict[str, str]:
-    """The module of each command by its name, in the order of names."""
-    modules = [f"scripts.{path.stem}" for path in Path(__file__).parent.glob("[!_]*.py")]
-    modules.append("nanochat.dataset")
-    return dict(sorted((SHORT.get(module, module.partition(".")[2].replace("_", "-")), module)
-                       for module in modules))
+    """{name: module} of all commands, sorted by name."""
+    modules = [f"scripts.{path.stem}" for path in Path(__file__).parent.glob("[!_]*.py")] + ["nanochat.dataset"]
+    return dict(sorted((SHORT.get(module, module.partition(".")[2].replace("_", "-")), module) for module in modules))
 
 
 def about(module: str) -> str:
-    """The first sentence of a module's docstring. It is read, not imported, which takes seconds."""
+    """The first sentence of a script's docstring. The file is only parsed: importing it may take seconds."""
+    if module == "nanochat.dataset":  # not a script: its docstring is about the module
+        return "Download shards of nanochat's data sets, and check those on disk"
     path = Path(__file__).parents[1] / (module.replace(".", "/") + ".py")
     paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].rstrip(".:")
 
 
-class _Made(Exception):
-    """Carries a command's parser out of it."""
+def list_commands() -> None:
+    """Print the commands by group, each with its sentence, and how to start one."""
+    known = commands()
+    grouped = {name for names in GROUPS.values() for name in names}
+    width = max(map(len, known)) + 2
+    for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
+        print(f"{group}:", *(f"  {name:{width}}{about(known[name])}" for name in names), "", sep="\n")
+    renamed = ", ".join(f"{name} is {module}" for module, name in SHORT.items())
+    print(f"python -m scripts.COMMAND --help shows examples and flags. In COMMAND, write _ for -;\n{renamed}.\n"
+          f"After `pip install -e .`: nanochat COMMAND --help. For jobs on clusters, see docs/clusters.md.")
+
+
+class _ParserReady(Exception):
+    """Carries a command's parser out of its `main`."""
 
 
 def parser_of(module: str) -> Parser:
-    """The parser of a command. It makes it when it starts, and is stopped where it would parse."""
+    """The parser of a command, which its `main` builds. `main` is stopped when it is about to parse."""
     def stop(parser: Parser, *_: object) -> None:
-        raise _Made(parser)
+        raise _ParserReady(parser)
 
     parse, Parser.parse_args = Parser.parse_args, stop  # type: ignore[method-assign, assignment]
     try:
         importlib.import_module(module).main([])
-    except _Made as e:
+    except _ParserReady as e:
         return e.args[0]
     finally:
         Parser.parse_args = parse  # type: ignore[method-assign]
     raise AssertionError(f"{module} parses no command line")
 
 
-def completion(asks: Parser, shell: str) -> str:
-    """What a shell reads to complete our commands, `completion` with its parser `asks` among them, and their flags.
+def completion(own: Parser, shell: str) -> str:
+    """The completion script for a shell: all commands and their flags, and `completion` itself, whose parser is `own`.
     ValueError without shtab."""
     try:
         import shtab
@@ -69,30 +90,27 @@ def completion(asks: Parser, shell: str) -> str:
     for name, module in commands().items():
         parents = [] if module == __spec__.name else [parser_of(module)]
         names.add_parser(name, help=about(module), parents=parents, add_help=False, conflict_handler="resolve")
-    names.add_parser("completion", help=asks.description, parents=[asks], add_help=False, conflict_handler="resolve")
+    names.add_parser("completion", help=own.description, parents=[own], add_help=False, conflict_handler="resolve")
     return shtab.complete(top, shell)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """List the commands, or run one. ValueError for a name that is none."""
+    """List the commands, or run one. ValueError for an unknown name."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["help"]
     known = commands()
     if name in ("help", "--help", "-h") and rest and not rest[0].startswith("-"):
         name, rest = rest[0], ["--help"]
     elif name in ("help", "--help", "-h"):
-        print("\n".join(table(["command", "what it does"], [[name, about(known[name])] for name in known])))
-        short = ", ".join(f"{name}: python -m {module}" for module, name in SHORT.items())
-        print("\nnanochat COMMAND --help says more. Without `pip install -e .` a command is\n"
-              f"python -m scripts.COMMAND, with _ for - ({short})")
+        list_commands()
         return 0
     if name == "completion":
-        parser = Parser(prog="nanochat completion", description="Print what a shell reads to complete commands.")
+        parser = Parser(prog="nanochat completion", description="Print a script that completes commands in a shell.")
         parser.add_argument("shell", choices=SHELLS)
         print(completion(parser, parser.parse_args(rest).shell))
         return 0
     if name not in known:
-        raise ValueError(f"nanochat {name}: there is no such command{did_you_mean(name, known)} "
-                         f"(all commands: python -m scripts.help)")
+        raise ValueError(f"nanochat {name}: unknown command{did_you_mean(name, known)} (all commands: "
+                         f"python -m scripts.help)")
     sys.argv = [f"nanochat {name}", *rest]
     return importlib.import_module(known[name]).main(rest)
 

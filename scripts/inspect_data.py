@@ -1,24 +1,23 @@
 """
-Show what data any step of a run sees: documents, digests, counts of tokens. No model, no GPU.
+Show the data of any step of a run: documents, digests, token counts. Loads no model and needs no GPU.
 
-    python -m scripts.inspect_data digest d12 --steps 0:100     # and compare with its log
-    python -m scripts.inspect_data digest --data-path DIR --depth 12 --steps 0:5 --world-size 8
-    python -m scripts.inspect_data rows d12 --step 1234 --row 7 --text
-    python -m scripts.inspect_data rows d12 --step 1234 --sort loss     # rows with the highest losses first
-    python -m scripts.inspect_data spikes d12                   # steps that stand out, and the rows behind them
-    python -m scripts.inspect_data find d12 --document web/0007.parquet:41    # or --text "some words"
-    python -m scripts.inspect_data ledger d12
-    python -m scripts.inspect_data rows d12.json --step 1234 --data-path DIR    # of a receipt (scripts.receipt)
+    python -m scripts.inspect_data rows mine --step=17 --text           # the documents in each row of step 17
+    python -m scripts.inspect_data rows mine --step=17 --sort=loss      # rows with the highest losses first
+    python -m scripts.inspect_data digest mine --steps=0:10             # recomputed and compared with the log
+    python -m scripts.inspect_data spikes mine                          # outlier steps, and the rows that caused them
+    python -m scripts.inspect_data find mine --document=shard_00000.parquet:41      # or --text="some words"
+    python -m scripts.inspect_data ledger mine                          # where every token went
+    python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run
+    python -m scripts.inspect_data rows mine.json --step=17 --data-path=mytext      # a receipt (scripts.receipt)
 
-A step s is the s-th optimizer step of a run, from 0. What stands before it is packed again from the
-nearest cursors that the run kept, so any step of a long run is near:
+Steps are optimizer steps, counted from 0. To show a step, the command restores the nearest saved cursors before it and
+packs the steps in between again, so any step of a long run takes seconds:
 
-    kept cursors:   0 . . . . . . 1000 . . . . . . 2000
-    step 1234:                     restore 1000, pack 234 steps, look
+    saved cursors:   0 . . . . . . 1000 . . . . . . 2000
+    step 1234:                     restore 1000, pack 234 steps, show the next one
 
-What the run has not come to yet is packed all the same. With flags of scripts.base_train in place of a
-run, the stream is the one that it would train on: so rows can be looked at before a long run. The digest
-of a step is the same for any number of ranks; with --world-size W each one's part of it is told.
+Steps that the run has not reached yet work too. With flags of scripts.base_train instead of a run, the command shows
+the stream that such a run would train on.
 """
 
 import argparse
@@ -50,25 +49,25 @@ from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.sources import RunData, Source
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
-from nanochat.stream import Cursor, Row, Stream, ledger, open_stream
+from nanochat.stream import Cursor, Stream, ledger, open_stream
 from scripts.receipt import open_receipt, read_receipt
 
 log = logging.getLogger(__name__)
 
-LINES = 40  # of the table of a step's documents
-DOCUMENTS = 20  # that hold a text and are named, at most
-STANDS_OUT = 4  # robust deviations above the steps before
-AROUND = 8  # steps before a spike whose rows show what is usual in a bucket
+LINES = 40  # documents of a step that the table shows
+DOCUMENTS = 20  # matches that --text shows
+OUTLIER = 4  # robust deviations above the preceding steps
+AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows of a spike, and documents of such a row, that are shown
-WORDS = 60  # characters of a document's beginning
+WORDS = 60  # characters shown of a document's beginning
 
 
 # ---- a stream that can be entered at any step ---------------------------------------------------
 
 @dataclass(frozen=True)
 class Opened:
-    """The stream of a run, or that of flags: then `run` has no directory. `begin`: the cursors
-    of step 0 if that is not the beginning of the data."""
+    """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory. `begin`: the cursors of
+    step 0 unless it is the beginning of the data."""
 
     run: RunReader
     data: RunData
@@ -82,8 +81,8 @@ class Opened:
 
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
-        """The stream of all lanes after `step` steps. A ValueError, also of what is read from it later,
-        names the kept cursors that it began with: they may be what is damaged."""
+        """The stream of all lanes after `step` steps. A ValueError, also one raised while the caller reads, names the
+        saved cursors that packing began with, because they may be the damaged part."""
         saved = self.run.nearest_cursors(step)
         done, cursors = saved or (0, self.begin)
         try:
@@ -97,30 +96,37 @@ class Opened:
 
 
 def open_named_stream(args: argparse.Namespace) -> Opened:
-    """The stream that the command line names. ValueError or FileNotFoundError if there is none."""
+    """The stream that the command line names. ValueError or FileNotFoundError if it names none."""
     settings = from_flags(args)
-    if args.run is not None and (receipt := Path(args.run)).suffix == ".json" and receipt.is_file():
-        if args.main in (show_spikes, show_find):
-            raise ValueError(f"{receipt}: a receipt has no log and no saves; name the run")
-        last = args.steps[-1] if "steps" in args else (args.step or 0) - (args.main is show_ledger)
-        return open_from_receipt(receipt, settings, last)
+    receipt = Path(args.run or "")
+    is_receipt = receipt.suffix == ".json" and receipt.is_file()
     given = [flag(name) for name in settings.differing() if name != "run"]
-    if args.run is None and given:
-        settings, tokenizer = command(settings, 1, "cpu")
-        settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # as of a new run
-        start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
-        run_dir, settings, config, begin = start.run_dir, start.settings, stream_config(start.settings), start.cursors
-    elif given:
-        raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own; leave out one or the other")
-    else:
+    if is_receipt or (given and args.run is None):
+        wants_run = "--sort=loss" if "sort" in args and args.sort else args.command
+        if wants_run in ("--sort=loss", "spikes", "find"):
+            raise ValueError(f"{wants_run}: it needs the log and the saves of a run; name a run instead of "
+                             f"{'a receipt' if is_receipt else 'flags'}")
+        if args.command == "ledger" and args.step is None:
+            raise ValueError("ledger: only a run has a newest save; give --step=N, the steps done")
+    if is_receipt:
+        last = args.steps[-1] if args.command == "digest" else args.step - (args.command == "ledger")
+        return open_from_receipt(receipt, settings, last)
+    if not given:
         return open_stream_of(find_run(args.run))
-    return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T, begin)
+    if args.run is not None:
+        raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own settings; give a run or flags, "
+                         f"not both")
+    settings, tokenizer = command(settings, 1, "cpu")
+    settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # that of a new run
+    start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
+    config = stream_config(start.settings)
+    return Opened(RunReader(start.run_dir), data, config, start.settings.total_batch_size // config.T, start.cursors)
 
 
 def open_from_receipt(path: Path, given: Settings, last: int = 0) -> Opened:
-    """The stream of a receipt, on the data and the tokenizer that flags name. ValueError for other flags, and if the
-    run has no step `last`."""
-    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # the last is no flag here
+    """The stream of a receipt, from the data and the tokenizer that the flags name. ValueError for other flags, and if
+    the run did not train step `last`."""
+    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # here, --run is not a flag
     if refused := [flag(name) for name in given.differing() if name not in allowed]:
         raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave that out")
     if given.data_path is None:
@@ -138,31 +144,31 @@ def open_stream_of(run_dir: Path) -> Opened:
     return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
 
 
-# ---- the commands -------------------------------------------------------------------------------
+def warn_untrained(opened: Opened, last: int) -> None:
+    """Warn if the run has not trained step `last` yet."""
+    trained = max(opened.run.digests, default=-1) + 1
+    if is_run_dir(opened.run.run_dir) and last >= trained:
+        log.warning("%s has trained %s steps; step %s lies ahead and is computed from the data",
+                    opened.run.run_dir, f"{trained:,}", f"{last:,}")
+
+
+# ---- digests ------------------------------------------------------------------------------------
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
-    """(step, the part of its digest that each of W ranks would have). ValueError where the data end before."""
+    """(step, [each rank's part of its digest]) for W ranks. ValueError if the data ends before the last step."""
     lanes = [StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
     with opened.stream_at(steps.start) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)
             if len(rows) < opened.rows_per_step:
-                raise ValueError(f"step {step}: the data end before it does")
+                raise ValueError(f"step {step}: the data runs out before it")
             digests = [row.digest(i) for i, row in enumerate(rows)]
             parts = [sum(digest for row, digest in zip(rows, digests) if row.lane in mine) for mine in lanes]
             yield step, [part % 2**64 for part in parts]
 
 
-def warn_untrained(opened: Opened, last: int) -> None:
-    """Warn if the run has not trained step `last` yet."""
-    trained = max(opened.run.digests, default=-1)
-    if is_run_dir(opened.run.run_dir) and last > trained:
-        log.warning("%s has trained %s steps, from 0: what is shown of step %s would come later, and is packed now",
-                    opened.run.run_dir, f"{trained + 1:,}", f"{last:,}")
-
-
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
-    """One JSON line per step; exit code 1 if the run's log has another digest."""
+    """Print one JSON line per step. Exit code 1 if the run logged another digest."""
     logged, wrong = opened.run.digests, []
     warn_untrained(opened, args.steps[-1])
     for step, parts in step_digests(opened, args.steps, args.ranks or 1):
@@ -174,21 +180,23 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
             wrong += [] if line["match"] else [step]
         print(json.dumps(line), flush=True)
     if wrong:
-        print(f"error: {opened.run.run_dir}: {len(wrong)} of {len(args.steps)} digests are not those "
-              f"that the run logged, first at step {wrong[0]}: code or data changed since it was "
-              f"there", file=sys.stderr)
+        print(f"error: {opened.run.run_dir}: {len(wrong)} of {len(args.steps)} digests differ from the log, first at "
+              f"step {wrong[0]}; the code or the data changed since the run trained it", file=sys.stderr)
     return EXIT_FAILED if wrong else 0
 
 
-def describe(opened: Opened, row: Row) -> list[dict[str, Any]]:
-    """Where each document of a row comes from. `start` and `stop` count the document's tokens, BOS
-    being token 0, `of` so many; a continuation has a BOS of its own in front, which is in `tokens`
-    but not in that range."""
+# ---- rows ---------------------------------------------------------------------------------------
+
+def describe(opened: Opened, stream: Any, row: Any) -> list[dict[str, Any]]:
+    """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and BOS as token 0, are
+    in the row from position `at` on. `tokens` also counts the BOS that is put in front of a continuation."""
+    if not isinstance(stream, Stream):  # Megatron's order
+        return stream.describe(row)
     source, at, documents = opened.data.train[row.bucket], 0, []
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
         [ids], _ = source.read(group, np.array([number]))
-        before = int(source.groups[group - local:group].sum())  # documents of its file before it
+        before = int(source.groups[group - local:group].sum())  # documents in the file's earlier groups
         inserted = int(start > 0 and opened.config.layout == "bestfit")
         off = 0 if row.live is None else int((row.live[at:at + length] == 0).sum())
         documents.append({"at": at, "tokens": length, "off": off, "file": name, "group": local,
@@ -198,65 +206,64 @@ def describe(opened: Opened, row: Row) -> list[dict[str, Any]]:
     return documents
 
 
-def documents_of(opened: Opened, stream: Any, row: Any) -> list[dict[str, Any]]:
-    """`describe`, in either order: Megatron's stream describes its own samples."""
-    return describe(opened, row) if isinstance(stream, Stream) else stream.describe(row)
-
-
 def row_means(run: RunReader, step: int) -> list[float | None]:
-    """The mean loss of the live targets of each row of a step; None for a row that has none. FileNotFoundError if the
-    run recorded none, ValueError if they are corrupt."""
+    """The mean loss over the live targets of each row of a step; None for a row without one. FileNotFoundError if the
+    run recorded none, ValueError if the record is corrupt."""
     return [float(total / targets) if targets else None for total, targets in zip(*run.row_losses.read(step))]
 
 
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
-    """The documents in each row of a step."""
+    """Print the documents in each row of a step."""
     if args.row is not None and args.row >= opened.rows_per_step:
-        raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to "
-                         f"{opened.rows_per_step - 1}")
-    losses: list[float | None] = []
-    if args.sort:
-        if not is_run_dir(opened.run.run_dir):
-            raise ValueError("--sort=loss: only a run that has trained has losses; name one instead of flags")
-        losses = row_means(opened.run, args.step)
+        raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to {opened.rows_per_step - 1}; name one")
+    losses = row_means(opened.run, args.step) if args.sort else []
     warn_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
-    texts: list[str] = []
+    texts: list[list[str]] = []  # the lines of each document's text
     with opened.stream_at(args.step) as stream:
         rows = list(enumerate(stream.next_rows(opened.rows_per_lane)))
-        if losses:  # rows without a loss last
+        if losses:  # rows without a loss come last
             rows.sort(key=lambda numbered: -math.inf if (x := losses[numbered[0]]) is None else x, reverse=True)
         for number, row in rows:
             if args.row not in (None, number):
                 continue
             head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index,
                     "bucket": row.bucket, **({"loss": losses[number]} if losses else {})}
-            documents = documents_of(opened, stream, row)
-            for document in documents:
-                tokens = row.tokens[document["at"]:document["at"] + document["tokens"]].tolist()
-                texts.append(opened.data.tokenizer.decode(tokens))
-                lines.append(head | document)
-                document |= {"text": texts[-1]} if args.text else {}
+            documents = describe(opened, stream, row)
+            lines += [head | document for document in documents]
+            for document in documents if args.text else ():
+                ids = row.tokens[document["at"]:document["at"] + document["tokens"]]
+                document["text"] = opened.data.tokenizer.decode(ids.tolist())
+                texts.append([visible(line) for line in document["text"].splitlines()])
             if args.json:
                 print(json.dumps({**head, "documents": documents}))
-    if not args.json:
-        heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
-        print(heading)
-        shown, of_text = (body[:LINES], 1) if args.row is None else (body, None)  # lines of a document's text
-        for line, text in zip(shown, texts):
-            print(line, *(map(visible, text.splitlines()[:of_text]) if args.text else ()), sep="\n    | ")
-        if args.row is None:
-            print(f"{len(shown)} of the step's {len(body):,} documents; --row=N shows all of a row, --json all of it")
-        print("at: the token of the row that it begins at; off: tokens not trained on; start, stop: which of the "
-              "document's tokens; of: how many it has")
+    if args.json:
+        return 0
+    heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
+    whole_row = args.row is not None
+    print(heading)
+    for i, line in enumerate(body if whole_row else body[:LINES]):
+        print(line, *(texts[i][:None if whole_row else 1] if args.text else ()), sep="\n    | ")
+    if not whole_row:
+        print(f"{min(LINES, len(body))} of the step's {len(body):,} documents; --row=N shows all of one row, --json "
+              f"everything")
+    print("at: position in the row; off: tokens without a loss; start, stop: which of the document's tokens; of: how "
+          "many it has")
     return 0
 
 
-# ---- steps that stand out ------------------------------------------------------------------------
+def first_words(opened: Opened, ids: np.ndarray) -> str:
+    """The beginning of a document, on one line."""
+    tokenizer = opened.data.tokenizer
+    ids = ids[:WORDS][ids[:WORDS] != tokenizer.get_bos_token_id()]
+    return " ".join(tokenizer.decode(ids.tolist()).split())[:WORDS]
+
+
+# ---- spikes --------------------------------------------------------------------------------------
 
 def deviations(values: np.ndarray) -> np.ndarray:
-    """How many robust deviations each value of a series lies above the median of the WINDOW values before it. NaN lies
-    infinitely high, and is not counted among those before; 0 where fewer than ENOUGH are known."""
+    """How many robust deviations each value lies above the median of the WINDOW values before it. NaN counts as
+    infinitely high, and is left out of later medians. 0 where fewer than ENOUGH values are known."""
     scores = np.zeros(len(values))
     for i in range(ENOUGH, len(values)):
         window = values[max(0, i - WINDOW):i]
@@ -270,10 +277,10 @@ def deviations(values: np.ndarray) -> np.ndarray:
 
 
 def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
-    """The rows of a step whose losses are highest above the median of their bucket in this step and those before."""
+    """The rows of a step whose losses are highest above their bucket's median in this step and those before."""
     usual: dict[str, list[float]] = {}
     worst: list[dict[str, Any]] = []
-    first = max(0, step - AROUND)
+    first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
         for at in range(first, step + 1):
             rows = stream.next_rows(opened.rows_per_lane)
@@ -293,37 +300,28 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
             line["documents"] = [
                 {"document": f"{place['file']}:{place['document']}", "start": place["start"], "stop": place["stop"],
                  "text": first_words(opened, row.tokens[place["at"]:place["at"] + place["tokens"]])}
-                for place in documents_of(opened, stream, row)]
+                for place in describe(opened, stream, row)]
     return worst
 
 
-def first_words(opened: Opened, ids: np.ndarray) -> str:
-    """The beginning of a document, in one line."""
-    tokenizer = opened.data.tokenizer
-    ids = ids[:WORDS][ids[:WORDS] != tokenizer.get_bos_token_id()]
-    return " ".join(tokenizer.decode(ids.tolist()).split())[:WORDS]
-
-
 def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
-    """The steps whose loss or gradient norm stands out, and the rows behind them."""
-    steps = named_run(opened, "spikes").steps
-    names = ("loss", "grad_norm")
+    """Print the steps whose loss or gradient norm is an outlier, and the rows behind them."""
+    steps, names = opened.run.steps, ("loss", "grad_norm")
     values = {name: np.array([step.get(name) for step in steps], float) for name in names}  # NaN for None
     scores = {name: deviations(values[name]) for name in names}
     height = np.maximum(scores["loss"], scores["grad_norm"])
-    chosen = [i for i in np.argsort(-height, kind="stable")[:args.top].tolist() if height[i] >= STANDS_OUT]
+    chosen = [i for i in np.argsort(-height, kind="stable")[:args.top].tolist() if height[i] >= OUTLIER]
     if not chosen and not args.json:
-        print(f"none of {len(steps):,} steps stands out: no loss and no gradient norm lies {STANDS_OUT} robust "
-              f"deviations above the median of the {WINDOW} steps before it")
+        print(f"no spike in {len(steps):,} steps: no loss and no gradient norm lies {OUTLIER} robust deviations above "
+              f"the median of the {WINDOW} steps before it")
     recorded = True
     for i in chosen:
         step, rows = steps[i]["step"], []
-        if recorded:
-            try:
-                rows = worst_rows(opened, step)
-            except FileNotFoundError as e:
-                log.warning("%s; so the rows behind spikes are not known", e)
-                recorded = False
+        try:
+            rows = worst_rows(opened, step) if recorded else []
+        except FileNotFoundError as e:
+            log.warning("%s; spikes are shown without their rows", e)
+            recorded = False
         figures = {name: steps[i].get(name) for name in names}
         above = {f"{name}_deviations": float(scores[name][i]) for name in names}
         if args.json:
@@ -331,10 +329,12 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
             continue
         print(f"step {step:,}: " + ", ".join(f"{name} {show(figures[name])} ({show(above[f'{name}_deviations'])} "
                                              f"deviations above the steps before)" for name in names))
-        lines = [[row[name] for name in ("row", "lane", "bucket", "loss", "above")] +
-                 ["; ".join(f"{d['document']} {d['text']}" for d in row["documents"][:WORST])
-                  + (f"; {len(row['documents']) - WORST} more" if len(row["documents"]) > WORST else "")]
-                 for row in rows]
+        lines = []
+        for row in rows:
+            shown = [f"{document['document']} {document['text']}" for document in row["documents"][:WORST]]
+            more = len(row["documents"]) - len(shown)
+            lines.append([*(row[name] for name in ("row", "lane", "bucket", "loss", "above")),
+                          "; ".join([*shown, f"{more} more"] if more else shown)])
         if lines:
             print(*table(["row", "lane", "bucket", "loss", "above its bucket", "documents"], lines), sep="\n")
     return 0
@@ -342,15 +342,8 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
 
 # ---- from a document to its steps ----------------------------------------------------------------
 
-def named_run(opened: Opened, command: str) -> RunReader:
-    """The run that a command needs. ValueError if flags stand in its place."""
-    if not is_run_dir(opened.run.run_dir):
-        raise ValueError(f"{command}: it reports on what a run has trained on; name a run instead of flags")
-    return opened.run
-
-
 def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
-    """What tells what became of a document of the training data, epoch by epoch."""
+    """The function that follows a training document through the run, epoch by epoch."""
     run, config, trained = opened.run, opened.config, opened.run.num_steps
     nearest = lru_cache(32)(lambda step: run.nearest_cursors(step) or (0, None))
     if isinstance(config, StreamConfig):
@@ -363,18 +356,18 @@ def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
                                           trained=trained)
 
 
-def fate(opened: Opened, found: Pass) -> str:
-    """What became of the tokens of a document that no row of the run has had, empty if it had all."""
-    lane = "" if found.lane is None else f" in lane {found.lane}"
-    if found.pending:
+def fate(opened: Opened, one_pass: Pass) -> str:
+    """Where the tokens are that no row has had, empty if rows had them all."""
+    lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
+    if one_pass.pending:
         return f"pending{lane}"
-    if found.expected is not None and math.isfinite(found.expected):
-        return f"expected around step {found.expected:,.0f}{lane}"
-    if found.expected is not None:
-        return f"not before the last step, {max(opened.run.num_steps, opened.run.horizon or 0) - 1:,}"
-    if found.cropped_after is not None:
-        return f"cropped after token {found.cropped_after:,}"
-    return "" if found.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
+    if one_pass.expected is not None and math.isfinite(one_pass.expected):
+        return f"expected around step {one_pass.expected:,.0f}{lane}"
+    if one_pass.expected is not None:
+        return f"not reached: the run ends with step {max(opened.run.num_steps, opened.run.horizon or 0) - 1:,}"
+    if one_pass.cropped_after is not None:
+        return f"cropped after token {one_pass.cropped_after:,}"
+    return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
 
 
 def is_left_out(source: Source, document: Document) -> bool:
@@ -383,8 +376,8 @@ def is_left_out(source: Source, document: Document) -> bool:
     return listed is not None and bool(listed[document.row])
 
 
-def wanted_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document]]:
-    """(split, document) of those that the command line asks for. ValueError if there is none."""
+def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document]]:
+    """(split, document) of those that --document or --text names. ValueError if it names none."""
     data = {"train": opened.data.train, "validation": opened.data.val}
     if args.document is not None:
         return [find_document(data, args.document)]
@@ -397,34 +390,33 @@ def wanted_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str
         raise ValueError(f"--text: {args.text!r} occurs in no document of the run's files; capitals, spaces and line "
                          f"breaks count")
     if len(documents) > DOCUMENTS:
-        log.warning("more than %d documents hold the text; these are the first %d", DOCUMENTS, DOCUMENTS)
+        log.warning("more than %d documents contain the text; showing the first %d", DOCUMENTS, DOCUMENTS)
+    if not args.json:
+        print(f"{visible(args.text)!r} is in {', '.join(visible(d.name) for _, d in documents[:DOCUMENTS])}")
     return documents[:DOCUMENTS]
 
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
-    """Every row and step that trained on tokens of a document, epoch by epoch."""
-    run, documents = named_run(opened, "find"), wanted_documents(opened, args)
-    if args.text and not args.json:
-        print(f"{visible(args.text)!r} is in {', '.join(visible(document.name) for _, document in documents)}")
+    """Print every row that trained on tokens of a document, epoch by epoch."""
     passes_of = tracer(opened)
 
     @lru_cache(None)
     def losses(step: int) -> list[float | None] | None:
         try:
-            return row_means(run, step)
+            return row_means(opened.run, step)
         except FileNotFoundError:
             return None
         except ValueError as e:
             log.warning("%s", e)
             return None
 
-    for split, document in documents:
+    for split, document in named_documents(opened, args):
         passes = []
-        for found in passes_of(document) if split == "train" else ():
+        for one_pass in passes_of(document) if split == "train" else ():
             uses = [{**use._asdict(), "loss": of_step[use.row] if (of_step := losses(use.step)) else None}
-                    for use in found.uses]
-            passes.append({**asdict(found), "uses": uses, "cropped_after": found.cropped_after,
-                           "fate": fate(opened, found)})
+                    for use in one_pass.uses]
+            passes.append({**asdict(one_pass), "uses": uses, "cropped_after": one_pass.cropped_after,
+                           "fate": fate(opened, one_pass)})
         source, text = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
         if document.group >= 0:
             text = first_words(opened, source.read(document.group, np.array([document.row]))[0][0])
@@ -435,25 +427,23 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             continue
         print(f"{visible(document.name)} ({document.bucket}): {visible(text)}")
         columns = ("epoch", "step", "row", "lane", "start", "stop", "loss")
-        lines = [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]
-        print(*(table(columns, lines) if lines else ()), sep="\n", end="\n" * bool(lines))
-        for said, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
+        if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
+            print(*table(columns, lines), sep="\n")
+        for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
             first, *more = (of_epoch["epoch"] for of_epoch in same)
-            if said:
-                print(f"epochs {first} to {more[-1]}: {said}" if more else f"epoch {first}: {said}")
+            if ending:
+                print(f"epochs {first} to {more[-1]}: {ending}" if more else f"epoch {first}: {ending}")
         if split != "train":
-            print("validation: the run never trains on it")
+            print("a validation document: the run never trains on it")
         elif is_left_out(source, document):
-            print("its targets are off (--without-documents): its rows were trained on without it")
+            print("its targets are off (--without-documents), so the model never learned to predict it")
         elif not passes:
-            print("the curriculum mixes nothing of its bucket")
+            print("the curriculum does not use its bucket")
     return 0
 
 
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
-    """The accounts after some steps; exit code 1 where they do not balance: that is a bug."""
-    if args.step is None and not is_run_dir(opened.run.run_dir):
-        raise ValueError("ledger: no run is named, whose newest save it could be of; give --step=N, the steps done")
+    """Print the ledger after some steps. Exit code 1 if it does not balance, which is a bug."""
     step = max(opened.run.cursor_files, default=0) if args.step is None else args.step
     with opened.stream_at(step) as stream:
         accounts = ledger(stream.cursors(), opened.config.T)
@@ -468,51 +458,49 @@ def span(text: str) -> range:
     """argparse type: A:B with 0 <= A < B."""
     first, _, stop = text.partition(":")
     if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, as 0:10")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, such as 0:10")
     return range(int(first), int(stop))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="digest|rows|spikes|find|ledger")
-    digest = commands.add_parser("digest", help="one JSON line a step: its batch digest")
-    digest.add_argument("--steps", type=span, required=True, metavar="A:B",
-                        help="steps A to B - 1, from 0")
+    commands = parser.add_subparsers(required=True, dest="command", metavar="rows|digest|spikes|find|ledger")
+    rows = commands.add_parser("rows", help="show the documents in each row of a step")
+    rows.add_argument("--step", type=whole(0), required=True, help="the step, counted from 0")
+    rows.add_argument("--row", type=whole(0), help="show only this row of the step, counted from 0")
+    rows.add_argument("--text", action="store_true", help="show the text of the documents: all of it with --row or "
+                      "--json, else the first line of each")
+    rows.add_argument("--sort", choices=["loss"], help="sort rows by their mean loss, highest first")
+    digest = commands.add_parser("digest", help="print the batch digest of each step as a JSON line")
+    digest.add_argument("--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, counted from 0")
     digest.add_argument("--world-size", dest="ranks", type=whole(1), metavar="W",
-                        help="add up W ranks' parts, and list them")
-    rows = commands.add_parser("rows", help="which documents are in each row of a step")
-    rows.add_argument("--step", type=whole(0), required=True, help="from 0")
-    rows.add_argument("--row", type=whole(0), help="only this row of the step, from 0")
-    rows.add_argument("--text", action="store_true", help="decode them, with control characters escaped; without "
-                      "--row or --json their first lines")
-    rows.add_argument("--json", action="store_true", help="one JSON line a row, of all rows, instead of a table")
-    rows.add_argument("--sort", choices=["loss"], help="rows by the mean loss of their live targets, highest first")
-    spikes = commands.add_parser("spikes", help="steps whose loss or gradient norm stands out, and the rows behind")
-    spikes.add_argument("--top", type=whole(1), default=5, metavar="N", help="at most N steps, the highest first")
-    spikes.add_argument("--json", action="store_true", help="one JSON line a step")
-    find = commands.add_parser("find", help="every row and step that trained on tokens of a document")
-    wanted = find.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--document", metavar="FILE:ROW", help="as `rows` names it; ROW counts from 0")
-    wanted.add_argument("--text", help=f"search the run's own files: the first {DOCUMENTS} documents that hold it")
-    find.add_argument("--json", action="store_true", help="one JSON line a document")
-    accounts = commands.add_parser("ledger", help="tokens read, emitted, cropped, pending")
-    accounts.add_argument("--step", type=whole(0),
-                          help="when so many are done (default: a run's newest save)")
-    for subparser, main in ((digest, show_digests), (rows, show_rows), (spikes, show_spikes), (find, show_find),
-                             (accounts, show_ledger)):
+                        help="also print the part of each of W ranks")
+    spikes = commands.add_parser("spikes", help="show steps with an unusual loss or gradient norm, and their rows")
+    spikes.add_argument("--top", type=whole(1), default=5, metavar="N", help="show at most N steps, highest first")
+    find = commands.add_parser("find", help="show every step and row that trained on a document")
+    named = find.add_mutually_exclusive_group(required=True)
+    named.add_argument("--document", metavar="FILE:ROW", help="the document, named as `rows` names it; ROW counts "
+                       "from 0")
+    named.add_argument("--text", help=f"the first {DOCUMENTS} documents of the run's files that contain this text")
+    accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
+    accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
+    for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):
+        subparser.add_argument("--json", action="store_true", help=f"print one JSON line per {unit}")
+    for subparser, main in ((rows, show_rows), (digest, show_digests), (spikes, show_spikes), (find, show_find),
+                            (accounts, show_ledger)):
         subparser.set_defaults(main=main)
-        subparser.add_argument("run", metavar="RUN", nargs="?",
-                               help="a run's name or folder, or a receipt (default: the only run, if no flag is given)")
+        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder, or a receipt (default: "
+                               "the only run, if no flag is given)")
         add_flags(subparser, without=("run",), listed=False)
         subparser.usage = "%(prog)s [RUN] [flags]"
-        subparser.epilog = ("In place of RUN: all flags of scripts.base_train, whose --help lists them. With a "
+        subparser.epilog = ("Instead of RUN: any flags of scripts.base_train, whose --help lists them. With a "
                             "receipt: --data-path, --tokenizer and --eod-token.")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look and print; 1 where a digest differs or accounts do not balance. ValueError, OSError for
-    bad input."""
+    """Run one command. Exit code 1 if a digest differs or the ledger does not balance. ValueError and OSError for bad
+    input."""
     args = parse_args(argv)
     setup_logging()
     return args.main(open_named_stream(args), args)

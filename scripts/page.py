@@ -1,18 +1,17 @@
 """
-Draw runs as one HTML page that needs no network: curves, mix, time line, ledger, samples, settings.
+Draw runs as one HTML page that works offline: curves, mix, time line, ledger, samples, settings.
 
-    python -m scripts.page d12                          # writes page.html
-    python -m scripts.page d12 d24 --out=both.html      # two runs in one page; without a name: all
-    python -m scripts.page d12 --watch                  # written again every ten seconds while the run is alive
+    python -m scripts.page mine                         # writes page.html
+    python -m scripts.page mine other --out=both.html   # two runs on one page; without a name: all runs
+    python -m scripts.page mine --watch                 # rewrite the page every ten seconds while the run is alive
 
     run directory --nanochat.run_reader--> curves, launches --> JSON --plotly--> charts
                                      '---> tables, sentences --> HTML, escaped
 
-A number in the lines of steps gets a curve, a number in an event a curve of points, and any other event
-a mark on the time line. So a value that is added to the log needs no change here. The page is
-scripts/page.html with its parts filled in; plotly is embedded, and a policy in the page forbids the
-browser to load anything. For a run too long for the page, only the step with the highest loss of each
-block of steps is drawn, so that spikes stay visible.
+Every number in a log line of a step becomes a curve, every number in an event a curve of points, and every other event
+a mark on the time line. A value that you add to the log therefore needs no change here. The page is scripts/page.html
+with its placeholders filled in. plotly is embedded, and a content policy keeps the browser from loading anything. If a
+run is too long for the page, each block of steps is drawn as its step with the highest loss, so spikes stay visible.
 """
 
 import argparse
@@ -33,25 +32,25 @@ from nanochat.run_reader import ENDS, RunReader, differing_settings, flat_number
 from scripts import status
 from scripts.report import summarize
 
-ROOM = 1_000_000  # bytes of JSON, so that the page stays below 6 MB
+ROOM = 1_000_000  # bytes of JSON; the whole page stays below 6 MB
 WATCH_EVERY_S = 10
-BAND_POINTS = 500  # of the band of rows' losses, at most
+BAND_POINTS = 500  # steps at most for which the band of row losses is drawn
 AXES = ("steps", "tokens", "FLOPs", "hours")
-LOSS, BPB, BUCKETS = "Loss, nats a token", "Bits per byte on validation", "Loss by bucket, smoothed"
-WAIT = "Data wait, ms a step"
-# how a number is drawn: title of the chart, factor; any other under its own name
-CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, times its peak", 1),
+LOSS, BPB, BUCKETS = "Loss, nats per token", "Validation bits per byte", "Loss by bucket, smoothed"
+WAIT = "Data wait, ms per step"
+# {number of a log line: (title of its chart, factor)}; any other number has a chart of its own name
+CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, relative to its peak", 1),
           "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1),
           "mfu": ("Model FLOPs utilization, %", 100), "wait_s": (WAIT, 1000),
           "peak_memory_bytes": ("Peak memory, GB", 1e-9)}
-# numbers that the axes show, and events that are marks although they may have numbers
+# numbers that are axes, not curves; events that become marks even if they have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
 MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
-TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}  # of a state's colour
+TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}  # CSS class by terminal color
 
 
 class Run(RunReader):
-    """A run on the page. `index`: its colour."""
+    """A run on the page. `index` selects its color."""
 
     def __init__(self, run_dir: Path, index: int) -> None:
         super().__init__(run_dir)
@@ -65,19 +64,19 @@ class Run(RunReader):
 # ---- curves -------------------------------------------------------------------------------------
 
 def axis_position(axes: Mapping[str, list[float]], done: int) -> dict[str, float]:
-    """The place on each axis at which `done` steps are done."""
+    """The position on each axis after `done` steps."""
     i = bisect_left(axes["steps"], done) - 1
     return {name: axes[name][i] if i >= 0 else 0 for name in AXES} | {"steps": done}
 
 
 def drawable(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record of the log that are drawn as a curve."""
+    """The numbers of a log record that are drawn as curves."""
     return {name: number for name, number in flat_numbers(record)
             if name not in NOT_DRAWN and record.get("event") not in MARKS}
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
-    """A running mean, computed as `smooth_loss` is; None where there is no value."""
+    """A running mean, computed like `smooth_loss`; None stays None."""
     means: list[float | None] = []
     total = weight = 0.0
     for value in values:
@@ -88,12 +87,12 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> dict[str, Any]:
-    """A curve for page.html. `look`: raw, line, points, plan, or edge and band: what lies between these two."""
+    """A curve for page.html. `look`: raw, line, points, plan, or edge and band, between which the area is filled."""
     return {"chart": chart, "name": name, "y": y, "look": look, "bucket": bucket}
 
 
 def step_series(run: RunReader) -> Iterator[dict[str, Any]]:
-    """Curves with a value for each step."""
+    """Curves with one value per step."""
     for name in dict.fromkeys(name for step in run.steps for name in drawable(step)):
         values = [step.get(name) for step in run.steps]
         group, _, bucket = name.partition("/")
@@ -107,7 +106,7 @@ def step_series(run: RunReader) -> Iterator[dict[str, Any]]:
 
 
 def mix_series(run: RunReader, chart: str) -> Iterator[dict[str, Any]]:
-    """Shares of the buckets, as trained on and as planned."""
+    """The shares of the buckets, as trained and as planned."""
     phases = run.phases
     begins = [phase["first_step"] for phase in phases]
     plans = [phases[max(0, bisect_right(begins, step["step"]) - 1)]["asked"] for step in run.steps if phases]
@@ -119,7 +118,7 @@ def mix_series(run: RunReader, chart: str) -> Iterator[dict[str, Any]]:
 
 
 def point_series(run: RunReader) -> Iterator[dict[str, Any]]:
-    """Curves of the numbers in events, validation above all; `steps`: how many were done."""
+    """Curves of the numbers in events, mainly validation results. `steps`: the steps done at each point."""
     curves: dict[str, dict[int, float]] = {}
     for event in run.events:
         for name, value in drawable(event).items():
@@ -128,22 +127,21 @@ def point_series(run: RunReader) -> Iterator[dict[str, Any]]:
     for name, points in curves.items():
         group, _, part = name.partition("/")
         if group in ("bpb", "loss") or (group == "buckets" and several):
-            group = BPB if "bpb" in curves else "Loss on validation, nats a token"
-        if group != "buckets":  # those of a single bucket repeat the total
+            group = BPB if "bpb" in curves else "Validation loss, nats per token"
+        if group != "buckets":  # a single bucket repeats the total
             one = series(group, part or name, [*points.values()], "points", part)
             yield one | {"steps": [*points]}
 
 
 def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
-    """Between which losses eight of ten rows of a step lie; nothing for a run that recorded none. `steps`: which
-    steps, at most BAND_POINTS of them."""
+    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if none are recorded."""
     import numpy as np
 
     if not (run.run_dir / "logs" / "rows").is_dir():
         return
     tenths: dict[int, tuple[float, float]] = {}
     for step in run.steps[::max(1, -(-len(run.steps) // BAND_POINTS))]:
-        with contextlib.suppress(FileNotFoundError):  # of a launch with --no-row-losses
+        with contextlib.suppress(FileNotFoundError):  # recorded by no launch, because of --no-row-losses
             nats, live = run.row_losses.read(step["step"])
             low, high = np.quantile(nats[live > 0] / live[live > 0], [0.1, 0.9]) if live.any() else (np.nan, np.nan)
             if np.isfinite([low, high]).all():
@@ -153,7 +151,7 @@ def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
 
 
 def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
-    """The launches for the time line, with a mark for each save, skip and so on."""
+    """The launches on the time line, with a mark for each save, skipped step and other event."""
     for number, launch in enumerate(run.launches, 1):
         marks = []
         for event in launch.events:
@@ -163,18 +161,18 @@ def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str,
                 text = f"{kind} at step {step:,}: {', '.join(values)}"
                 marks.append({"at": axis_position(axes, step), "kind": kind, "text": text})
         end, world = launch.end or ("" if run.alive else "killed"), launch.world_size
-        text = f"launch {number} on {world} process(es): {end or 'at work'} at step {launch.last:,} {launch.reason}"
+        text = f"launch {number} on {world} process(es): {end or 'running'} at step {launch.last:,} {launch.reason}"
         yield {"from": axis_position(axes, launch.first), "to": axis_position(axes, launch.last), "end": end,
                "label": f"{number}: {world} proc.", "text": text, "marks": marks}
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
-    """Each number with six digits: a chart shows no more."""
+    """The values with six digits, which is all that a chart shows."""
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
 def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
-    """Indices of the steps to draw: of each block of `stride` that with the highest loss, and the last."""
+    """Indices of the steps to draw: the one with the highest loss of each block of `stride`, and the last one."""
     kept = set(range(len(steps))[-1:])
     for first in range(0, len(steps), stride):
         block = range(first, min(first + stride, len(steps)))
@@ -183,8 +181,8 @@ def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
 
 
 def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
-    """What page.html draws of a run, with one of each `stride` steps. Beside several runs, which have
-    a colour each, every bucket has a chart of its own."""
+    """The data that page.html draws for a run, thinned to one of `stride` steps. With `several` runs, which have one
+    color each, every bucket gets its own chart."""
     axes, kept = run.axes(), kept_steps(run.steps, stride)
     pick = lambda values: rounded([values[i] for i in kept])
     all_axes = [{name: pick(axes[name]) for name in AXES}]
@@ -194,24 +192,24 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
         positions = [axis_position(axes, done) for done in curve.pop("steps")]
         curves.append({**curve, "axis": len(all_axes), "y": rounded(curve["y"])})
         all_axes.append({name: rounded([position[name] for position in positions]) for name in AXES})
-    curves.sort(key=lambda curve: curve["look"] not in ("edge", "band"))  # a band lies under the lines
+    curves.sort(key=lambda curve: curve["look"] not in ("edge", "band"))  # the band is drawn below the lines
     for curve in curves:
-        if several and curve["bucket"] and curve["chart"].startswith(("Loss", BPB)):
+        if several and curve["bucket"] and curve["chart"].startswith(("Loss", "Validation")):
             curve["chart"] = f"{curve['chart']}: {curve['bucket']}"
     return {"name": run.name, "axes": all_axes, "series": curves, "launches": [*launches_of(run, axes)],
             "steps": pick(axes["steps"]), "digests": [run.steps[i]["digest"] for i in kept]}
 
 
 def clip_at(values: Sequence[float]) -> float | None:
-    """Where an axis from 0 ends so that a few high values, such as the first step of each launch, do not flatten
-    the others; None if there are none."""
+    """The upper end of an axis from 0, chosen so that a few high values, such as the first step of each launch, do not
+    flatten the others. None if there are no such values."""
     ordered = sorted(values)
     top = 1.5 * ordered[int(0.95 * (len(ordered) - 1))]
     return top if 0 < 2 * top < ordered[-1] else None
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts in order, for the `chart_data` of runs: {id, title, section, wide, look of y}."""
+    """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings of the y axis}."""
     names = dict.fromkeys(curve["chart"] for run in runs for curve in run["series"])
     mixes = {f"mix-{i}": i for i in range(len(runs))}
     waits = [y for run in runs for curve in run["series"] if curve["chart"] == WAIT
@@ -220,41 +218,41 @@ def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     charts: list[dict[str, Any]] = []
     for name in sorted(names, key=lambda name: (name != LOSS, not name.startswith(BPB))):
         chart = {"id": name, "title": name, "section": "curves", "wide": name == LOSS,
-                 "y": {"rangemode": "normal" if name.startswith(("Loss", BPB)) else "tozero"}}
+                 "y": {"rangemode": "normal" if name.startswith(("Loss", "Validation")) else "tozero"}}
         if name == "Gradient norm":
             chart["y"] = {"type": "log"}
         if name == WAIT and top is not None:
             chart |= {"title": f"{name} (clipped)", "y": {"range": [0, top]}}
         if name in mixes:
-            title = f"Mix of {runs[mixes[name]]['name']}: trained, and planned (dashed)"
+            title = f"Mix of {runs[mixes[name]]['name']}: trained (solid) and planned (dashed)"
             chart |= {"title": title, "section": "mix", "wide": len(runs) == 1, "run": mixes[name],
                       "y": {"rangemode": "tozero", "tickformat": ".0%"}}
         charts.append(chart)
     return [*charts, {"id": "timeline", "title": "Launches", "section": "timeline", "wide": True}]
 
 
-# ---- tables and words ---------------------------------------------------------------------------
+# ---- tables and sentences -----------------------------------------------------------------------
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
-    """A table that scrolls where it is too wide, nothing without rows."""
+    """A table that scrolls if it is too wide; "" without rows."""
     lines = [f"<tr>{''.join(f'<{tag}>{escape(show(cell))}</{tag}>' for cell in row)}</tr>"
              for tag, some in (("th", [header]), ("td", rows)) for row in some]
     return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>' if rows else ""
 
 
 def card(title: str, content: str, kind: str = "") -> str:
-    """A box with a title; `content` is HTML."""
+    """A box with a title around `content`, which is HTML."""
     return f'<div class="card {kind}"><h3>{escape(title)}</h3>{content}</div>'
 
 
 def headline(run: Run) -> str:
-    """What to see first of a run: state, step, bits per byte, tokens/s, time."""
+    """The most important figures of a run: state, step, bits per byte, tokens/s, time."""
     state, done = run.state, run.num_steps
     shown, total = state["shown"] if state["status"] else run.outcome, run.horizon or done
     val: list[float | None] = [*run.val_bpb.values()] or [None]
-    seconds, what = (state["eta_s"], "left") if run.alive else (run.train_time_s, "in steps")
+    seconds, label = (state["eta_s"], "left") if run.alive else (run.train_time_s, "training time")
     figures = {"steps": f"{done:,} / {total:,}", f"bits per byte, {show(val[0])} at first": show(val[-1]),
-               "tokens/s": show(run.median("tokens_per_s", last=100)), what: duration(seconds),
+               "tokens/s": show(run.median("tokens_per_s", last=100)), label: duration(seconds),
                "tokens": show(run.num_tokens)}
     cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures.items())
     sentences = " ".join([*summarize(run), f"Last checkpoint: {state.get('checkpoint') or 'none'}."])
@@ -265,58 +263,58 @@ def headline(run: Run) -> str:
 
 
 def account(run: Run) -> str:
-    """The ledger of a run, nothing before its first save."""
+    """The ledger of a run; "" before its first save."""
     text, header, rows = ledger_table(*run.ledger())
     content = table(header, rows, "numbers") + f'<p class="soft">{escape(text)}</p>'
     return card(f"Ledger of {run.name}", content) if rows else ""
 
 
 def samples(run: Run) -> str:
-    """What the model wrote, the newest first."""
+    """The texts that the model wrote, newest first."""
     parts: list[str] = []
     for when, texts in run.samples().items():
         quotes = "".join(f"<blockquote>{escape(str(text))}</blockquote>" for text in texts)
         start = f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>"
         parts.append(f"{start}{quotes}</details>")
-    return card(run.name, "".join(parts) or "None: --sample-every says how often.")
+    return card(run.name, "".join(parts) or "None. --sample-every=N samples every N steps.")
 
 
 def settings(run: Run) -> str:
-    """The settings of a run: those that the command set, and below them the others."""
+    """The settings of a run: first those that the command set, then the others."""
     tables = run.setting_tables()
-    rest = "".join(f"<details><summary>{name}</summary>{table(('setting', 'value'), tables[name])}</details>"
-                   for name in ("worked out", "default"))
-    return card(run.name, table(("set", "value", "default"), tables["set"]) + rest)
+    rest = "".join(f"<details><summary>{title}</summary>{table(('setting', 'value'), tables[name])}</details>"
+                   for name, title in (("worked out", "derived"), ("default", "at their defaults")))
+    return card(run.name, table(("setting", "value", "default"), tables["set"]) + rest)
 
 
 # ---- the page -----------------------------------------------------------------------------------
 
 def embed(value: Any) -> str:
-    """JSON that no browser takes for the end of its element, whatever it contains."""
+    """JSON that cannot end the HTML element around it, whatever it contains."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
-    """The whole page. `refresh`: whether the browser reloads it from time to time. ValueError without plotly."""
+    """The whole page. `refresh`: whether the browser reloads it regularly. ValueError without plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
-    # a value takes some 10 bytes, and each step also has four positions on axes and a digest
+    # a value takes about 10 bytes; each step also has four axis positions and a digest
     size = sum(len(run.steps) * (60 + 10 * len(drawable(run.steps[-1]))) for run in runs if run.steps)
     stride = max(1, -(-size // ROOM))
     data = [chart_data(run, stride, len(runs) > 1) for run in runs]
     buckets = sorted({curve["bucket"] for run in data for curve in run["series"]} - {""})
     charts, now = charts_of(data), time.strftime("%Y-%m-%d %H:%M %Z")
-    thinned = f"Of every {stride} steps the one with the highest loss is drawn." if stride > 1 else ""
+    thinned = f"Of every {stride} steps, the one with the highest loss is drawn." if stride > 1 else ""
     differ = table(("setting", *(run.name for run in runs)), differing_settings([run.config for run in runs]))
     parts = {"title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
              "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
              "data": embed({"charts": charts, "buckets": buckets, "runs": data}),
              "plotly": get_plotlyjs(), "written": f"{now}. {thinned}",
              "differing": card("What differs", differ) if differ else "",
-             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # which all runs have
+             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # that all runs have
              "digests": "", "curves": "", "mix": "", "timeline": ""}
     for run in runs:
         cells = f'<td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td>'
@@ -327,33 +325,31 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     for part in (headline, account, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)
     template = Path(__file__).with_name("page.html").read_text("utf-8")
-    # all at once, so that a part that contains {{...}} is not filled in again
+    # one pass over the template, so that a {{...}} inside a part is not replaced
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Draw runs as one HTML page that needs no network.", epilog=__doc__)
-    parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
-    parser.add_argument("--out", type=Path, default=Path("page.html"), help="the page")
-    parser.add_argument("--watch", action="store_true",
-                        help="write it every ten seconds while a run is alive")
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
+    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("page.html"), help="where to write the page")
+    parser.add_argument("--watch", action="store_true", help="rewrite it every ten seconds while a run is alive")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and print where it is. FileNotFoundError for an unknown run, ValueError for a corrupt
-    file in one."""
+    """Write the page and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file in one."""
     args = parse_args(argv)
     folders = [find_run(name).absolute() for name in args.run] or [
         path for path in map(run_path, list_runs()) if (path / CONFIG_NAME).is_file()]
     if not folders:
-        raise FileNotFoundError("no runs yet; name a run directory")
+        raise FileNotFoundError("no runs in the base directory; name a run's folder")
     while True:
         runs = [Run(path, i) for i, path in enumerate(folders)]
         watch = args.watch and any(run.alive for run in runs)
         args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
         write_bytes(args.out, make_page(runs, refresh=watch).encode())
-        print(f"written: {args.out.absolute()}, of {', '.join(run.name for run in runs)}", flush=True)
+        print(f"wrote {args.out.absolute()}: {', '.join(run.name for run in runs)}", flush=True)
         if not watch:
             return 0
         time.sleep(WATCH_EVERY_S)

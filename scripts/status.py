@@ -1,17 +1,16 @@
 """
-Print where runs stand: step, loss, speed, time left, and how each one ended.
+Show the progress of runs: step, loss, throughput, time left, and how each run ended.
 
-    python -m scripts.status                      # all runs, a line each
-    python -m scripts.status d12 d24 --sort=bpb   # some of them, the best first
-    python -m scripts.status d24                  # one run: a tag or a run directory
-    python -m scripts.status d24 --watch          # again every two seconds, until the run ends
-    python -m scripts.status d24 --json           # for programs
-    python -m scripts.status d24 --exit-code      # 0 completed, 10 stopped (start it again), 3 halted (decide),
+    python -m scripts.status                      # all runs, one line each
+    python -m scripts.status mine                 # one run in detail: its name or folder
+    python -m scripts.status d12 d24 --sort=bpb   # several runs, the best first
+    python -m scripts.status mine --watch         # refresh every two seconds until the run ends
+    python -m scripts.status mine --json          # for programs
+    python -m scripts.status mine --exit-code     # 0 completed, 10 stopped (rerun it), 3 halted (a person decides),
                                                   # 1 failed or dead, 20 alive
 
-A run whose state says that it is active counts as alive while its launch holds the run's lock or, on another host,
-while its heartbeat is young; `age` is the time since that heartbeat, or since the run ended. The checkpoint is the
-newest one on disk.
+A run is alive while its launch holds the run's lock or, if it runs on another host, while its heartbeat is recent.
+`age` is the time since the last heartbeat, or since the run ended. The checkpoint is the newest one on disk.
 """
 
 import argparse
@@ -30,27 +29,27 @@ from nanochat.run_dir import find_run, list_runs, run_path
 from nanochat.run_reader import RunReader
 
 WATCH_EVERY_S = 2.0
-# what --sort names, and the field of a run's status that it compares
+# --sort's name for a column, and the field of the status that it sorts by
 SORTS = {"run": "run", "state": "shown", "step": "step", "loss": "loss", "bpb": "val_bpb", "rate": "tokens_per_s",
          "eta": "eta_s", "age": "heartbeat_age_s"}
-GREEN, YELLOW, RED = 32, 33, 31  # of a terminal
+GREEN, YELLOW, RED = 32, 33, 31  # terminal color codes
 COLORS = {"completed": GREEN, "running": GREEN, "starting": GREEN, "stopping": YELLOW, "stopped": YELLOW,
           "halted": RED, "failed": RED, "dead": RED, "unreadable": RED}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(description="Print where runs stand.", epilog=__doc__)
-    parser.add_argument("run", nargs="*", help="tags or run directories (default: all runs)")
-    parser.add_argument("--sort", choices=SORTS, default="run", metavar="NAME",
-                        help=f"of the table, by {', '.join(SORTS)}")
-    parser.add_argument("--watch", action="store_true", help="again every two seconds, until the run ends")
-    parser.add_argument("--json", action="store_true", help="one JSON object (a list for all runs)")
-    parser.add_argument("--exit-code", action="store_true", help="answer by the exit code how the named run stands")
+    parser = Parser(description=__doc__)
+    parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
+    parser.add_argument("--sort", choices=SORTS, default="run", metavar="COLUMN",
+                        help=f"sort the table by one of {', '.join(SORTS)}")
+    parser.add_argument("--watch", action="store_true", help="refresh every two seconds until the run ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, or a list for several runs")
+    parser.add_argument("--exit-code", action="store_true", help="report the state of one run as the exit code")
     return parser.parse_args(argv)
 
 
 def cells(run: dict[str, Any]) -> dict[str, Any]:
-    """The status of a run by column: a row of the table of many runs, the lines of one."""
+    """{column: value} of a run: a row of the table of runs, or the first lines about a single one."""
     step, total, alive = run.get("step"), run.get("num_iterations"), run["liveness"] == "alive"
     share = f" ({100 * step / total:.1f} %)" if step is not None and total else ""
     return {"run": Path(run["run"]).name, "state": run["shown"], "step": f"{show(step)}/{show(total)}{share}",
@@ -60,7 +59,7 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe(run: dict[str, Any]) -> str:
-    """One run at a glance, one value per line."""
+    """The status of one run, one value per line."""
     lines = cells(run)
     if run["status"] is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started"]))
@@ -75,7 +74,7 @@ def describe(run: dict[str, Any]) -> str:
 
 
 def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
-    """The lines of a table, with the states in colour on a terminal whose user has not set NO_COLOR."""
+    """The lines of the table, with colored states if stdout is a terminal and NO_COLOR is not set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return lines
     at = lines[0].index("state")
@@ -87,8 +86,8 @@ def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
 
 
 def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print once; returns the status of each run. FileNotFoundError if the one run that is named has no state,
-    ValueError if its state is corrupt."""
+    """Print once, and return the status of each run. If exactly one run is named: FileNotFoundError if it has no
+    state, ValueError if its state is corrupt."""
     paths = [find_run(name) for name in args.run] or [run_path(tag) for tag in list_runs()]
     runs = [RunReader(path).status() for path in paths]
     if len(args.run) == 1:
@@ -98,20 +97,22 @@ def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(json.dumps(run) if args.json else describe(run), flush=True)
         return runs
     field = SORTS[args.sort]
-    runs.sort(key=lambda run: (run.get(field) is None, run.get(field)))  # those without a value last
-    lines = [f"no runs in {get_base_dir() / 'runs'}"]
-    if runs:
+    runs.sort(key=lambda run: (run.get(field) is None, run.get(field)))  # runs without a value come last
+    if args.json:
+        print(json.dumps(runs), flush=True)
+    elif runs:
         rows = [cells(run) for run in runs]
-        lines = colored(table([*rows[0]], [[*row.values()] for row in rows]), runs)
-    print(json.dumps(runs) if args.json else "\n".join(lines), flush=True)
+        print(*colored(table([*rows[0]], [[*row.values()] for row in rows]), runs), sep="\n", flush=True)
+    else:
+        print(f"no runs in {get_base_dir() / 'runs'}", flush=True)
     return runs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print; with --exit-code, answer by the exit code. FileNotFoundError for an unknown run."""
+    """Print the status, repeatedly with --watch. FileNotFoundError for an unknown run."""
     args = parse_args(argv)
     if args.exit_code and len(args.run) != 1:
-        raise ValueError("--exit-code: expected one run, python -m scripts.status RUN --exit-code")
+        raise ValueError("--exit-code: it reports on one run; name it: python -m scripts.status RUN --exit-code")
     runs = print_status(args)
     while args.watch and any(run["liveness"] == "alive" for run in runs):
         time.sleep(WATCH_EVERY_S)

@@ -205,12 +205,12 @@ READERS = [
     ("status d2", {}, ("no run 'd2'",)),
     ("status run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
     ("status old", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("so the run's status is unknown",)),
-    ("status --exit-code", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("expected one run",)),
+    ("status --exit-code", {"runs/old/checkpoints/checkpoint-1": FOLDER}, ("name it: python -m",)),
     ("stop run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
-    ("stop", {}, ("none is at work",)),
+    ("stop", {}, ("no run is active",)),
     *((f"stop {name}", {}, ("no run",)) for name in ("ru", "a/b", "..")),
     ("report d12", {}, ("no run 'd12'",)),
-    ("page", {"runs": GONE}, ("no runs yet",)),
+    ("page", {"runs": GONE}, ("no runs in the base directory",)),
     *(("report run", {f"runs/run/{name}.json": text}, (f"{name}.json",))
       for name in ("data_manifest", "eval") for text in ("[1]", "[" * 100_000, "{")),
     *((f"{script} run", {CONFIG: edited(**change)}, ("config.json: " + said,))
@@ -253,14 +253,14 @@ READERS = [
      ("--lanes 3",)),
     ("inspect_data ledger --data-path=data", {}, ("give --step=N, the steps done",)),
     ("inspect_data rows --step=0 --data-path=nowhere", {}, ("nowhere",)),
-    ("inspect_data rows --step=0 --sort=loss --data-path=data", {}, ("--sort=loss: only a run that has trained",)),
+    ("inspect_data rows --step=0 --sort=loss --data-path=data", {}, ("--sort=loss: it needs the log",)),
     *((f"inspect_data find {flags}", {}, words) for flags, words in (
         ("run", ("--document",)), ("run --text=''", ("--text: got nothing",)),
         ("run --document=shard_9.parquet:0", ("no file shard_9.parquet; its files are shard_0.parquet, shard_1",)),
         ("run --document=shard_0.parquet:96", ("shard_0.parquet has documents 0 to 95; name one",)),
         ("run --document=shard_0.parquet", ("expected FILE:ROW",)),
         ("run --text='there is no such text'", ("occurs in no document of the run's files",)),
-        ("--text=x --data-path=data", ("find: it reports on what a run has trained on",)))),
+        ("--text=x --data-path=data", ("find: it needs the log and the saves of a run",)))),
 ]
 
 MAKERS = [

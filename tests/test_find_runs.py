@@ -91,7 +91,8 @@ def test_exactly_the_uses_of_every_document_are_found(name, caplog):
             if found.cropped_after:
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
     missing = {"text": [], "shards": ["cropped after token N"]}[name]
-    assert {*fates} - {""} == {"pending in lane N", "not before the last step, N", "cropped after token N"} - {*missing}
+    assert {*fates} - {""} == {
+        "pending in lane N", "not reached: the run ends with step N", "cropped after token N"} - {*missing}
     assert "step-00000010.json.gz: corrupt or truncated" in caplog.text
     for document in documents[::9]:
         [found] = json_lines("find", name, f"--document={document}")
@@ -127,7 +128,7 @@ def test_a_text_lists_its_documents_first_and_validation_is_reported(capsys):
         run.data.train["code"].without = {0: mask}
         assert inspect_data.is_left_out(run.data.train["code"], document) == listed
     assert inspect_data.main(["find", "text", "--document=web/2.parquet:0"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "validation: the run never trains on it"
+    assert capsys.readouterr().out.splitlines()[-1] == "a validation document: the run never trains on it"
     shards = opened("shards").data.val["web"].manifest["files"][0]["name"]
     [found] = json_lines("find", "shards", f"--document={shards}:1")
     assert found["split"] == "validation" and found["passes"] == []
@@ -153,7 +154,7 @@ def test_an_unread_document_of_a_running_run_is_expected_near_its_later_step():
 
 def test_spikes_lists_the_steps_that_stand_out_and_their_rows(capsys):
     assert inspect_data.main(["spikes", "text"]) == 0
-    assert "none of 24 steps stands out" in capsys.readouterr().out
+    assert "no spike in 24 steps" in capsys.readouterr().out
     run = training.run_dir("text")
     kept = RowLosses(run, num_rows=8, T=training.T)
     nats, live = kept.read(20)
@@ -194,4 +195,4 @@ def test_corrupt_or_missing_losses_are_one_sentence(caplog):
     with open(training.log_file("text"), "a") as log:
         log.write(json.dumps({**training.steps("text")[20], "loss": 9.0}) + "\n")
     [spike] = json_lines("spikes", "text")
-    assert spike["step"] == 20 and spike["rows"] == [] and "rows behind spikes are not known" in caplog.text
+    assert spike["step"] == 20 and spike["rows"] == [] and "spikes are shown without their rows" in caplog.text

@@ -1,4 +1,4 @@
-"""The script for GPUs runs on a CPU, all of it, and reports a figure that misses its limit."""
+"""dev.gpu_check on a CPU: every part runs, and a figure that misses its limit fails."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""The smoke test for GPUs runs on a CPU, and fails when bits differ."""
+"""dev.gpu_smoke on a CPU: every check runs, and a difference in bits fails."""
 
 import tempfile
 
@@ -17,7 +17,7 @@ def test_every_check_runs_on_a_cpu(tmp_path, capsys):
     with training.workplace(tmp_path):
         code, rows = run(capsys, f"--base-dir={tmp_path}")
     assert code == 0, rows
-    for name in ("MFU", "peak memory", "waiting for data", "attention: gradients", "tokens drawn otherwise"):
+    for name in ("MFU", "peak memory", "waiting for data", "attention: gradients", "sampled tokens that differ"):
         assert any(name in row for row in rows)
     assert [row.split()[-1] for row in rows if "places that differ" in row] == ["good", "good", "good"]
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""The list of commands, and the program that runs them."""
+"""scripts.help: the list of commands, running one by its name, and shell completion."""
 
 import sys
 from pathlib import Path
@@ -10,13 +10,13 @@ from scripts import help as help_
 SCRIPTS = Path(help_.__file__).parent
 
 
-def test_every_script_is_a_command_with_a_line(capsys):
+def test_every_script_is_listed_once_with_its_sentence(capsys):
     assert help_.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    listed = {line.split()[0] for line in lines[1:lines.index("")]}
-    assert len(listed) == len(list(SCRIPTS.glob("[!_]*.py"))) + 1
-    assert {"train", "eval", "dataset", "tok-shards"} <= listed
-    assert all(len(line) < 120 and len(line.split()) > 3 for line in lines[1:lines.index("")])
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    listed = [line.split()[0] for line in lines]
+    assert sorted(listed) == sorted(help_.commands()) and len(listed) == len(list(SCRIPTS.glob("[!_]*.py"))) + 1
+    assert {"train", "eval", "dataset", "tok-shards"} <= set(listed)
+    assert all(len(line) < 120 and len(line.split()) > 3 for line in lines)
 
 
 def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, tmp_path):
@@ -30,17 +30,17 @@ def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, 
         help_.main(["help", "stop"])
     assert "usage: nanochat stop" in capsys.readouterr().out
     for words in (["trian"], ["help", "trian"]):
-        with pytest.raises(ValueError, match="nanochat trian: there is no such command; did you mean train"):
+        with pytest.raises(ValueError, match="nanochat trian: unknown command; did you mean train"):
             help_.main(words)
-    with pytest.raises(ValueError, match="nanochat xyzzy: there is no such command"):
+    with pytest.raises(ValueError, match="nanochat xyzzy: unknown command"):
         help_.main(["xyzzy"])
 
 
 def test_completion_knows_commands_flags_and_choices(capsys, monkeypatch):
     assert help_.main(["completion", "bash"]) == 0
-    told = capsys.readouterr().out
+    script = capsys.readouterr().out
     for word in ("tok-shards", "--window-pattern", "crop split", "_inspect_data_rows"):
-        assert word in told, word
+        assert word in script, word
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(ValueError, match=r"shtab is not installed; pip install -e '\.\[cli\]'"):
         help_.main(["completion", "zsh"])

@@ -1,4 +1,4 @@
-"""inspect_data: what it says of a step is what training would see."""
+"""scripts.inspect_data shows exactly what training sees in a step."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """(data folder, tokenizer folder): three files, the last is validation."""
+    """(data folder, tokenizer folder): three files; the last one is for validation."""
     root = tmp_path_factory.mktemp("corpus")
     for i in range(3):
         write_parquet(root / "data" / f"s{i}.parquet", some_texts(60, seed=i), group_size=25)
@@ -37,14 +37,14 @@ def corpus(tmp_path_factory):
 
 
 def stream_flags(corpus, shape="crop"):
-    """The flags of base_train that ask for the stream of `config_of`."""
+    """The flags of base_train for the stream of `config_of`."""
     changed = {name.replace("layout", "packing").replace("_", "-"): value for name, value in SHAPES[shape].items()}
     return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS,
             *(f"--{name}={value}" for name, value in changed.items())]
 
 
 def run(capsys, *argv, code=0):
-    """What a command prints."""
+    """The output of a command."""
     assert inspect_data.main(argv) == code
     return capsys.readouterr().out
 
@@ -58,20 +58,20 @@ def config_of(shape):
 
 
 def batches(corpus, shape, steps, **kwargs):
-    """Of each step the rows (inputs, targets) that a loader delivers."""
+    """The rows (inputs, targets) that a loader delivers, for each step."""
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     source = ParquetSource(scan(corpus[0], split_train_val(corpus[0])["train"][BUCKET]), tokenizer)
-    found = []
+    delivered = []
     with DataLoader(config_of(shape), {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R,
                     **kwargs) as loader:
         for _ in range(steps):
             batch = next(loader)
-            found.append(list(zip(batch.inputs.tolist(), batch.targets.tolist())))
-    return found
+            delivered.append(list(zip(batch.inputs.tolist(), batch.targets.tolist())))
+    return delivered
 
 
 def digest_of(rows):
-    """The digest of a step whose rows all end with a live target."""
+    """The digest of a step; all of its rows must end with a live target."""
     parts = [digest_of_row(i, row_tokens(row), [x != OFF for x in row[1]]) for i, row in enumerate(rows)]
     return f"{sum(parts) % 2**64:016x}"
 
@@ -85,9 +85,9 @@ def row_tokens(row):
 
 @pytest.fixture
 def run_dir(copied):
-    """A run that trained 8 steps and kept the cursors of steps 2, 4, 6 and 8; those of 6 are torn."""
-    torn = cursor_files(training.run_dir())[6]
-    torn.write_bytes(torn.read_bytes()[:50])
+    """A run of 8 steps with cursors of steps 2, 4, 6 and 8; those of step 6 are truncated."""
+    truncated = cursor_files(training.run_dir())[6]
+    truncated.write_bytes(truncated.read_bytes()[:50])
     return training.run_dir()
 
 
@@ -108,7 +108,7 @@ def test_digests_are_those_of_the_delivered_batches_for_any_world_size(corpus, s
             assert f"{sum(int(part, 16) for part in line['ranks']) % 2**64:016x}" == line["digest"]
 
 
-def test_digests_of_a_run_match_its_log_and_another_one_is_an_error_that_names_the_step(run_dir, capsys):
+def test_digests_of_a_run_match_its_log_and_a_wrong_one_is_an_error(run_dir, capsys):
     lines = json_lines(capsys, "digest", "--steps=0:10", f"{run_dir}", "--world-size=2")
     assert [line.get("match") for line in lines] == [True] * 8 + [None] * 2
     with closing(TrainLog(run_dir / "logs" / "train.jsonl")) as log:
@@ -127,12 +127,12 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
     bos = tokenizer.get_bos_token_id()
     files = {p.name: pq.ParquetFile(p) for p in corpus[0].iterdir()}
     rows = batches(corpus, shape, 65)
-    seen = {"whole": 0, "continued": 0, "cut": 0, "later epoch": 0, "later group": 0, "off": 0}
+    cases = {"whole": 0, "continued": 0, "cut": 0, "later epoch": 0, "later group": 0, "off": 0}
     for step in (0, 1, 5, *range(60, 65)):
         lines = json_lines(capsys, "rows", f"--step={step}", "--json", *stream_flags(corpus, shape))
         assert [(line["row"], line["lane"]) for line in lines] == [(i, i * V // R) for i in range(R)]
         for line, (inputs, targets) in zip(lines, rows[step]):
-            told = []
+            tokens = []
             for d in line["documents"]:
                 texts = files[d["file"]].read()["text"].to_pylist()
                 in_group = files[d["file"]].read_row_group(d["group"])["text"].to_pylist()
@@ -140,25 +140,25 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
                 ids = tokenizer.encode_one(texts[d["document"]]).tolist()
                 part = ids[d["start"]:d["stop"]]
                 continued = d["start"] > 0 and shape != "concat"
-                assert d["at"] == len(told) and d["of"] == len(ids)
+                assert d["at"] == len(tokens) and d["of"] == len(ids)
                 assert d["tokens"] == len(part) + continued
-                told += [bos] * continued + part
+                tokens += [bos] * continued + part
                 off = range(d["at"] + 1, d["at"] + 1 + d["off"])
                 assert all(targets[t - 1] == OFF for t in off)
-                seen["whole"] += len(part) == len(ids)
-                seen["continued"] += d["start"] > 0
-                seen["cut"] += d["stop"] < d["of"]
-                seen["later epoch"] += d["epoch"] > 0
-                seen["later group"] += d["group"] > 0
-                seen["off"] += d["off"]
+                cases["whole"] += len(part) == len(ids)
+                cases["continued"] += d["start"] > 0
+                cases["cut"] += d["stop"] < d["of"]
+                cases["later epoch"] += d["epoch"] > 0
+                cases["later group"] += d["group"] > 0
+                cases["off"] += d["off"]
             assert sum(d["off"] for d in line["documents"]) == targets.count(OFF)
-            assert told[:-1] == inputs
-            assert all(x in (OFF, t) for x, t in zip(targets, told[1:]))
+            assert tokens[:-1] == inputs
+            assert all(x in (OFF, t) for x, t in zip(targets, tokens[1:]))
     missing = {"crop": {"continued", "off"}, "split": set(), "concat": {"off"}}[shape]
-    assert {name for name, n in seen.items() if not n} == missing
+    assert {name for name, n in cases.items() if not n} == missing
 
 
-def test_text_is_that_of_the_placements(corpus, capsys, monkeypatch):
+def test_text_is_that_of_the_rows_tokens(corpus, capsys, monkeypatch):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     flags = ["rows", "--step=3", "--row=4", "--text", *stream_flags(corpus, "split")]
     (line,) = json_lines(capsys, *flags, "--json")
@@ -169,7 +169,7 @@ def test_text_is_that_of_the_placements(corpus, capsys, monkeypatch):
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run(capsys, "rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
-    assert len(many) == 1 + 2 * 5 + 2 and many[-2].startswith("5 of the step's "), "heading, lines and texts, two words"
+    assert len(many) == 1 + 2 * 5 + 2 and many[-2].startswith("5 of the step's ")
     assert many[-1].startswith("at: ") and many[-1] == table.splitlines()[-1]
 
 
@@ -189,8 +189,8 @@ def test_a_document_does_not_control_the_terminal(corpus, tmp_path, capsys, monk
     assert sample.marked("a\x1b[2J", "a\x1b[2Jb\x9b") == "\x1b[2ma\\u001b[2J\x1b[0mb\\u009b"
 
 
-def test_rows_behind_kept_cursors_are_those_of_the_same_flags(run_dir, capsys, caplog):
-    for step in (2, 3, 5, 7, 8, 9):  # before, at and behind kept cursors, and past torn ones
+def test_rows_after_saved_cursors_are_those_of_the_same_flags(run_dir, capsys, caplog):
+    for step in (2, 3, 5, 7, 8, 9):  # before, at and after saved cursors, and after truncated ones
         rows = json_lines(capsys, "rows", f"--step={step}", "--json", "--text", "run")
         assert rows == json_lines(capsys, "rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None))
     assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
@@ -203,7 +203,7 @@ def test_seeking_starts_at_the_nearest_good_cursors(run_dir, monkeypatch, caplog
                         for words in (["run"], ["--step=1", *training.flags(model_tag=None)]))
     packed, next_rows = [], inspect_data.Stream.next_rows
     monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
-    for step, steps_packed in ((1, 1), (2, 0), (3, 1), (7, 3), (8, 0)):  # the cursors of step 6 are torn
+    for step, steps_packed in ((1, 1), (2, 0), (3, 1), (7, 3), (8, 0)):  # the cursors of step 6 are truncated
         with of_flags.stream_at(step) as straight:
             packed.clear()
             with of_run.stream_at(step) as stream:
@@ -213,12 +213,12 @@ def test_seeking_starts_at_the_nearest_good_cursors(run_dir, monkeypatch, caplog
 
 
 @pytest.mark.parametrize("step", [4, 5])
-def test_cursors_that_tell_another_length_than_the_data_are_named(run_dir, step):
+def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     cursors = read_cursors(cursor_files(run_dir)[4])[1]
     for cursor in cursors:
         for feed in cursor["buckets"].values():
             for waiting in feed["waiting"]:
-                waiting[3] += 1  # a length that no document of the data has
+                waiting[3] += 1  # a length that the data does not have
     keep_cursors(run_dir, 4, pack_cursors(4, cursors))
     with pytest.raises(ValueError, match=r"the checkpoint says.*\(packed from .*step-00000004\.json\.gz\)"):
         inspect_data.main(["rows", str(run_dir), f"--step={step}"])
@@ -238,7 +238,7 @@ def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
     assert float(values.split()[-1]) == round(100 * cropped / (emitted + cropped), 2)
 
 
-def test_ledger_of_a_run_is_of_its_newest_kept_cursors_and_one_that_is_off_an_error(run_dir, capsys, monkeypatch):
+def test_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(run_dir, capsys, monkeypatch):
     newest = run(capsys, "ledger", f"{run_dir}")
     assert newest.replace("(the newest save)\n", "", 1) == run(capsys, "ledger", f"{run_dir}", "--step=8") != newest
     honest = inspect_data.ledger

@@ -1,4 +1,4 @@
-"""The check of N processes runs with gloo, and reports a wrong order of addition."""
+"""dev.nccl_check with gloo: it passes, and it reports a wrong order of addition."""
 
 import re
 
@@ -12,7 +12,7 @@ workplace = training.in_workplace()
 
 
 def add_in_rank_order(parts):
-    """A sum in another order than the tree's."""
+    """Add in another order than the tree."""
     return parts.flip(0).cumsum(0)[-1]
 
 
@@ -22,9 +22,9 @@ def break_the_tree():
 
 @pytest.mark.parametrize(("world_size", "hook", "failing"), [
     (2, None, []),
-    (4, break_the_tree, ["tree", "tree", "tree", "steps"]),  # pairs of pairs have no other order
+    (4, break_the_tree, ["tree", "tree", "tree", "steps"]),  # nodes of two add pairs: any order is right
 ], ids=["right", "another order"])
-def test_bits_of_n_processes_are_compared_with_those_of_one_and_of_half_as_many(world_size, hook, failing):
+def test_a_wrong_order_of_addition_fails_and_the_right_one_passes(world_size, hook, failing):
     group = training.launch(nccl_check.main, [["--device=cpu"]] * world_size, [{}] * world_size, hook)
     codes = group.wait()
     assert codes == [int(bool(failing))] + [0] * (world_size - 1), group.text()

@@ -1,4 +1,4 @@
-"""The page: as many points as the log has, nothing loaded from anywhere, and no text that becomes markup."""
+"""scripts.page: every point of the log is drawn, nothing is loaded, and no text becomes markup."""
 
 import json
 import re
@@ -22,7 +22,7 @@ T, STEPS, SPIKE = 15, 40, 17
 
 
 def cursors(read=96):
-    """Two lanes; of each 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
+    """Two lanes, each with 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
     feed = {"epoch": 1, "documents": 4, "read": read, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
             "padded": 0, "pending": 7}
     return [{"lane": i, "row": 5, "buckets": {"data": feed}} for i in range(2)]
@@ -35,8 +35,8 @@ def step(i, **more):
 
 
 def make_run(path, *, digest="", num=STEPS):
-    """A run killed at step 25 that went on at step 20 on two processes and was stopped, with a hostile bucket, a torn
-    line, a value that nobody knows, and one that was no number."""
+    """A run killed at step 25, resumed from step 20 on two processes and stopped. It has a hostile bucket, a truncated
+    line, an unknown value and a NaN."""
     mix = [step(i, **{f"tokens/{EVIL}": 40 if i < 20 else 120, "tokens/web": 120 if i < 20 else 40, "loss/web": 3.0,
                       "unknown_value": float(i)}) for i in range(num)]
     mix[3]["loss"] = mix[3]["smooth_loss"] = None
@@ -81,7 +81,7 @@ def curves(run):
     return {(series["chart"], series["name"]): series["y"] for series in run["series"]}
 
 
-def test_what_is_drawn_is_what_the_log_has(runs, tmp_path):
+def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
     text, data = write(runs[:1], tmp_path / "page.html")
     [run] = data["runs"]
     logged = [record for record in read_log(runs[0] / "logs" / "train.jsonl") if "event" not in record]
@@ -102,15 +102,15 @@ def test_what_is_drawn_is_what_the_log_has(runs, tmp_path):
     assert (second["end"], second["from"]["steps"], second["label"]) == ("stopped", 20, "2: 2 proc.")
     assert [mark["kind"] for mark in second["marks"]] == ["skipped"]
     shown = unescape(re.sub(r"<[^>]*>", " ", text.partition("<script type")[0]))
-    for told in ("It took 2 launches (1 killed), on 1 and 2 processes", "40 / 60", "It balances", "2.125", EVIL):
-        assert told in shown, told
+    for text in ("It took 2 launches (1 killed), on 1 and 2 processes", "40 / 60", "It balances", "2.125", EVIL):
+        assert text in shown, text
 
 
-def test_a_band_under_the_loss_shows_where_eight_of_ten_rows_lie(runs, tmp_path, monkeypatch):
+def test_a_band_shows_the_10th_to_90th_percentile_of_row_losses(runs, tmp_path, monkeypatch):
     path = shutil.copytree(runs[0], tmp_path / "banded")
     write_json(path / "config.json", {**read_json(path / "config.json", {}), "total_batch_size": 11 * T})
     kept = RowLosses(path, num_rows=11, T=T)
-    for i in range(10, STEPS):  # as if the first launch had recorded none
+    for i in range(10, STEPS):  # as if the first steps had --no-row-losses
         kept.write(i, [(i + row) * T for row in range(10)] + [0], [T] * 10 + [0])
     for points, steps in ((500, range(10, STEPS)), (10, range(12, STEPS, 4))):
         monkeypatch.setattr(page, "BAND_POINTS", points)
@@ -124,17 +124,17 @@ def test_a_band_under_the_loss_shows_where_eight_of_ten_rows_lie(runs, tmp_path,
 
 
 def test_the_horizon_is_that_of_the_last_launch(tmp_path):
-    """A run that was made longer, or shorter, when it was resumed; a log of an older program does not tell."""
+    """A resume made the run longer or shorter. Older logs do not contain the horizon."""
     path = make_run(tmp_path / "longer")
     for horizon, shown in ((None, "60"), (50, "50")):
         with open(path / "logs" / "train.jsonl", "a") as log:
             started = {"event": "started", "step": STEPS, "world_size": 1, "device": "cpu", "torch": "2.13.0"}
             log.write(json.dumps({**started, "num_iterations": horizon}) + "\n")
-        assert f"after 40 steps of {shown}" in report.summarize(RunReader(path))[0]
+        assert f"after 40 of {shown} steps" in report.summarize(RunReader(path))[0]
         assert f">40 / {shown}<" in write([path], tmp_path / "page.html")[0]
 
 
-def test_two_runs_show_what_differs_between_them(runs, tmp_path):
+def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     write_json(runs[1] / "config.json", json.loads((runs[1] / "config.json").read_text()) | {"depth": 7})
     text, data = write(runs, tmp_path / "page.html")
     assert [run["name"] for run in data["runs"]] == ["<b>one & only", "two"]
@@ -145,7 +145,7 @@ def test_two_runs_show_what_differs_between_them(runs, tmp_path):
 
 def test_hostile_texts_stay_texts(runs, tmp_path):
     text, data = write(runs, tmp_path / "page.html")
-    ours = text.partition("<script>")[0] + text.rpartition("<script>")[2]  # without plotly
+    ours = text.partition("<script>")[0] + text.rpartition("<script>")[2]  # without plotly's own code
     assert "onerror=alert(1)>" not in ours and "<b>one" not in ours and "{{curves" not in ours
     assert EVIL in data["buckets"] and ours.count("<img") == 0 and ours.count("</script>") == 2
 
@@ -154,24 +154,24 @@ def test_a_long_log_is_thinned_and_keeps_its_spikes(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "ROOM", 100_000)
     text, data = write([make_run(tmp_path / "long", num=2_000)], tmp_path / "page.html")
     [run] = data["runs"]
-    every = re.search(r"Of every (\d+) steps the one with the highest loss", text)
+    every = re.search(r"Of every (\d+) steps, the one with the highest loss", text)
     assert every and int(every[1]) >= 3 and run["steps"][-1] == 1_999
     assert 50_000 < len(json.dumps(data, separators=(",", ":"))) < 110_000
     assert SPIKE in run["steps"] and max(filter(None, curves(run)[page.LOSS, "loss"])) == 50.0
 
 
-def test_a_run_at_work_is_drawn_again_and_again(runs, tmp_path, monkeypatch):
+def test_watch_rewrites_the_page_while_the_run_is_alive(runs, tmp_path, monkeypatch):
     out, naps = tmp_path / "page.html", []
     alive = {"liveness": "alive", "status": "running", "shown": "running", "eta_s": 60.0}
     looks = iter([alive, alive, {"liveness": "ended", "status": "completed", "shown": "completed"}])
     monkeypatch.setattr(RunReader, "status", lambda self: next(looks))
-    monkeypatch.setattr(page, "time", SimpleNamespace(  # not time.sleep itself, in which other threads are
+    monkeypatch.setattr(page, "time", SimpleNamespace(  # other threads use time.sleep
         strftime=time.strftime, sleep=lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text()))))
     assert page.main([str(runs[1]), f"--out={out}", "--watch"]) == 0
     assert naps == [(page.WATCH_EVERY_S, True)] * 2 and 'http-equiv="refresh"' not in out.read_text()
 
 
-def test_a_run_without_a_step_has_a_page_and_what_is_missing_is_named(tmp_path, monkeypatch):
+def test_a_run_without_steps_has_a_page_and_missing_plotly_is_named(tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
     write_json(tmp_path / "new" / "config.json", {"max_seq_len": T})
     assert "No step was logged" in write([tmp_path / "new"], tmp_path / "page.html")[0]
@@ -182,19 +182,19 @@ def test_a_run_without_a_step_has_a_page_and_what_is_missing_is_named(tmp_path, 
 
 PROBE = """<script>addEventListener("load", () => setTimeout(() => {
   const plots = [...document.querySelectorAll(".plot")].map(div => [div.id, div.data.map(trace => trace.y.length)]);
-  const told = document.createElement("pre"); told.id = "told";
-  told.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
+  const result = document.createElement("pre"); result.id = "result";
+  result.textContent = JSON.stringify({ plots, requests: performance.getEntriesByType("resource").map(e => e.name),
     images: document.images.length, wide: document.documentElement.scrollWidth, inner: innerWidth,
     digest: document.getElementById("digest-1").textContent });
-  document.body.append(told);
+  document.body.append(result);
 }, 0))</script>"""
 
 
 def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
-    """In headless Chromium: its console is silent, nothing is asked for, the curves have the log's points."""
+    """Headless Chromium logs no error and requests nothing; the curves have the points of the log."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
-        pytest.skip("there is no chromium on this machine (Debian: apt-get install chromium)")
+        pytest.skip("needs chromium (Debian: apt-get install chromium)")
     text, _ = write(runs, tmp_path / "page.html")
     (tmp_path / "page.html").write_text(text.replace("</body>", PROBE + "</body>"))
     done = subprocess.run(
@@ -204,16 +204,16 @@ def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
         capture_output=True, text=True, timeout=PATIENCE_S)
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
     assert console == []
-    told = json.loads(unescape(re.findall(r'<pre id="told">(.*?)</pre>', done.stdout, re.S)[0]))
-    plots = dict(told["plots"])
-    assert told["requests"] == [] and told["images"] == 0 and told["wide"] <= told["inner"]
+    result = json.loads(unescape(re.findall(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)[0]))
+    plots = dict(result["plots"])
+    assert result["requests"] == [] and result["images"] == 0 and result["wide"] <= result["inner"]
     assert plots[page.LOSS] == [STEPS] * 4 and plots["timeline"]
     assert plots[page.BPB] == plots[f"{page.BPB}: {EVIL}"] == [2, 2]
     assert all(points for points in plots.values()) and set(plots["mix-1"]) == {STEPS}
-    assert told["digest"] == f"{STEPS - 1:016x}"
+    assert result["digest"] == f"{STEPS - 1:016x}"
 
 
-def test_the_wait_of_a_resume_is_clipped_and_no_other_chart_is(tmp_path):
+def test_only_the_chart_of_waits_is_clipped(tmp_path):
     path = make_run(tmp_path / "run")
     log = path / "logs" / "train.jsonl"
     log.write_text(log.read_text().replace(
@@ -227,7 +227,7 @@ def test_the_wait_of_a_resume_is_clipped_and_no_other_chart_is(tmp_path):
 
 
 def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible(runs, tmp_path):
-    """As far as that can be seen without a browser."""
+    """As far as a test can tell without a browser."""
     text, _ = write(runs[:1], tmp_path / "page.html")
     assert ".charts { display: flex; flex-wrap: wrap" in text and ".charts .card { margin: 0; flex: 1 1" in text
     dark = re.search(r"prefers-color-scheme: dark.*?--raw: ([\d.]+)", text, re.S)

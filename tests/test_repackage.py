@@ -1,4 +1,4 @@
-"""Repackaging: every document once, in an order that depends on inputs and seed alone, within bounded memory."""
+"""dev.repackage_data_reference: every document once, in an order of inputs and seed alone, in bounded memory."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from dev.repackage_data_reference import main, repackage
 from nanochat import dataset
 
 
-def made_up(n):
+def random_texts(n):
     rng = random.Random(0)
     tails = (rng.choice("aé漢😀") * int(rng.paretovariate(1) * 20 % 1300) for _ in range(n - 2))
     return [f"{i} {tail}" for i, tail in enumerate(tails)] + ["", "x"]
@@ -37,8 +37,8 @@ def order(folder):
 
 @pytest.fixture
 def inputs(tmp_path):
-    """5,000 documents in three files of as many formats."""
-    folder, texts = tmp_path / "in", made_up(5000)
+    """5,000 documents in three files of different formats."""
+    folder, texts = tmp_path / "in", random_texts(5000)
     (folder / "sub").mkdir(parents=True)
     table = pa.table({"id": range(3000), "text": pa.array(texts[:3000], pa.string())})
     pq.write_table(table, folder / "sub" / "b.parquet", row_group_size=700)
@@ -51,7 +51,7 @@ def inputs(tmp_path):
 
 def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(inputs, tmp_path, capsys):
     folder, texts = inputs
-    (tmp_path / ".out.unfinished").mkdir()  # of a killed process
+    (tmp_path / ".out.unfinished").mkdir()  # left by a killed process
     chars = sum(map(len, texts))
     main(["--input", str(folder), "--output-dir", str(tmp_path / "out"), f"--shard-chars={chars // 3}"])
     assert f"5,000 documents, {chars:,} characters in 3 shards" in capsys.readouterr().out
@@ -66,21 +66,21 @@ def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(i
 
 @pytest.mark.parametrize("n", [2, 1024, 1025])
 def test_few_documents_still_give_a_validation_shard(tmp_path, n):
-    pq.write_table(pa.table({"text": made_up(n)}), tmp_path / "in.parquet")
+    pq.write_table(pa.table({"text": random_texts(n)}), tmp_path / "in.parquet")
     repackage([tmp_path / "in.parquet"], tmp_path / "out")
     assert len(read_all(tmp_path / "out")) == 2
-    assert Counter(order(tmp_path / "out")) == Counter(made_up(n))
+    assert Counter(order(tmp_path / "out")) == Counter(random_texts(n))
 
 
-def test_the_memory_budget_bounds_what_is_sorted_at_once_and_changes_no_byte(inputs, tmp_path, monkeypatch):
+def test_the_memory_budget_bounds_memory_and_changes_no_byte(inputs, tmp_path, monkeypatch):
     folder, texts = inputs
     budget, sorted_bytes, merges = 20_000, [], []
 
-    def noted(records, sort=sorted):
+    def recorded(records, sort=sorted):
         sorted_bytes.append(sum(len(text) + module.RECORD_BYTES for _, text in records))
         return sort(records)
 
-    monkeypatch.setattr(module, "sorted", noted, raising=False)
+    monkeypatch.setattr(module, "sorted", recorded, raising=False)
     monkeypatch.setattr(module, "merged", lambda runs, merge=module.merged: (merges.append(len(runs)), merge(runs))[1])
     monkeypatch.setattr(module, "RUNS_AT_ONCE", 10)
     repackage([folder], tmp_path / "large", shard_chars=100_000)
@@ -93,7 +93,7 @@ def test_the_memory_budget_bounds_what_is_sorted_at_once_and_changes_no_byte(inp
     assert large == small and len(large) > 2
 
 
-def test_the_order_is_of_inputs_and_seed_wherever_they_lie(inputs, tmp_path):
+def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder(inputs, tmp_path):
     folder, _ = inputs
     repackage([folder], tmp_path / "one", seed=1)
     folder.rename(tmp_path / "moved")
@@ -107,27 +107,27 @@ def test_the_order_is_of_inputs_and_seed_wherever_they_lie(inputs, tmp_path):
 def test_broken_lines_are_named_and_counted_or_fatal_with_strict(tmp_path, capsys):
     good = [json.dumps({"text": text}).encode() for text in ("one", "two", "three")]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([good[0], b'{"text": "cut', b'{"other": 1}', *good[1:]]))
-    told = repackage([tmp_path / "in.jsonl"], tmp_path / "out")
-    assert told["broken"] == 2 and sorted(order(tmp_path / "out")) == ["one", "three", "two"]
+    counts = repackage([tmp_path / "in.jsonl"], tmp_path / "out")
+    assert counts["broken"] == 2 and sorted(order(tmp_path / "out")) == ["one", "three", "two"]
     assert "in.jsonl: 2 broken line(s) skipped, the first is line 2: not JSON" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"in\.jsonl: line 2: not JSON.*--strict"):
         main(["--input", str(tmp_path / "in.jsonl"), "--output-dir", str(tmp_path / "strict"), "--strict"])
     assert not (tmp_path / "strict").exists()
 
 
-@pytest.mark.parametrize("name, content, says", [
+@pytest.mark.parametrize("name, content, error", [
     ("a.parquet", b"PAR1 rubbish", "not a whole parquet"),
     ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "not a whole gzip"),
     ("a.jsonl", b'{"text": "only one"}\n', "at least 2"),
 ])
-def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name, content, says):
+def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name, content, error):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=error):
         repackage([tmp_path / name], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_an_output_that_is_there_is_never_touched(inputs, tmp_path):
+def test_an_existing_output_is_not_touched(inputs, tmp_path):
     folder, _ = inputs
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")

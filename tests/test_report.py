@@ -1,4 +1,4 @@
-"""The report: every figure in it is the one on disk, and whatever is missing, there is a report."""
+"""scripts.report: every figure is the one on disk, and a run with missing files still has a report."""
 
 import json
 import re
@@ -21,14 +21,14 @@ from tests.training import T
 
 EVALUATION = {"step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125, "train_bpb": {"data": 1.9375},
               "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]}}
-STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "torn li",
+STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "truncated li",
                     "training\t65\t0\ttrain --fast", "report\tx\t0\treport"])
 
 
 @pytest.fixture
 def run(copied):
-    """The finished run as if its first launch had been killed after step 5, in the middle of a line, with the results
-    of an evaluation and the stages of speedrun.sh."""
+    """The finished run, changed as if its first launch had been killed after step 5, in the middle of a line. It has
+    the results of an evaluation and the stages of speedrun.sh."""
     path, lines = training.run_dir(), training.log_file().read_text().splitlines()
     begun = {**json.loads(lines[0]), "step": 4, "world_size": 2, "code": ""}
     at = {number: next(i for i, line in enumerate(lines) if '"loss"' in line and json.loads(line)["step"] == number)
@@ -41,7 +41,7 @@ def run(copied):
 
 
 def rows(text):
-    """The cells of every table row of a report, by the first."""
+    """{first cell: other cells} of all table rows of a report."""
     cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
     return {row[0]: row[1:] for row in cells}
 
@@ -55,23 +55,24 @@ def test_every_figure_is_the_one_on_disk(run):
     account = ledger(load_checkpoint(training.final()).cursors, T)["data"]
     for name, expected in {
             "validation bits per byte, before training": [show(val[0])],
-            "validation bits per byte, after": ["2.062"], "a unigram model's on the same tokens": ["3.812"],
+            "validation bits per byte, after": ["2.062"],
+            "bits per byte of a unigram model on the same tokens": ["3.812"],
             "training bits per byte, `data`": ["1.938"], "steps": ["8"], "tokens trained on": ["4,096"],
-            "time in steps": [f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"],
+            "training time": [f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"],
             "tokens/s, median step": [show(statistics.median(step["tokens_per_s"] for step in steps))],
             "params_total": [show(config["derived"]["params_total"])], "depth": ["2", "20"],
-            "0": ["1", "cpu", first["torch"], first["code"]], "4": ["2", "cpu", first["torch"], "not known"],
+            "0": ["1", "cpu", first["torch"], first["code"]], "4": ["2", "cpu", first["torch"], "unknown"],
             "set-up": ["1.0 s", "1", "0"], "training": ["2 min 45 s", "2", "1"],
             "data (train)": [pinned["root"], "3", show(sum(file["size"] for file in pinned["files"])), "288"],
             "data": [*(show(account[name]) for name in LEDGER), f"{100 * share(account, 'cropped'):.2f}"],
             "digest of the batch of step 0": [f"`{steps[0]['digest']}`"],
             "digest of the batch of step 7": [f"`{steps[7]['digest']}`"]}.items():
         assert found[name] == expected, name
-    assert "# Run `run`: completed" in text and "train --fast" in text and f"from `{run}`" in text
+    assert "# Run `run`: completed" in text and "train --fast" in text and f"run directory `{run}`" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
-    assert "\nseed 42\n" in text.partition("<summary>default")[2] and "seed" not in found
+    assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [
-        f"The run completed after 8 steps of 8: 4,096 tokens in {duration(seconds)} of steps.",
+        f"The run completed after 8 of 8 steps: 4,096 tokens in {duration(seconds)} of training.",
         f"Validation bits per byte fell from {show(val[0])} to {show(val[-1])}.",
         "It took 2 launches (1 killed), on 1 and 2 processes."]
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
@@ -81,7 +82,7 @@ FILES = ["eval.json", "data_manifest.json", "logs/train.jsonl", "logs/cursors"]
 
 
 @pytest.mark.parametrize("missing", [*FILES, "everything"])
-def test_there_is_a_report_whatever_is_missing(run, missing):
+def test_a_run_with_missing_files_has_a_report(run, missing):
     full, command = make_report(RunReader(run)), training.events("started")[0]["command"]
     gone = FILES if missing == "everything" else [missing]
     for name in gone:
@@ -90,14 +91,13 @@ def test_there_is_a_report_whatever_is_missing(run, missing):
     assert command in full
     assert text != full and [x for x in text.splitlines() if x.startswith("## ")] == [
         x for x in full.splitlines() if x.startswith("## ")]
-    assert ("base_eval run` has not run" in text) == ("eval.json" in gone)
+    assert ("Not evaluated yet: " in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
     write_json(run / "eval.json", {**EVALUATION, "step": 4})
-    assert ("eval.json is of step 4" in make_report(RunReader(run))) == ("logs/train.jsonl" not in gone)
+    assert ("The evaluation is from step 4" in make_report(RunReader(run))) == ("logs/train.jsonl" not in gone)
 
 
-def test_a_run_is_what_its_last_launch_was(copied):
-    """A log as training writes it."""
+def test_the_outcome_of_a_run_is_that_of_its_last_launch(copied):
     assert RunReader(training.run_dir()).outcome == "completed"
     log = training.log_file()
     lines = log.read_text().splitlines(keepends=True)
@@ -109,7 +109,7 @@ def test_a_run_is_what_its_last_launch_was(copied):
     assert RunReader(training.run_dir()).outcome.startswith("stopped, saved at step 8")
 
 
-def test_the_pictures_beside_it_have_the_figures_of_the_log(run, monkeypatch):
+def test_the_pictures_show_the_figures_of_the_log(run, monkeypatch):
     reader = RunReader(run)
     for i, step in enumerate(reader.steps):
         step |= {"tokens/a|b": i, "tokens/web": 2 * i}
@@ -122,7 +122,7 @@ def test_the_pictures_beside_it_have_the_figures_of_the_log(run, monkeypatch):
         [event["step"], event["bpb"]] for event in training.events("val")]
     assert drawn["throughput"].axes[0].lines[0].get_ydata().tolist() == [step["tokens_per_s"] for step in reader.steps]
     first = drawn["mix"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert first.max() == pytest.approx(1 / 3), "a third of what was trained on, in every stretch"
+    assert first.max() == pytest.approx(1 / 3), "a third of the trained tokens, at any time"
     report.main([f"{run}"])
     shown = re.findall(r"!\[.*\]\((.*)\)", (run / "report.md").read_text())
     assert shown == ["report-loss.png", "report-throughput.png"]
@@ -131,13 +131,13 @@ def test_the_pictures_beside_it_have_the_figures_of_the_log(run, monkeypatch):
     assert report.main([f"{run}"]) == 0 and ".[plot]" in (run / "report.md").read_text()
 
 
-def test_accounts_that_do_not_balance_are_said_not_to():
+def test_a_ledger_that_does_not_balance_is_reported():
     right = dict.fromkeys(LEDGER, 0) | {"read": 96, "bos": 4, "repeated": 3, "emitted": 80, "cropped": 16, "pending": 7}
     assert unbalanced({"data": right}) == {}
     assert "off in code by -2." in ledger_table(1, {"data": right, "code": {**right, "read": 94}}, T)[0]
 
 
-def test_tables_and_texts_stay_whole_whatever_is_in_them():
+def test_tables_and_fences_stay_intact_whatever_they_contain():
     lines = markdown(("a", "b"), [("x|y", "two\nlines")])
     assert lines == ["| a | b |", "| --- | ---: |", "| x\\|y | two lines |", ""]
     assert fenced("a\n````") == ["`````text", "a", "````", "`````", ""]
@@ -146,7 +146,7 @@ def test_tables_and_texts_stay_whole_whatever_is_in_them():
 
 
 def test_no_name_in_a_report_is_html(run):
-    """Regression: a folder or a reason could bring markup into the page that shows the report."""
+    """Regression: the name of a folder or a reason could become markup."""
     hostile = "<img src=x>"
     write_json(run / "config.json", {**json.loads((run / "config.json").read_text()), "model_tag": hostile})
     log = run / "logs" / "train.jsonl"
@@ -157,7 +157,7 @@ def test_no_name_in_a_report_is_html(run):
     assert text.count("&lt;img src=x&gt;") >= 5 and hostile not in re.sub("(?s)```.*?```", "", text)
 
 
-def test_the_script_writes_the_report_and_says_where(run, capsys):
+def test_the_script_writes_the_report_and_prints_its_path(run, capsys):
     stages = run.parents[1] / "stages.tsv"
     assert report.main([f"{run}", f"--stages={stages}"]) == 0
     output = capsys.readouterr().out

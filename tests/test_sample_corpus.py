@@ -1,4 +1,4 @@
-"""The sample corpus: both buckets, no text twice, the same on every run, never half-written."""
+"""dev.make_sample_corpus: both buckets, distinct texts, the same corpus every time, never half-written."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ def write_module(path, i, *, functions=12):
 
 @pytest.fixture
 def roots(tmp_path):
-    """Two made-up roots with 400 modules, among them doubles, an empty one, a table and what is no UTF-8."""
+    """Two synthetic roots with 400 modules and some duplicates, an empty file, a table and a file that is not UTF-8."""
     for i in range(400):
         write_module(tmp_path / ("lib" if i % 2 else "packages") / f"p{i % 7}" / f"m{i}.py", i)
     for n in range(6):
@@ -60,13 +60,13 @@ def test_shards_mix_both_buckets_and_the_last_one_validates_both(roots, tmp_path
     assert len(train) + len(val) == len(rows)
 
 
-def test_no_text_twice_none_short_none_a_table_and_no_module_in_both_buckets(roots, tmp_path):
+def test_texts_are_distinct_and_of_useful_length_and_no_module_is_in_both_buckets(roots, tmp_path):
     make_sample_corpus(tmp_path / "out", Settings(min_chars=1000, max_chars=4_000_000, num_shards=3), roots=roots)
     rows = read_all(tmp_path / "out")
     texts = Counter(t for _, _, t in rows)
     assert max(texts.values()) == 1
     assert all(corpus.MIN_DOCUMENT_CHARS <= len(t) <= corpus.MAX_DOCUMENT_CHARS for t in texts)
-    assert not any("999999" in t for t in texts)  # a package inside the library's folder is not the library
+    assert not any("999999" in t for t in texts)  # packages inside the library's folder are skipped
     code = {t for _, b, t in rows if b == "code"}
     docs = {t for _, b, t in rows if b == "docs"}
     for i in range(1, 400):
@@ -75,7 +75,7 @@ def test_no_text_twice_none_short_none_a_table_and_no_module_in_both_buckets(roo
     assert len(code) > 100 and len(docs) > 100
 
 
-def test_same_settings_same_files_another_seed_another_order(roots, tmp_path):
+def test_equal_settings_give_equal_files_and_another_seed_another_order(roots, tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_sample_corpus(tmp_path / name, Settings(seed, 150_000, 400_000, 3), roots=roots)
     assert [t for _, _, t in read_all(tmp_path / "a")] != [t for _, _, t in read_all(tmp_path / "c")]
@@ -99,18 +99,18 @@ def test_a_second_run_does_nothing_and_other_settings_or_missing_shards_are_refu
             "--num-shards", "2"]
     main(args)
     times = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
-    assert "was here already" not in capsys.readouterr().out
+    assert "already existed" not in capsys.readouterr().out
     main(args)
-    assert "was here already" in capsys.readouterr().out
+    assert "already existed" in capsys.readouterr().out
     assert times == {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()} and len(times) == 4
     with pytest.raises(ValueError, match="delete that folder"):
         main([*args, "--seed", "5"])
     (tmp_path / "out" / "shard_00001.parquet").unlink()
-    with pytest.raises(ValueError, match=r"shard_00001\.parquet.*gone"):
+    with pytest.raises(ValueError, match=r"shard_00001\.parquet.*missing"):
         main(args)
 
 
-def test_too_little_text_and_a_folder_with_something_else_are_errors_that_leave_things_alone(roots, tmp_path):
+def test_too_little_text_or_a_folder_with_other_files_is_refused_and_nothing_changes(roots, tmp_path):
     with pytest.raises(ValueError, match=r"found .* characters.*--min-chars 20,000,000"):
         make_sample_corpus(tmp_path / "out", Settings(), roots=roots)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lib", "packages"]

@@ -246,7 +246,7 @@ def setup(tmp_path):
 def test_setup_refuses_an_interpreter_without_torch_for_an_installed_torch(setup, tmp_path):
     python = f'exec {sys.executable} -S "$@"'  # without its packages
     done = setup({"bare-python": python}, TORCH="installed", PYTHON=str(tmp_path / "bin" / "bare-python"))
-    assert done.returncode == 1 and "has no torch; name one that has" in done.stderr, done.stderr
+    assert done.returncode == 1 and "has no torch; choose one that has" in done.stderr, done.stderr
     assert not (tmp_path / ".venv").exists()
 
 

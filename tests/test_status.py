@@ -244,7 +244,7 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
             stop.main(["d1"])
     else:
         assert stop.main(["d1"]) == 0
-        assert "nothing to stop, except a launch that is starting now" in capsys.readouterr().out
+        assert "d1 is not active; a launch that is starting now" in capsys.readouterr().out
     (base / "claim").touch()
     assert process.wait(PATIENCE_S) == 0
     state = read_state(run_dir(base))
@@ -254,12 +254,12 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
 def test_stop_needs_a_name_if_several_runs_are_active_and_ignores_ended_ones(base, capsys):
     fake_run(base, "d1", "stopped")
     assert stop.main(["d1"]) == 0
-    assert "nothing to stop" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="none is at work"):
+    assert "is not active" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no run is active"):
         stop.main([])
     fake_run(base, "d2", "running")
     fake_run(base, "d3", "starting")
-    with pytest.raises(ValueError, match="several are at work, name one: d2, d3"):
+    with pytest.raises(ValueError, match="several are active; name one: d2, d3"):
         stop.main([])
     assert not any((run_dir(base, name) / FLAG_NAME).exists() for name in ("d2", "d3"))
 
@@ -288,7 +288,7 @@ def test_force_ends_the_processes_of_the_run_and_no_others(base, capsys, monkeyp
         code = stop.main(["d1", "--force"])
         captured = capsys.readouterr()
         assert code == rank_0_lives  # node9 is left
-        assert ("on node9, if they are still there: kill 77" in captured.err) == rank_0_lives
+        assert ("on node9, if they are still alive, run: kill 77" in captured.err) == rank_0_lives
         assert saves.wait(PATIENCE_S) == 0 and deaf.poll() == -signal.SIGKILL and bystander.poll() is None
         assert captured.out.count("SIGTERM to pid") == 2 and captured.out.count("SIGKILL to pid") == 1
     finally:
@@ -308,11 +308,11 @@ def test_force_names_a_process_that_does_not_end_and_ignores_forged_records(base
     monkeypatch.setattr(os, "kill", lambda *call: sent.append(call))
     assert stop.main(["d1", "--force"]) == 1
     assert sent == [(os.getpid(), signal.SIGTERM), (os.getpid(), signal.SIGKILL)]
-    assert f"pid {os.getpid()} is still there" in capsys.readouterr().err
+    assert f"pid {os.getpid()} is still alive" in capsys.readouterr().err
     path = fake_run(base, "d2", "running", ranks=forged[:1])
     for ranks in ([{**me, "pid": True}], [{**me, "pid": "1"}], [{**me, "pid": 1.0}]):
         assert stop.main(["d2", "--force"]) == 1
-        assert "another container, still owns the run" in capsys.readouterr().err
+        assert "still owns the run, such as one in another container" in capsys.readouterr().err
         state = json.loads((path / ".run_state.json").read_text())
         (path / ".run_state.json").write_text(json.dumps({**state, "ranks": ranks}))
         with pytest.raises(ValueError, match=r"d2/\.run_state\.json: ranks\[0\]\.pid: expected a whole number"):

@@ -225,13 +225,13 @@ def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None
 
 
 def read_json(path: Path | str, shape: Any = None, *,
-              way_out: str = "delete it and run the command that wrote it again") -> Any:
+              remedy: str = "delete it and run the command that wrote it again") -> Any:
     """The JSON value in a file. FileNotFoundError if the file does not exist. ValueError, which names the file, the
     field and the remedy, if it is corrupt or does not have the shape (see `parse_json`)."""
-    return parse_json(Path(path).read_bytes(), path, shape, way_out=way_out)
+    return parse_json(Path(path).read_bytes(), path, shape, remedy=remedy)
 
 
-def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_out: str = "") -> Any:
+def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, remedy: str = "") -> Any:
     """The value of JSON that may be damaged. ValueError, which begins with `name` and ends with the remedy, if it is
     not JSON or does not have the shape:
 
@@ -247,7 +247,7 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, way_ou
     except (ValueError, RecursionError) as e:  # includes UnicodeDecodeError and nesting that is too deep
         problem = f"not valid JSON ({e})"
     if problem:
-        raise ValueError(f"{name}: {problem}" + (f"; {way_out}" if way_out else ""))
+        raise ValueError(f"{name}: {problem}" + (f"; {remedy}" if remedy else ""))
     return value
 
 

@@ -4,9 +4,9 @@ The settings of a run: one frozen dataclass, its command-line flags, and what a 
     warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", fixed=STEP)
 
 This field gives the flag `--warmup-steps`, its line in --help with the default, the entry in config.json, the rule
-for a resume, and a row of the table of settings in docs/reference.md. To add a flag in a fork, add one field here. A module
-that owns a default declares its own fields (`ScheduleSettings` in nanochat/schedule.py); its class is listed among
-the bases of `Settings`.
+for a resume, and a row of the table of settings in docs/reference.md. To add a flag in a fork, add one field here. A
+module that owns a default declares its own fields (`ScheduleSettings` in nanochat/schedule.py); its class is listed
+among the bases of `Settings`.
 
 **A run never changes what it is.** The command that starts a run also resumes it. A resume may have other flags,
 on purpose or by accident:

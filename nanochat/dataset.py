@@ -340,7 +340,7 @@ def read_manifests(path: Path) -> Manifests:
     if not path.exists():
         return {}
     remedy = "restore the file, or start a new run (--model-tag)"
-    manifests = read_json(path, {"train": dict, "val": dict}, way_out=remedy)
+    manifests = read_json(path, {"train": dict, "val": dict}, remedy=remedy)
     for split in ("train", "val"):
         check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
         for manifest in manifests[split].values():

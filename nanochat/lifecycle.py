@@ -396,7 +396,7 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     remedy = "delete it; the next launch of the run writes a new one"
     try:
         with open_regular(path, os.O_RDONLY) as f:
-            state = parse_json(f.read(), path, STATE, way_out=remedy)
+            state = parse_json(f.read(), path, STATE, remedy=remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
     for name, value in state.items():

@@ -116,7 +116,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         reason = (f"the settings of {checkpoints} are unknown; {remedy}" if checkpoints else
                   f"{run_dir} is not a run directory, or its run never started")
         raise FileNotFoundError(f"{path}: missing, so {reason}")
-    return read_json(path, dict, way_out=remedy)
+    return read_json(path, dict, remedy=remedy)
 
 
 # ---- names in checkpoints/ ----------------------------------------------------------------------

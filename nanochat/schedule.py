@@ -110,11 +110,12 @@ def _ramp(start: float, end: float, progress: float) -> float:
 class ScheduleSettings:
     """schedule"""
 
-    warmup_steps: int = setting(40, "steps over which learning rates rise", least=0, fixed="what a step computes")
+    warmup_steps: int = setting(40, "steps over which learning rates rise", least=0,
+                                fixed="decides what a step computes")
     warmdown_ratio: float = setting(0.65, "share of the run over which learning rates fall", least=0, most=1,
-                                    fixed="what a step computes")
+                                    fixed="decides what a step computes")
     final_lr_frac: float = setting(0.05, "learning rates at the end, as a fraction of the full rates", least=0, most=1,
-                                   fixed="what a step computes")
+                                   fixed="decides what a step computes")
 
 
 @dataclass(frozen=True)

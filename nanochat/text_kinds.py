@@ -93,7 +93,7 @@ def saved_files(folder: Path) -> set[str]:
     state = folder / "state.json"
     if not state.is_file():
         return {file.name for file in folder.rglob("*.arrow")}
-    saved = read_json(local_copy(state), {"_data_files": [{"filename": str}]}, way_out="save the data set again")
+    saved = read_json(local_copy(state), {"_data_files": [{"filename": str}]}, remedy="save the data set again")
     names = {entry["filename"] for entry in saved["_data_files"]}
     for name in sorted(names):
         if not (folder / name).is_file():

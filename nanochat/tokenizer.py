@@ -466,11 +466,11 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     path = as_path(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
-    saved = read_json(local_copy(path), SHAPE, way_out=RESTORE)
+    saved = read_json(local_copy(path), SHAPE, remedy=RESTORE)
     if (saved["format"], saved["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, got {saved['format']} "
                          f"{saved['version']}; {RESTORE}")
-    return read_json(local_copy(path), SHAPE | (FOREIGN if "kind" in saved else OURS), way_out=RESTORE)
+    return read_json(local_copy(path), SHAPE | (FOREIGN if "kind" in saved else OURS), remedy=RESTORE)
 
 
 # ---- opening a tokenizer --------------------------------------------------------------------------------------------

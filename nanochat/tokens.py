@@ -489,7 +489,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any] | None:
 
 @functools.lru_cache(maxsize=64)
 def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    manifest = read_json(copy, MANIFEST_SHAPE, way_out=REDO)
+    manifest = read_json(copy, MANIFEST_SHAPE, remedy=REDO)
     kind = manifest["format"], manifest["version"]
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
         raise ValueError(f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; move the file away to "

@@ -349,7 +349,7 @@ def from_nanochat(source: str) -> NanochatCheckpoint:
         known = ", ".join(map(str, steps)) or "none; expected a folder such as base_checkpoints/d12"
         raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps in it: {known}")
     step = int(at) if at else steps[-1]
-    meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, way_out="copy it again")
+    meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, remedy="copy it again")
     state = load_plain(folder / f"model_{step:06d}.pt")
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ValueError(f"{folder / f'model_{step:06d}.pt'}: expected a dict of tensors, as nanochat saves it; copy "

@@ -165,7 +165,7 @@ class OpenedReceipt(NamedTuple):
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """The receipt in a file. ValueError if it is corrupt or of another format."""
-    receipt = read_json(path, {"nanochat_receipt": int}, way_out=REWRITE)
+    receipt = read_json(path, {"nanochat_receipt": int}, remedy=REWRITE)
     if receipt["nanochat_receipt"] != FORMAT:
         raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, and this code reads format {FORMAT}; "
                          f"use the code that wrote it")

@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not path.is_file():
             raise FileNotFoundError(f"--against={args.against}: {path} does not exist; train that configuration first, "
                                     f"with --name={args.against}")
-        base = read_json(path, RECORD, way_out="train that configuration again with --name")
+        base = read_json(path, RECORD, remedy="train that configuration again with --name")
         if args.against == args.name:
             raise ValueError(f"--against={args.against}: --name has the same value; give the change another --name")
         seeds, vary = base["seeds"], base["vary"]

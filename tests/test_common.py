@@ -48,7 +48,7 @@ def test_damaged_json_is_refused_with_file_field_and_remedy(tmp_path, text, erro
     path = tmp_path / "a.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"a\.json: {error}.*; run it again"):
-        read_json(path, SHAPE, way_out="run it again")
+        read_json(path, SHAPE, remedy="run it again")
 
 
 def test_values_and_durations_read_well():

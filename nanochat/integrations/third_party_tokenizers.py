@@ -388,7 +388,7 @@ def named_ends(folder: Path) -> list[str | int]:
     """The EOS and BOS that the files beside a tokenizer.json name, EOS first."""
     ends: list[str | int] = []
     files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
-    values = {file: parse_json(local_copy(file).read_bytes(), file, dict, way_out="repair or delete it")
+    values = {file: parse_json(local_copy(file).read_bytes(), file, dict, remedy="repair or delete it")
               for file in files}
     for name, file in product(("eos_token", "bos_token"), files):
         token = values[file].get(name)

@@ -203,13 +203,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--output-dir", type=Path, help="where to write (default: $NANOCHAT_BASE_DIR/data/sample)")
     parser.add_argument("--seed", type=int, default=Settings.seed, help="selects and shuffles the text")
-    parser.add_argument("--min-chars", type=int, default=Settings.min_chars, help="fail if there is less training text")
+    parser.add_argument("--min-chars", type=int, help="fail with less training text (default: 20 million, or 5/8 "
+                        "of --max-chars if less)")
     parser.add_argument("--max-chars", type=int, default=Settings.max_chars, help="stop collecting at this much text")
     parser.add_argument("--num-shards", type=int, default=Settings.num_shards, help="for training; one more validates")
     parser.add_argument("--buckets", action="store_true", help="write folders code/ and docs/ instead of mixed shards")
     args = parser.parse_args(argv)
     output_dir = args.output_dir or get_base_dir() / "data" / "sample"
-    settings = Settings(args.seed, args.min_chars, args.max_chars, args.num_shards, args.buckets)
+    min_chars = min(Settings.min_chars, args.max_chars * 5 // 8) if args.min_chars is None else args.min_chars
+    settings = Settings(args.seed, min_chars, args.max_chars, args.num_shards, args.buckets)
     is_new = make_sample_corpus(output_dir, settings)
     shards = read_json(output_dir / MANIFEST)["shards"]
     for name, counts in shards.items():

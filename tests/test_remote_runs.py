@@ -204,7 +204,7 @@ def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, prepared):
     assert training.digests() == prepared.digests["samples"]
     for other in ("gs://other/b", f"{prepared.folder}/pairs/b"):
         error = refuse(**command("samples", "", data_path=f"s3://bucket/pairs/a,{other}", model_tag="mixed"))
-        assert "several kinds of stores" in error and not run_dir("mixed").exists()
+        assert "different kinds of object storage" in error and not run_dir("mixed").exists()
 
 
 def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, prepared, tmp_path, capfd):

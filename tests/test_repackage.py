@@ -131,6 +131,6 @@ def test_an_existing_output_is_not_touched(inputs, tmp_path):
     folder, _ = inputs
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         repackage([folder], tmp_path / "out")
     assert (tmp_path / "out" / "mine").read_text() == "keep"

@@ -116,7 +116,7 @@ def test_too_little_text_or_a_folder_with_other_files_is_refused_and_nothing_cha
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lib", "packages"]
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("keep")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="already exists"):
         make_sample_corpus(tmp_path / "out", SMALL, roots=roots)
     assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
 

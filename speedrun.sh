@@ -64,7 +64,7 @@ stage() { # name, command: run the command, and return its exit code
     local name="$1" code=0
     shift
     header "$name"
-    COMMAND=$(quote "$@")
+    if [[ "$1" == wait_for_download ]]; then COMMAND="wait"; else COMMAND=$(quote "$@"); fi
     echo "$COMMAND"
     if [[ -n "$DRY_RUN" ]]; then return; fi
     RUNNING="$name" BEGAN=$SECONDS
@@ -168,9 +168,9 @@ STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
 
 warn_if_shared() { # busy cores slow everything down, most of all threads that wait for each other
     local cores load
-    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    cores=$(nproc --all 2>/dev/null || getconf _NPROCESSORS_ONLN)
     load=$(cut -d ' ' -f 1 /proc/loadavg 2>/dev/null || echo 0)
-    if awk -v load="$load" -v cores="$cores" 'BEGIN { exit !(load > cores) }'; then
+    if [[ "${OMP_NUM_THREADS:-}" != 1 ]] && awk -v load="$load" -v cores="$cores" 'BEGIN { exit !(load > cores) }'; then
         echo "# warning: the load of this machine is $load on $cores cores: other programs slow this down. Try"
         echo "# OMP_NUM_THREADS=1 bash speedrun.sh: then no thread waits for another"
     fi

@@ -159,10 +159,11 @@ def log_samples(run: Any) -> None:
     on rank 0 only."""
     from nanochat.dataloader import validation_prompts
 
-    engine, texts = Engine(run.model, run.data.tokenizer), []
+    engine, texts, decode = Engine(run.model, run.data.tokenizer), [], run.data.tokenizer.decode
+    print0("samples: the most likely continuations of validation texts")
     for prompt in validation_prompts(run.data.val, run.data.tokenizer, run.settings.max_seq_len):
         run.dog.beat()
         tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
-        texts.append(run.data.tokenizer.decode(tokens[1:]))  # without <|bos|>
-        print0(f"  > {texts[-1]!r}")
+        texts.append(decode(tokens[1:]))  # without <|bos|>
+        print0(f"  {decode(prompt[1:])!r} -> {decode(tokens[len(prompt):])!r}")
     run.journal.event("samples", texts=texts)

@@ -538,7 +538,7 @@ def print_split(start: Start, data: RunData) -> None:
     else:
         tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
     taken = start.horizon.total_tokens
-    reads = f"about {tokens:,} tokens; this run reads {taken:,}, about {taken / max(1, tokens):.2f} passes"
+    reads = f"about {tokens:,} tokens; this run trains on {taken:,}"
     chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
     print0(*describe_split(files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen),
            sep="\n")
@@ -547,8 +547,6 @@ def print_split(start: Start, data: RunData) -> None:
 def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
     """Print what is about to run: the settings on the command line or in its --config file (`typed`) that are not
     defaults, and the values that follow from them, the data and this machine."""
-    for notice in start.notices:
-        print0(f"changed: {notice}")
     settings = start.settings.differing()
     print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
     worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
@@ -570,6 +568,8 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
         print0(f"note: token files are read through memory maps; if SIGBUS kills this process, a file was truncated: "
                f"scripts.status {start.run_dir.name} and the next launch name it, and NANOCHAT_READER=pread turns it "
                f"into an ordinary error")
+    for notice in start.notices:
+        print0(f"changed: {notice}")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

@@ -51,12 +51,13 @@ def list_commands() -> None:
     """Print the commands by group, each with its sentence, and how to start one."""
     known = commands()
     grouped = {name for names in GROUPS.values() for name in names}
-    width = max(map(len, known)) + 2
+    shown = {name: module.removeprefix("scripts.") for name, module in known.items()}
+    width = max(map(len, shown.values())) + 2
     for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
-        print(f"{group}:", *(f"  {name:{width}}{about(known[name])}" for name in names), "", sep="\n")
-    renamed = ", ".join(f"{name} is {module}" for module, name in SHORT.items())
-    print(f"python -m scripts.COMMAND --help shows examples and flags. In COMMAND, write _ for -;\n{renamed}.\n"
-          f"After `pip install -e .`: nanochat COMMAND --help. For jobs on clusters, see docs/clusters.md.")
+        print(f"{group}:", *(f"  {shown[name]:{width}}{about(known[name])}" for name in names), "", sep="\n")
+    renamed = ", ".join(f"{shown[name]} is {name}" for name in SHORT.values())
+    print(f"python -m scripts.COMMAND --help shows examples and flags. After `pip install -e .`, each command is also\n"
+          f"nanochat COMMAND ({renamed}).\nFor jobs on clusters, see docs/clusters.md.")
 
 
 class _ParserReady(Exception):

@@ -50,7 +50,7 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
     assert base_eval.main(["run", "--eval=bpb", "--unigram-tokens=2000", "--device-type=cpu"]) == 0
     evaluated = json.loads((training.run_dir() / "eval.json").read_text())
     assert evaluated["val_bpb"] == bpb[2] < 0.3 * evaluated["unigram_bpb"]
-    assert 1 <= outcome.out.count("  > ") <= dataloader.NUM_PROMPTS
+    assert 1 <= outcome.out.count("' -> ") <= dataloader.NUM_PROMPTS
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
 
 

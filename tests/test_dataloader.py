@@ -100,14 +100,14 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, 
 
 def test_doc_ids_are_those_of_the_rows_and_0_in_dead_rows():
     stream = Stream(CONFIG, {"b": fixed_source()}, range(CONFIG.V), tokenizer="bytes", num_threads=1)
-    with make_loader(device_batch_size=R) as full, make_loader(device_batch_size=7, with_doc_ids=True) as padded:
-        for _ in range(3):
+    with make_loader(device_batch_size=R) as full, make_loader(device_batch_size=5, with_doc_ids=True) as padded:
+        for _ in range(8):  # the last batch of a step is in another slot each time
             expected = [row.doc_ids()[:-1].tolist() for row in stream.next_rows(R // CONFIG.V)]
             take_step(full)
             batches = take_step(padded)
             last = batches[-1]
             assert [ids for b in batches for ids in b.doc_ids[alive(b)].tolist()] == expected
-            assert alive(last).tolist() == [True] * 3 + [False] * 4 and not last.doc_ids[3:].any()
+            assert alive(last).tolist() == [True] * 4 + [False] and not last.doc_ids[4].any()
             assert last.num_docs == sum(len({*ids}) for ids in last.doc_ids.tolist())
             assert last.doc_ids.dtype == torch.int32 and padded.digest == full.digest
     stream.close()

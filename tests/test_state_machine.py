@@ -136,7 +136,7 @@ def on_rank(rank, hook):
 
 
 def pause(heartbeat):
-    """Wait for SIGCONT. Without a heartbeat, only the next log line or save can show that another launch took the run."""
+    """Wait for SIGCONT. Without a heartbeat, only a log line or a save can notice that another launch took the run."""
     if not heartbeat:
         lifecycle.RunState.refresh = lambda self: ""
     training.send(signal.SIGSTOP)

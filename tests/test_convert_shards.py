@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens
 from scripts import convert_shards, tok_shards, verify
-from tests.token_files import GOLDEN, E, write_pair
+from tests.token_files import GOLDEN, E, write_megatron, write_pair
 from tests.toy import examples, some_texts, write_jsonl, write_parquet
 
 
@@ -103,6 +103,13 @@ def test_windows_without_a_manifest_become_whole_documents(tmp_path_factory, doc
         convert(root / "in", root / "1", "megatron", f"--eod={E}")
         convert(root / "1", root / "2", "gpts")
     assert entries_of(root / "1" / "a.b.bin") == entries_of(root / "2" / "a.b.bin") == documents
+
+
+def test_the_sequences_of_a_megatron_document_are_joined(tmp_path):
+    documents = [[[1, 2], [3, E]], [[4, E]], [[], [5], [6, 7, E]]]
+    write_megatron(tmp_path / "in" / "a", documents)
+    convert(tmp_path / "in", tmp_path / "out", "gpts")
+    assert entries_of(tmp_path / "out" / "a.bin") == [[1, 2, 3, E], [4, E], [5, 6, 7, E]]
 
 
 def test_a_last_window_that_only_repeats_a_documents_end_is_dropped(tmp_path):

@@ -141,6 +141,13 @@ def test_a_dry_bucket_halts_the_run_until_exhaustion_is_allowed(workplace):
     assert "completed" in succeed(mix, dry=True, allow_bucket_exhaustion=True).out and fingerprint(run_dir()) == done
 
 
+def test_a_run_with_only_dry_buckets_halts_even_if_exhaustion_is_allowed(workplace):
+    for _ in range(2):
+        before = fingerprint(run_dir())
+        halt(mix_file([(1000, {"tiny": 1})]), "all its buckets have run dry", allow_bucket_exhaustion=True)
+    assert fingerprint(run_dir()) == before and checkpoints() == [f"checkpoint-{len(digests())}-shutdown"]
+
+
 def test_the_file_may_allow_exhaustion_or_more_passes(workplace):
     succeed(mix_file(DRY, allow_bucket_exhaustion="true"), dry=True)
     assert len(digests()) == 10 and {e["bucket"] for e in events("dropped")} == {"tiny"}
@@ -159,6 +166,9 @@ def test_two_processes_halt_together_and_resume_together(workplace):
     training.finish(2, **settings, allow_bucket_exhaustion=True)
     succeed(mix, dry=True, allow_bucket_exhaustion=True, model_tag="one")
     assert digests() == digests("one") and rows("final") == rows("final", "one")
+    two, one = ([line.get(f"loss/{bucket}") for line in steps(tag).values() for bucket in ("code", "tiny", "web")]
+                for tag in ("run", "one"))
+    assert two == pytest.approx(one, abs=1e-3), "losses of the buckets"
     lanes = [{e["bucket"]: e["lanes"] for e in events("dropped", tag)} for tag in ("run", "one")]
     assert lanes[0] == lanes[1] and lanes[0]["tiny"] >= 1, "the count includes the lanes of both processes"
 
@@ -204,3 +214,12 @@ def test_stored_entries_with_padding(workplace, pack):
     refuse(mix, "--packing", "--model-tag", **{**settings, "packing": "bestfit"})
     if pack:
         refuse(mix, "--no-pack", "--model-tag", **settings, no_pack=True)
+
+
+def test_attention_inside_documents_trains_on_the_same_rows(workplace):
+    mix = mix_file([(4, {"web": 1, "code": 1})])
+    succeed(mix, attention_mode="sdpa_mask", eval_every=4)
+    succeed(mix, model_tag="causal", eval_every=4)
+    assert digests() == digests("causal")
+    assert training.losses()[1:] != training.losses("causal")[1:] and training.losses()[-1] < training.losses()[0]
+    assert sorted(events("val")[-1]["buckets"]) == ["code", "tiny", "web"]

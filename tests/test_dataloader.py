@@ -13,9 +13,9 @@ import torch
 
 import nanochat.dataloader as module
 from nanochat.common import block, permutation
-from nanochat.dataloader import DataLoader, StepLayout, default_leaves, validation_config, validation_loader
+from nanochat.dataloader import DataLoader, Dry, StepLayout, default_leaves, validation_config, validation_loader
 from nanochat.order import StreamConfig
-from nanochat.stream import ledger
+from nanochat.stream import Stream, ledger
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
 
 CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)
@@ -98,6 +98,22 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, 
         assert dead, "the case: leaves of 6 rows in batches of 5"
 
 
+def test_doc_ids_are_those_of_the_rows_and_0_in_dead_rows():
+    stream = Stream(CONFIG, {"b": fixed_source()}, range(CONFIG.V), tokenizer="bytes", num_threads=1)
+    with make_loader(device_batch_size=R) as full, make_loader(device_batch_size=5, with_doc_ids=True) as padded:
+        for _ in range(8):  # the last batch of a step is in another slot each time
+            expected = [row.doc_ids()[:-1].tolist() for row in stream.next_rows(R // CONFIG.V)]
+            take_step(full)
+            batches = take_step(padded)
+            last = batches[-1]
+            assert [ids for b in batches for ids in b.doc_ids[alive(b)].tolist()] == expected
+            assert alive(last).tolist() == [True] * 4 + [False] and not last.doc_ids[4].any()
+            assert last.num_docs == sum(len({*ids}) for ids in last.doc_ids.tolist())
+            assert last.doc_ids.dtype == torch.int32 and padded.digest == full.digest
+    stream.close()
+    assert max(map(max, expected)) > 0, "the case: several documents in a row"
+
+
 # ---- layout ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
@@ -150,6 +166,19 @@ def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_jo
     assert good > 0, "the case: it fails in the middle"
     loader.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_the_error_names_the_lane_that_has_too_few_rows():
+    """Lane 1 runs dry after the first of its two rows of a step, and before lane 0."""
+    config = StreamConfig(T=8, V=2, layout="concat", max_epochs=1, unit_size=1)
+    source = [[7] * 16 + [1] * 16]
+    with Ranks(config, {"b": numbered(source)}, n=1, W=1) as ranks:
+        rows = Counter(row.lane for row in ranks.streams[0].next_rows(100))
+    assert rows[1] % 2 and rows[1] < rows[0] - 1, "the case"
+    with make_loader(config, numbered(source), rows_per_step=4) as loader:
+        with pytest.raises(Dry, match=f"step {rows[1] // 2}: lane 1 has no row left, because the bucket 'b' has"):
+            while True:
+                next(loader)
 
 
 def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeypatch):
@@ -301,6 +330,16 @@ def test_the_state_of_nanochats_own_loaders_is_one_sentence(nanochat_home, make,
     with pytest.raises(ValueError, match=r"resume_state_dict: it has no 'cursors', 'rank', 'world_size'.*nanochat.*: "
                                          r"start without resume_state_dict"):
         next(make(resume_state_dict=state))
+
+
+def test_nanochat_loaders_without_a_state_give_the_same_batches(nanochat_home):
+    cpu = {"device": "cpu", "tokenizer_threads": 1}
+    for with_state, without in (
+            (bos_bestfit(), module.tokenizing_distributed_data_loader_bos_bestfit(
+                ByteTokenizer(), 4, 32, "train", buffer_size=64, **cpu)),
+            (concat(), module.tokenizing_distributed_data_loader(4, 32, split="train", **cpu))):
+        for (x, y, _), batch in zip(some(with_state, 3), some(without, 3), strict=True):
+            assert len(batch) == 2 and torch.equal(batch[0], x) and torch.equal(batch[1], y)
 
 
 def test_nanochat_loaders_put_batches_on_the_device_that_is_available(nanochat_home, monkeypatch):

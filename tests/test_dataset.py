@@ -84,6 +84,9 @@ def test_the_ranks_read_each_training_row_group_once_and_the_last_file_validates
     assert all(t.startswith("document c.parquet") for g in parquets_iter_batched("val", data_dir=tmp_path) for t in g)
     with pytest.raises(ValueError, match="split"):
         next(parquets_iter_batched("test", data_dir=tmp_path))
+    write(tmp_path / "one", "only.parquet")
+    with pytest.raises(ValueError, match=r"only\.parquet: the only file, expected at least 2"):
+        next(parquets_iter_batched("train", data_dir=tmp_path / "one"))
 
 
 # ---- text of every kind ---------------------------------------------------------------------------------------------

@@ -178,6 +178,14 @@ def test_a_missing_validation_shard_is_an_error_and_no_other_shard_replaces_it(s
         list_parquet_files(default_data_dir())
 
 
+def test_the_error_lists_every_shard_that_failed_and_the_others_stay(server):
+    server.files[index_to_filename(1)] = b"rubbish"
+    del server.files[index_to_filename(2)]
+    with pytest.raises(OSError, match=r"2 of 4 shards failed:\n  .*/shard_00001.parquet: .*\n  .*/shard_00002.parquet"):
+        run(server)
+    assert on_disk(default_data_dir()) == ["shard_00000.parquet", VAL]
+
+
 def test_after_a_kill_the_next_start_downloads_the_shard_from_its_start(server):
     name, body = index_to_filename(0), parquet_bytes(9, rows=30_000)
     server.files[name], server.script[name] = body, [{"drop_after": 1_200_000, "stall": True}]

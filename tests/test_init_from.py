@@ -101,6 +101,14 @@ def only_rank_0_reads():
     checkpoint_module.load_plain = watched
 
 
+@pytest.mark.parametrize(("changed", "word"), [
+    ({"depth": 3}, "n_layer"), ({"init_data": "continue", "lanes": 8}, "V was 4")])
+def test_an_origin_that_does_not_fit_is_refused_before_its_weights_are_read(monkeypatch, changed, word):
+    """tests/test_bad_input.py has the errors."""
+    monkeypatch.setattr(checkpoint_module, "load_plain", None)
+    assert word in refuse(init_from="origin@6", num_iterations=1, **changed)
+
+
 # ---- resumes --------------------------------------------------------------------------------------------------------
 
 def test_killed_before_its_first_checkpoint_a_run_starts_from_the_same_origin_again():

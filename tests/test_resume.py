@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 import types
@@ -27,6 +28,7 @@ from tests.training import (
     losses,
     state,
     state_of,
+    steps,
     take_over,
 )
 
@@ -44,6 +46,14 @@ def reference(tmp_path_factory):
     with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
+
+
+def test_a_run_stops_before_its_real_walltime(reference):
+    """The other tests replace the clock."""
+    outcome = succeed(max_runtime_seconds=1.2, walltime_reserve_seconds=0.3, num_iterations=1000, save_every=-1)
+    assert "stopped: walltime: " in outcome.out and state()["status"] == "stopped"
+    assert checkpoints() == [f"checkpoint-{len(steps())}-shutdown"]
+    assert digests()[:STEPS] == reference["digests"][:len(steps())]
 
 
 # ---- where a resume starts -------------------------------------------------------------------------------------------
@@ -102,6 +112,30 @@ def test_a_full_disk_ends_the_run_at_the_third_save_or_the_last_one(reference, f
     assert state()["status"] == "failed" and "No space left" in state()["reason"]
     succeed()
     assert state_of(final()) == reference["final"]
+
+
+def test_failed_saves_end_the_run_only_if_three_fail_in_a_row(reference):
+    with faults.full_disk(r"write .*\.tmp-checkpoint-(4|6|10)-", below=training.run_dir()):
+        warnings = succeed(save_every=2).err
+    for step, kept, number in ((4, 2, 1), (6, 2, 2), (10, 8, 1)):
+        assert re.search(rf"checkpoint-{step} could not .*No space left.*training continues, checkpoint-{kept} is kept "
+                         rf"\(error {number} of 3", warnings), warnings
+    assert len(events("save_failed")) == 3 and state_of(final()) == reference["final"]
+
+
+def test_a_folder_that_is_not_a_complete_run_is_renamed_and_never_deleted(reference):
+    take_over(reference["path"], "checkpoint-4")
+    (training.run_dir() / "config.json").unlink()
+    before = training.fingerprint(training.run_dir())
+    assert "config.json: missing, so the settings of checkpoint-4 are unknown; restore it" in refuse()
+    assert training.fingerprint(training.run_dir()) == before
+    shutil.rmtree(training.run_dir())
+    for name in ("config.json", "logs/train.jsonl", "tokenizer/tokenizer.json"):  # of another program
+        (training.run_dir() / name).parent.mkdir(parents=True, exist_ok=True)
+        (training.run_dir() / name).write_text("{}")
+    before = training.fingerprint(training.run_dir())
+    succeed(resume="scratch", force=True, num_iterations=1)
+    assert training.fingerprint(training.run_dir("run.old-1")).items() >= before.items() and len(digests()) == 1
 
 
 # ---- skipped rows ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Clipped and skipped steps are the same on any number of processes, and in a run that is killed and moved."""
 
 import math
+import os
 from functools import partial
 from unittest import mock
 
@@ -74,6 +75,19 @@ def test_killed_around_the_spike_and_moved_to_four_processes_it_ends_with_the_sa
     last = training.start(4, hook=small_window, **corpus, model_tag="killed")
     assert last.wait() == [0] * 4, last.text()
     assert differences("straight", "killed") == set() and skipped("killed") == [BEFORE]
+
+
+def only_rank_0_skips():
+    small_window()
+    limits = trainer.limits
+    mock.patch.object(trainer, "limits", lambda *args: limits(*args) if os.environ["RANK"] == "0" else (
+        math.inf, 1e9)).__enter__()
+
+
+def test_a_rank_that_skips_a_spike_alone_is_detected(corpus):
+    """By the comparison of the test above."""
+    training.start(2, hook=only_rank_0_skips, **corpus, model_tag="alone").wait()
+    assert differences("straight", "alone") >= {"weights", "optimizer"}
 
 
 def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):

@@ -135,6 +135,13 @@ def on_rank(rank, hook):
         hook()
 
 
+def pause(heartbeat):
+    """Wait for SIGCONT. Without a heartbeat, only a log line or a save can notice that another launch took the run."""
+    if not heartbeat:
+        lifecycle.RunState.refresh = lambda self: ""
+    training.send(signal.SIGSTOP)
+
+
 def request_stop(what):
     """Ask the run to stop, and write down how many steps it had done when it noticed."""
     run = training.run_dir()
@@ -313,31 +320,31 @@ class Life(RuleBasedStateMachine):
         assert first.wait() == [0 if resumes or not pid else -signal.SIGKILL], first.text()
         self.update(how, completed=resumes or not pid)
 
-    @rule(how=HOW, steps=st.integers(1, 6), replaced=st.booleans())
-    def is_moved_away_while_it_trains(self, how, steps, replaced):
-        """The launch exits, and does not touch a new run in its place."""
-        first, pid = self.paused({**how, "sync_save": True}, steps)
+    @rule(world_size=WORLD_SIZES, how=HOW, steps=st.integers(1, 6), replaced=st.booleans())
+    def is_moved_away_while_it_trains(self, world_size, how, steps, replaced):
+        """All processes exit with one error, and do not touch a new run in its place, even without a heartbeat."""
+        first, pid = self.paused({**how, "sync_save": True}, steps, world_size, heartbeat=not replaced)
         if pid:
             away = self.run.rename(self.run.with_name("away"))
             if replaced:
                 training.succeed(num_iterations=1)
             before = training.fingerprint(self.run) if replaced else {}
             os.kill(pid, signal.SIGCONT)
-            assert first.wait() == [1], first.text()
+            assert first.wait() == [1] * world_size, first.text()
             assert first.text().count("error: ") == 1 and "this launch no longer owns the run" in first.text()
             assert "Traceback" not in first.text()
             assert self.run.exists() == replaced and training.fingerprint(self.run) == before
             shutil.rmtree(self.run, ignore_errors=True)
             away.rename(self.run)
         else:
-            assert first.wait() == [0]
+            assert first.wait() == [0] * world_size
         self.update(how, completed=not pid)
 
-    def paused(self, how, steps):
-        """(a launch that paused itself after so many steps, its pid); the pid is None if it ended before."""
+    def paused(self, how, steps, world_size=1, heartbeat=True):
+        """(a launch whose rank 0 paused itself after so many steps, its pid); the pid is None if it ended before."""
         self.make_unfinished()
-        hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(training.send, signal.SIGSTOP))
-        group = training.start(1, hook=hook, num_iterations=self.horizon, **how)
+        hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(pause, heartbeat))
+        group = training.start(world_size, hook=partial(on_rank, 0, hook), num_iterations=self.horizon, **how)
         self.stopped.append(group)
         process = group.processes[0]
         training.wait_for(lambda: process.exitcode is not None or is_stopped(process.pid))

@@ -1,6 +1,7 @@
 """Token files: both formats read back what was written, with every reader; errors name the broken file; entries become
 documents of the stream."""
 
+import errno
 import json
 import os
 import shutil
@@ -18,8 +19,9 @@ from nanochat import tokens
 from nanochat.common import hash_file
 from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.tokens import TokenFile, open_tokens, read_manifest
+from tests import faults
 from tests.token_files import GOLDEN, E, patch, truncate, windowed, write_folder, write_megatron, write_pair
-from tests.toy import examples
+from tests.toy import examples, tree
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
 READERS = ("mmap", "pread")
@@ -353,6 +355,25 @@ def test_the_manifest_must_match_the_pair_and_is_read_again_when_it_changes(tmp_
 
 def add(*args):
     return lambda writer: writer.add(*map(np.array, args))
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_full_disk_at_any_change_leaves_the_old_pair_or_no_half_of_a_new_one(tmp_path, old):
+    kinds = ("open", "write", "fsync")
+    with faults.watching(tmp_path, kinds=kinds) as counted:
+        write_pair(tmp_path / "0" / "a", [[1, 2, E]])
+    for at, change in enumerate(counted.made):
+        folder = tmp_path / f"{at}-full"
+        folder.mkdir()
+        if old:
+            write_pair(folder / "a", [[1, 2, E]])
+        before = tree(folder)
+        with faults.failing_at(at, errno.ENOSPC, below=folder, kinds=kinds), pytest.raises(OSError, match="No space"):
+            write_pair(folder / "a", [[1, 2, E]])
+        after = tree(folder)
+        assert after == before or ("fsync" in change and "a.bin" in after), "the data of a complete pair was not synced"
+        assert "a.idx" not in after or len(open_tokens(folder / "a.bin")) == 1
+    assert len(counted.made) > 5
 
 
 @pytest.mark.parametrize("kind, act, message", [

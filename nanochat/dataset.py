@@ -22,8 +22,7 @@ a rewritten parquet file has a different footer. ETags are compared only if the 
 storage service gives the same bytes a different ETag.
 
 **Known data sets.** The last shard of a download is used for validation and is pinned by name: it is always downloaded,
-and a missing one is an error. Otherwise a failed download would silently change every number computed on validation
-data.
+and a missing one is an error. Otherwise a failed download would silently change all validation results.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything on disk and name corrupt files
@@ -201,8 +200,8 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         DIR/...                                      one bucket: the last of all files is for validation
         PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise one bucket
 
-    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both, for
-    --val-fraction. ValueError or FileNotFoundError if one of the two has no files.
+    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both splits,
+    for --val-fraction. ValueError or FileNotFoundError if a split has no files.
     """
     root = as_path(data_path)
     has_train = (root / "train").is_dir()
@@ -224,7 +223,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
-        raise ValueError(f"{root}: one data file only ({only}){' in each bucket' * (len(train) > 1)}, expected at "
+        raise ValueError(f"{root}: only one data file ({only}){' in each bucket' * (len(train) > 1)}, expected at "
                          f"least two (the last one is used for validation); add one, name validation data with "
                          f"--val-path, or divide its documents with --val-fraction=0.01")
     return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()},
@@ -320,8 +319,7 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
         raise ValueError(f"{files[0]}: contains only empty documents, like all {len(files)} file(s) of this part of "
-                         f"the data; choose other data with --data-path and --val-path, or another field with "
-                         f"--text-field")
+                         f"the data; choose other data with --data-path and --val-path, or another --text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 
 
@@ -401,7 +399,7 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]], data_path: Path
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
     """Compare a manifest with the disk (under another root, if given), and return it with the root in use.
-    FileNotFoundError or ValueError names the first file that is gone or has changed or, if `strict`, has a broken
+    FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`, has a broken
     line."""
     folder = data_folder(root or manifest["root"])
     new_root = str(folder.resolve())
@@ -489,8 +487,7 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     paths = list_parquet_files(data_dir)
     if len(paths) < 2:
-        raise ValueError(f"{paths[0]}: the only file, expected at least 2 (the last one is used for validation); "
-                         f"add one")
+        raise ValueError(f"{paths[0]}: the only file, expected at least 2 (the last one is for validation); add one")
     for path in paths[:-1] if split == "train" else paths[-1:]:
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):

@@ -13,8 +13,7 @@ rows. In epoch e, lane l reads share (l + e) mod V:
 A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
 permuted. So each group is read once, in order, by one lane (or two neighbours). A lane may then see one kind of
 document for as long as a group lasts, which evens out if it reads many groups. In a small bucket it would not: the
-whole epoch of one lane could be books, and that of another notes. So the documents of a small bucket are shuffled one
-by one.
+whole epoch of one lane could be books, and that of another notes. So a small bucket is shuffled document by document.
 
 The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
 (`nanochat.sources`), and in `crop` as at most one row.
@@ -47,7 +46,7 @@ PLENTY = 10  # a lane's share of an epoch is at least this many times the docume
 class StreamConfig:
     """Everything that decides the tokens of a row except the data and tokenizer. ValueError for impossible values."""
 
-    T: int  # tokens that a row trains on; a row holds T + 1
+    T: int  # targets in a row; the row holds T + 1 tokens
     V: int = 64  # lanes
     seed: int = 0
     layout: str = "bestfit"  # bestfit | concat | binned
@@ -134,9 +133,8 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 class Order:
     """The order of one bucket: epochs, shares, units.
 
-    documents, means (G,) int64: the number of documents in each group, and their estimated mean length in tokens.
-    `small`: documents are shuffled one by one, not group by group. A *place* is a position in an epoch's sequence of
-    documents, counted from 0.
+    documents, means (G,) int64: see `fed_lanes`. `small`: documents are shuffled one by one, not group by group. A
+    *place* is a position in an epoch's sequence of documents, counted from 0.
     """
 
     def __init__(self, documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig):

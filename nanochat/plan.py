@@ -2,8 +2,8 @@
 The plan: what a run will take from each bucket, and the step at which a bucket runs dry.
 
     phase   from step         tokens   web      code     math
-    1               0      5,000,000   60.0 %   30.0 %   10.0 %
-    2           2,441      5,000,000   30.0 %   30.0 %   40.0 %
+    1               0      5,000,000   60.0%    30.0%    10.0%
+    2           2,441      5,000,000   30.0%    30.0%    40.0%
 
     bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
     code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312

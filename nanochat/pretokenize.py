@@ -247,7 +247,7 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardW
 @dataclass(frozen=True)
 class Windows:
     """How documents are cut: into windows of at most `max_length` ids (0: documents stay whole). Later windows repeat
-    `overlap_size` ids, at most half of a window: a larger value is lowered with a warning. ValueError for impossible
+    `overlap_size` ids; more than half of a window is lowered to half, with a warning. ValueError for impossible
     values."""
 
     max_length: int = 2048
@@ -407,8 +407,7 @@ class Pretokenizer:
             documents += len(texts)
             text_bytes += sum(len(text.encode()) for text in texts)
         if i.describe() != source:
-            raise ValueError(f"{i.path}: it changed while it was being read; run the same command again when it is "
-                             f"complete")
+            raise ValueError(f"{i.path}: it changed while being read; run the same command again when it is complete")
         if not documents:
             raise no_document(i.path, selection, skipped)
         if not selection.min_chars:

@@ -12,10 +12,9 @@ column of that name. Every command that reads text uses this module, so all comm
 the same errors.
 
 **Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each file has training and
-validation data: document number i (from 0) is used for validation if floor((i + 1) f) exceeds floor(i f); with 0.01,
-that is every hundredth one. A .txt file is one document, so it is cut, at the first line that begins after 1 - f of its
-characters. Then --min-chars=N skips documents with fewer characters. A parquet file is converted, too, if a selection
-skips some documents.
+validation data: document number i (from 0) is used for validation if floor((i + 1) f) exceeds floor(i f): with 0.01,
+every hundredth one. A .txt file is one document, cut at the first line that begins after 1 - f of its characters. Then
+--min-chars=N skips documents with fewer characters. Parquet is converted, too, if a selection skips documents.
 """
 
 import argparse

@@ -52,12 +52,11 @@ GROUP_DOCUMENTS = 1024  # documents per row group of converted files
 def read_documents(path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None) -> Iterator[str]:
     """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
-    A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is strict, because one
-    bad line is no reason to lose millions of documents. `skipped` receives "count" (the number of broken lines),
-    "lines" ((number, problem) of the first of them) and "short" (the number of documents that are too short). If a file
-    is divided between training and validation, only the training part counts its broken lines. A truncated compressed
-    file is an error, because it has lost an unknown number of documents. So are a line above the size limit of
-    documents and a .txt file that is not UTF-8.
+    A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is strict: one bad line
+    is no reason to lose a whole file. `skipped` receives "count", the number of broken lines; "lines", (number,
+    problem) of the first ones; and "short", the number of short documents. If a file is divided between training and
+    validation, only the training part counts its broken lines. A truncated compressed file is an error, because it has
+    lost an unknown number of documents. So are a line above the size limit and a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)

@@ -127,7 +127,7 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
         "train": ["code", "web"], "val": ["web"]}
     mixed = split_train_val(prefixes, a, data_format="megatron", by_bucket=True)
     assert list(mixed["train"]) == ["code/one", "web/two.x", "web/one"] and list(mixed["val"]) == ["one"]
-    with pytest.raises(ValueError, match=r"one data file only \(one\.bin\) in each bucket, .*--val-path"):
+    with pytest.raises(ValueError, match=r"only one data file \(one\.bin\) in each bucket, .*--val-path"):
         split_train_val(prefixes, data_format="megatron", by_bucket=True)
 
 

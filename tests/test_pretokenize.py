@@ -171,7 +171,7 @@ def test_input_that_changes_while_it_is_read_has_no_pair(tmp_path, monkeypatch):
         path.write_bytes(path.read_bytes() + b'{"text": "more"}\n')
 
     monkeypatch.setattr(module, "read_documents", changed)
-    with pytest.raises(ValueError, match=r"a\.jsonl: it changed while it was being read"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: it changed while being read"):
         make(path, tmp_path / "out")
     assert not files_in(tmp_path / "out")
 

@@ -1,5 +1,5 @@
 """
-Curricula: which buckets are mixed when, in phases, and the bucket of each row that follows.
+Curricula: which buckets each phase mixes, and which bucket each row therefore comes from.
 
     curriculum:
       - duration_tokens: 3_000_000
@@ -13,7 +13,7 @@ Curricula: which buckets are mixed when, in phases, and the bucket of each row t
 A weight is a share of rows. Weights need not sum to 1. A phase lasts floor(duration_tokens / (T V)) rows of each of the
 V lanes. The last phase never ends.
 
-`Mixer` computes the bucket of row k of lane l for any row, without those before it:
+`Mixer` computes the bucket of row k of lane l directly, without the buckets of earlier rows:
 
     rows of a lane, in a phase of 600:
     |--- block 0: 256 rows ---|--- block 1: 256 rows ---|- 88 of block 2 -|   next phase: block 0 ...
@@ -26,10 +26,10 @@ bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling
     u = 0.6                         142                         86            28
 
 So each count differs from its share by less than one row, and all sum to 256. With u = frac(block / golden ratio +
-lane sqrt(2)), whose values are spread about as evenly as points can be, remainders carry over: in any run of up to
-4,096 blocks, a bucket differs by less than five rows in total. A permutation keyed by (seed, phase, lane, block) orders
-the rows of a block. All arithmetic uses integers, a weight is the decimal in the file, and buckets are sorted by name.
-So the sequence is the same on every machine, in whatever order the file names the buckets.
+lane sqrt(2)), whose values are spread about as evenly as points can be, remainders carry over: within 4,096 consecutive
+blocks, a bucket is off by less than five rows in total. A permutation keyed by (seed, phase, lane, block) orders the
+rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are sorted by
+name. So the sequence is the same on every machine and for every order of the buckets in the file.
 
 Rejected: a draw for each row (a quarter of 256 rows would often differ by 7); remainders added up from block to block
 (the mix of a row would depend on all blocks before it).
@@ -52,7 +52,7 @@ from nanochat.common import check_shape, permutation
 VERSION = 1  # of the sequence that a Mixer computes from a curriculum
 BLOCK = 256  # rows
 GOLDEN, SQRT2 = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909  # frac(golden ratio), frac(sqrt(2)), times 2**64
-PHASE = {"duration_tokens": int | float | str, "mix": dict}  # of a file
+PHASE = {"duration_tokens": int | float | str, "mix": dict}  # in a file
 OPTIONAL = {"max_epochs": dict, "allow_bucket_exhaustion": bool, "allow_budget_mismatch": bool}
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
@@ -84,7 +84,7 @@ def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> 
 def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
     """ValueError unless a value is an object with fields of these shapes and no others."""
     check_shape(value, dict, what)
-    for key in value:  # before missing keys, because a misspelled key is also missing
+    for key in value:  # checked before missing keys, because a misspelled key is also missing
         if key not in required | optional:
             raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, required | optional)}")
     check_shape(value, required | {key: shape for key, shape in optional.items() if key in value}, what)
@@ -153,7 +153,7 @@ class Curriculum:
                                      f"bucket{_hint(bucket, available)}")
 
     def phase_rows(self, T: int, V: int) -> list[int]:
-        """The rows of each lane that each phase lasts. ValueError if a phase has none."""
+        """How many rows of each lane each phase lasts. ValueError if a phase has none."""
         for number, phase in enumerate(self.phases, 1):
             if phase.duration_tokens < T * V:
                 raise ValueError(f"--curriculum: phase {number} lasts {phase.duration_tokens:,} tokens, less than one "
@@ -172,7 +172,7 @@ class Curriculum:
     @classmethod
     def from_json(cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases") -> "Curriculum":
         """The inverse of `to_json`. In a curriculum file, `curriculum` is the name of the list of phases. ValueError
-        locates any other mistake."""
+        says where a mistake is."""
         _check(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
@@ -196,8 +196,8 @@ class Curriculum:
 # ---- the file ------------------------------------------------------------------------------------
 
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or take the curriculum (a dict) in a file of flags. FileNotFoundError and ValueError name
-    the file, the value found and the values expected."""
+    """Read a curriculum file, or take the curriculum (a dict) from a file of flags. FileNotFoundError and ValueError
+    name the file, the value found and the values expected."""
     if isinstance(path, dict):
         return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
     path = Path(path)
@@ -227,7 +227,7 @@ class Mixer:
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
-        """The bucket of a lane's row, if the lane has dropped some buckets; None if it has dropped all of the phase."""
+        """The bucket of a lane's row, given the buckets the lane has dropped; None if these are all of the phase's."""
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
         return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]

@@ -5,13 +5,13 @@ The loader: rows of the stream as batches on the device.
 
 A rank owns a block of lanes. Its rows of a step are divided into **leaves** (blocks of lanes whose gradients are added
 in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never cross a leaf. Every leaf has as many
-of them as the longest one needs. Dead rows, whose targets are all off, fill the gaps, so shapes never change:
+micro-batches as the longest leaf needs. Dead rows, whose targets are all off, fill the gaps, so shapes never change:
 
     V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
 One thread per rank packs, copies and digests rows ahead of the trainer, while the stream's pool tokenizes. Host buffers
-are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after the event recorded behind its copy
-has passed. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched
+are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after the event recorded after its copy
+has completed. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched
 rows that were not used.
 
 Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared memory, state
@@ -50,18 +50,18 @@ class MicroBatch:
 
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, -100 = off
-    doc_ids: torch.Tensor | None  # (B, T) int32: the document of its row that an input belongs to; optional
+    doc_ids: torch.Tensor | None  # (B, T) int32: for each input, which document of its row it belongs to; optional
     num_docs: int | None  # documents in the inputs of all rows; None without `doc_ids`
     buckets: torch.Tensor  # (B,) int64: index of each row's bucket in the loader's `buckets`; 0 for dead rows
 
 
 class Dry(Exception):
-    """A lane of this rank cannot give the rows of a step, because the bucket of its next row has run dry and may not be
-    dropped, or because all buckets have (`bucket` is None)."""
+    """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has run dry and may not
+    be dropped, or because all buckets have (`bucket` is None)."""
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
-        super().__init__(f"step {step}: lane {lane} has no row left, because {what} run dry")
+        super().__init__(f"step {step}: lane {lane} has no rows left, because {what} run dry")
         self.step, self.lane, self.bucket = step, lane, bucket
 
 
@@ -111,7 +111,7 @@ class StepLayout:
 
     @property
     def rows_per_lane(self) -> int:
-        """n: the rows that each lane gives to a step."""
+        """n: the number of rows that each lane contributes to a step."""
         return self.rows_per_step // self.V
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
@@ -146,7 +146,7 @@ class Slot:
         self.copied: torch.cuda.Event | None = None
 
     def fill(self, rows: Sequence[Row], buckets: Sequence[str]) -> None:
-        """Write up to B rows, followed by dead ones. Waits until the slot's previous batch has been copied."""
+        """Write up to B rows, then dead ones. Waits until the slot's previous batch has been copied."""
         if self.copied is not None:
             self.copied.synchronize()
         (inputs, targets), bucket_ids = self.tokens.numpy(), self.buckets.numpy()
@@ -176,16 +176,16 @@ class Slot:
         return batch
 
 
-# a full slot, the digest of its step, and with the last micro-batch of a step (steps done, state of the stream)
+# a full slot, the digest of its step and, for the last micro-batch of a step, (steps done, state of the stream)
 Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
 
 
 class DataLoader:
     """Endless iterator over this rank's micro-batches. If epochs are limited, it ends by raising `Dry`.
 
-    `config` is a `StreamConfig`, or Megatron's. `cursors` are those of all V lanes, or at least of this rank's.
-    `drop_dry`: see `Stream`. An error while prefetching is raised by the `next` that needs the batch. Close the loader,
-    or use it as a context manager.
+    `config` is a `StreamConfig`, or its counterpart for Megatron's order. `cursors` are those of all V lanes, or at
+    least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is raised by the `next` that needs the
+    batch. Close the loader, or use it as a context manager.
     """
 
     def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
@@ -307,7 +307,7 @@ class DataLoader:
 # ---- validation ----------------------------------------------------------------------------------
 
 def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's own lanes, layout and seed, which follow from the data alone. One pass, and nothing is dropped."""
+    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and drops nothing."""
     documents = int(source.groups.sum())
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
@@ -368,13 +368,13 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         buffer_size: int = 1000, data_dir: Path | str | None = None, *, layout: str = "bestfit",
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
     """Yields `inputs, targets, state_dict` without end: (B, T) int64 on `device` (None: the best available), rows that
-    start with BOS, documents cropped. `data_dir`: a folder of parquet files, whose last file validates; None: the
-    download.
+    start with BOS, documents cropped. `data_dir`: a folder of parquet files, whose last file is used for validation;
+    None: the download.
 
-    The loader knows no global batch, so a step is B rows on each of the W ranks. `state_dict` shows pq_idx, rg_idx and
-    epoch (from 1) of this rank's first lane, and holds the exact cursors of its lanes. It resumes with the very next
-    row, on the same rank of the same number of ranks; otherwise ValueError (`DataLoader` resumes on any number). The
-    lanes share `buffer_size`.
+    The loader does not know the global batch size, so a step is B rows on each of the W ranks. `state_dict` shows
+    pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the exact cursors of its lanes. The loader
+    resumes with the very next row, on the same rank of the same number of ranks; otherwise ValueError (`DataLoader`
+    resumes on any number). The lanes share `buffer_size`.
     """
     _, rank, _, world_size = get_dist_info()
     if split not in ("train", "val"):
@@ -383,7 +383,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
         raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so these loaders did not write it. "
                          f"nanochat's own state names a row group, not the next row, and this loader reads documents "
-                         f"in another order: start without resume_state_dict")
+                         f"in a different order: start without resume_state_dict")
     if (state["rank"], state["world_size"]) != (rank, world_size):
         raise ValueError(f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
                          f"is rank {rank} of {world_size}. Use nanochat.dataloader.DataLoader, which resumes on any "
@@ -416,7 +416,7 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) ->
 
 
 def tokenizing_distributed_data_loader_with_state(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any, State]]:
-    """The same in the `concat` layout with the default tokenizer; its arguments start with B, T, split."""
+    """The loader with state, for the `concat` layout and the default tokenizer; arguments start with B, T, split."""
     return tokenizing_distributed_data_loader_with_state_bos_bestfit(get_tokenizer(), *args, **kwargs, layout="concat")
 
 

@@ -1,28 +1,28 @@
 """
-Which files train and which validate, and how a run pins them; nanochat's data sets.
+Which files are used for training and for validation, and how a run pins them; nanochat's data sets.
 
     settings --split_train_val--> {"train": {bucket: [paths]},     --scan, each-->  {"train": {bucket: manifest},
                                    "val":   {bucket: [paths]}}                       "val":   {bucket: manifest}}
                  `pin_files` does both when a run starts, for RUN/data_manifest.json
                  `check_files` compares that file with the disk when the run resumes
 
-The place of a file decides whether it trains or validates, and its suffix is its format:
+The place of a file decides whether it is used for training or validation, and its suffix is its format:
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
-    PREFIX,PREFIX                              token files without their suffixes, in order
+    PREFIX,PREFIX                              token files listed without their suffixes, in order
 
 Hidden files are never data. All of these paths may be in object storage.
 
 **Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
-its size, a hash of its footer, the rows of its groups and, for an object, its ETag. A file that changed or vanished is
-an error that names it. Files that arrive later are not in the manifest, so the stream ignores them. To hash whole files
-at each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk,
-so a rewritten parquet file has a different one. ETags are compared only if the root is the same, because another object
-storage gives the same bytes another ETag.
+its size, a hash of its footer, the rows of its groups and, for an object, its ETag. If a file has changed or vanished,
+an error names it. Files that arrive later are not in the manifest, so the stream ignores them. Hashing whole files at
+each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk, so
+a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
+storage service gives the same bytes a different ETag.
 
-**Known data sets.** The last shard of a download validates and is pinned by name: it is always downloaded, and it is an
-error if it is missing. Otherwise a failed download would silently change every number computed on validation data.
+**Known data sets.** The last shard of a download is used for validation and is pinned by name: it is always downloaded,
+and a missing one is an error. Otherwise a failed download would silently change all validation results.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything on disk and name corrupt files
@@ -82,7 +82,7 @@ MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 
 class Dataset(NamedTuple):
-    """A known data set: `base_url` has shards 0 to `last_shard`, and the last one validates."""
+    """A known data set: `base_url` has shards 0 to `last_shard`, the last one for validation."""
 
     base_url: str
     last_shard: int
@@ -164,7 +164,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     if ".bin" in suffixes:
         known = set(below)
         for idx in below:
-            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # its data would be missing silently
+            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # its data would silently be missing
                 raise FileNotFoundError(f"{idx.with_suffix('.bin')}: missing, but {idx.name} needs it; restore it, or "
                                         f"delete {idx.name} and rerun scripts.tok_shards")
     if not files:
@@ -189,19 +189,19 @@ def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) 
     return buckets
 
 
-# ---- which of them train, and which validate -----------------------------------------------------
+# ---- which of them are for training, and which for validation ------------------------------------
 
 def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
                     by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
     """{"train": {bucket: files}, "val": {bucket: files}} for a --data-path.
 
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
-        DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket validates
-        DIR/...                                      one bucket: the last of all files validates
-        PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise the same
+        DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket is for validation
+        DIR/...                                      one bucket: the last of all files is for validation
+        PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise one bucket
 
-    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both, for
-    --val-fraction. ValueError or FileNotFoundError if one of the two has no files.
+    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both splits,
+    for --val-fraction. ValueError or FileNotFoundError if a split has no files.
     """
     root = as_path(data_path)
     has_train = (root / "train").is_dir()
@@ -223,15 +223,15 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
     if not val:
         only = next(iter(train.values()))[0].name
-        raise ValueError(f"{root}: one data file only ({only}){' in each bucket' * (len(train) > 1)}, expected at "
-                         f"least two (the last one validates); add one, name validation data with --val-path, or "
-                         f"divide its documents with --val-fraction=0.01")
+        raise ValueError(f"{root}: only one data file ({only}){' in each bucket' * (len(train) > 1)}, expected at "
+                         f"least two (the last one is used for validation); add one, name validation data with "
+                         f"--val-path, or divide its documents with --val-fraction=0.01")
     return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()},
             "val": val}
 
 
 def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether, without --val-fraction, the last file validates by default, because nothing names validation data."""
+    """Whether, without --val-fraction, the last file is used for validation, because nothing names validation data."""
     root = as_path(data_path)
     return val_path is None and not (root / "train").is_dir() and known_dataset(root) is None
 
@@ -252,13 +252,13 @@ def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
 
 def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads: str = "", shared: float = 0.0,
                    chosen: bool = False) -> list[str]:
-    """Lines about which files validate and which train, and a warning if the split looks accidental.
+    """Lines about which files are for validation and for training, and a warning if the split looks accidental.
 
-        validates: web/0007.parquet (1,024 documents), 12.1% of all bytes
-        trains: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
+        validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
+        training: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
 
-    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file
-    validates by default, which suits shuffled shards but is a surprise in a folder of a few different files.
+    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file is
+    for validation by default, which suits shuffled shards but is a surprise in a folder of a few different files.
     """
     def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
         known = [file.documents for file in files if file.documents is not None]
@@ -271,11 +271,11 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
 
     end = f"; {reads}" if reads else ""
     if shared:
-        return [f"validates: {shared:.3g} of the documents of each of {len(train):,} file(s){documents(val, ', ')}",
-                f"trains: the others{documents(train, ', ')}{end}"]
+        return [f"validation: {shared:.3g} of the documents of each of {len(train):,} file(s){documents(val, ', ')}",
+                f"training: the others{documents(train, ', ')}{end}"]
     val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
     share = val_bytes / max(1, all_bytes)
-    lines = [f"validates: {summary(val)}, {share:.1%} of all bytes", f"trains: {summary(train)}{end}"]
+    lines = [f"validation: {summary(val)}, {share:.1%} of all bytes", f"training: {summary(train)}{end}"]
     odd = [f"it is {share:.1%} of all bytes"] if share > 0.1 else []
     kinds, folders = {"".join(Path(f.name).suffixes) for f in train}, {Path(f.name).parent for f in train}
     for file in val:
@@ -284,8 +284,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
         elif Path(file.name).parent not in folders:
             odd.append(f"no training file is in its folder ({file.name})")
     if odd and chosen:
-        lines.append(f"warning: the last file validates, and {' and '.join(odd)}: name validation data with "
-                     f"--val-path, or --val-fraction=0.01 validates on 1% of the documents of every file instead")
+        lines.append(f"warning: the last file is used for validation, and {' and '.join(odd)}: name validation data "
+                     f"with --val-path, or use 1% of the documents of every file with --val-fraction=0.01")
     return lines
 
 
@@ -318,14 +318,14 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
-        raise ValueError(f"{files[0]}: empty documents only, as in all {len(files)} file(s) of this part of the data; "
-                         f"choose other data with --data-path and --val-path, or another field with --text-field")
+        raise ValueError(f"{files[0]}: contains only empty documents, like all {len(files)} file(s) of this part of "
+                         f"the data; choose other data with --data-path and --val-path, or another --text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 
 
 def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
     """A file's entry in a manifest. If the file is converted to parquet, the entry describes the parquet file, except
-    for "own_size", which reports use."""
+    for "own_size", which is for reports."""
     if not name.endswith(SUFFIXES):
         return reader_class(name).scan_file(path, name, selection.text_field)
     parquet = as_parquet(path, selection)
@@ -355,8 +355,8 @@ def read_manifests(path: Path) -> Manifests:
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """Add "without": {file: rows}, where None means all rows, to the training manifests: the documents that a text file
-    lists. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid document."""
+    """Add the documents that a text file lists to the training manifests, as "without": {file: rows}, where None means
+    all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid document."""
     counts = {entry["name"]: sum(entry["groups"]) for manifest in buckets.values() for entry in manifest["files"]}
     listed: dict[str, set[int] | None] = {}
     for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
@@ -399,7 +399,8 @@ def check_files(manifests: Mapping[str, Mapping[str, Manifest]], data_path: Path
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
     """Compare a manifest with the disk (under another root, if given), and return it with the root in use.
-    FileNotFoundError or ValueError names the first file that vanished or changed or, if `strict`, has a broken line."""
+    FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`, has a broken
+    line."""
     folder = data_folder(root or manifest["root"])
     new_root = str(folder.resolve())
     compared = ("size", "footer", "groups", "tokens", *(["etag"] if new_root == manifest["root"] else []))
@@ -413,11 +414,11 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         if "etag" in compared and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
         new = pin(path, old["name"], Selection.of({**manifest, "strict": strict}))
-        sampled = {"blocks"} & old.keys() & new.keys()  # older runs have none, nor does object storage
+        sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
         for key in (*compared, *sampled):
             if old.get(key) != new.get(key):
-                raise ValueError(f"{path}: changed since this run began ({key}: {old.get(key)} then, {new.get(key)} "
-                                 f"now); restore the old file, or start a new run (--model-tag)")
+                raise ValueError(f"{path}: has changed since this run began ({key}: {old.get(key)} then, "
+                                 f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)")
         return new
 
     folder.is_dir()  # in object storage: one listing instead of a request per file
@@ -448,7 +449,7 @@ if not TYPE_CHECKING:
 
 def known_dataset(data_dir: Path | str) -> str | None:
     """The name of the data set in a download folder, according to the downloader's marker or the path. None for any
-    other folder, whose last file validates."""
+    other folder, whose last file is used for validation."""
     folder = as_path(data_dir)
     if not (folder / MARKER).exists():
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
@@ -460,8 +461,8 @@ def known_dataset(data_dir: Path | str) -> str | None:
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     """Full paths of the parquet files below a folder (default: the download's), in the order of their relative paths.
-    The last one validates. FileNotFoundError if there are none, or if a download lacks its validation shard; ValueError
-    if that shard is not the last file."""
+    The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation shard;
+    ValueError if that shard is not the last file."""
     root = as_path(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
@@ -469,8 +470,8 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     if name := known_dataset(root):
         pinned = index_to_filename(DATASETS[name].last_shard)
         if root / pinned not in files:
-            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing beside {len(files)} other "
-                                    f"files; run `python -m nanochat.dataset --dataset={name} -n 8 "
+            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing ({len(files)} other "
+                                    f"files found); run `python -m nanochat.dataset --dataset={name} -n 8 "
                                     f"--data-dir={root}`")
         if files[-1] != root / pinned:
             raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
@@ -486,7 +487,7 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     paths = list_parquet_files(data_dir)
     if len(paths) < 2:
-        raise ValueError(f"{paths[0]}: the only file, expected at least 2 (the last one validates); add one")
+        raise ValueError(f"{paths[0]}: the only file, expected at least 2 (the last one is for validation); add one")
     for path in paths[:-1] if split == "train" else paths[-1:]:
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):

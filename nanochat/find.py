@@ -1,5 +1,5 @@
 """
-From a document to the rows that trained on it.
+From a document to the rows that contain it.
 
     web/0007.parquet:41  --order-->  in epoch 0 lane 17 reads it at place 8,312 of its bucket's sequence
                          --kept cursors (bisection)-->  read between the saves of step 1000 and step 1250
@@ -7,13 +7,13 @@ From a document to the rows that trained on it.
 
 The order gives the lane that reads a document in an epoch. The cursors of the run's saves show between which two saves
 the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
-The cost does not depend on the length of the run, and training records nothing for it.
+The cost does not depend on the length of the run, and training need not record anything for it.
 
 In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list
 the documents of each sample.
 
-A document has the name FILE:ROW, where ROW counts the documents of the file that are read, from 0. In pretokenized
-files, each entry is a document.
+A document has the name FILE:ROW, where ROW is its number, from 0, among the documents that are read from the file. In
+pretokenized files, each entry is a document.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class Pass:
 
     @property
     def cropped_after(self) -> int | None:
-        """The number of its tokens that rows have used, if the others were cropped; otherwise None."""
+        """The number of its tokens that are in rows, if the others were cropped; otherwise None."""
         stop = max((use.stop for use in self.uses), default=0)
         done = not self.pending and self.expected is None
         return stop if done and 0 < stop < self.length else None
@@ -83,15 +83,15 @@ class History:
     sources: Mapping[str, Source]
     tokenizer: str  # fingerprint
     rows_per_lane: int  # in each step
-    saves: Sequence[int]  # the steps of the kept cursors, ascending, and step 0
+    saves: Sequence[int]  # step 0 and the steps of the kept cursors, ascending
     # (step, cursors) of the newest readable save at or before a step; None: the beginning of the data
     nearest_cursors: Callable[[int], tuple[int, Sequence[Cursor] | None]]
     trained: int  # number of completed steps
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. After an epoch in which its lane has not read it yet, the next one
-        follows only if another lane has read it there."""
+        """The uses of a document, epoch by epoch. After an epoch whose lane has not read it yet, the next epoch follows
+        only if its own lane has."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
@@ -138,7 +138,7 @@ class History:
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
         """The approximate step at which a stream's only lane will have used a bucket's pending documents and the next
-        `first` ones, if rows hold as many documents as before. The curriculum gives the buckets of rows."""
+        `first` ones, if rows hold as many documents as before. The curriculum decides the bucket of each row."""
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
         pending = len(feed.packer.waiting())
@@ -154,8 +154,8 @@ class History:
 
 def sample_passes(stream: "SampleStream", document: Document, *, rows_per_step: int, begin: int, trained: int,
                   ) -> Iterator[Pass]:
-    """The uses of a document of a run in Megatron's order, epoch by epoch. `begin`: the samples before its first step,
-    which belong to an earlier run."""
+    """The uses of a document in a run with Megatron's order, epoch by epoch. `begin`: number of samples before the
+    run's first step; they belong to an earlier run."""
     n, length = rows_per_step // stream.config.V, stream.document_length(document.bucket, document.number)
     pieces = stream.samples_with(document.bucket, document.number)
     for epoch in range(max((piece.epoch for piece in pieces), default=0) + 1):
@@ -199,11 +199,11 @@ def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
     """(split, the document FILE:ROW) in {split: {bucket: source}}. ValueError if the file or row does not exist. If
-    several splits share a file, a document that is whole in none of them has group -1."""
+    several splits share a file, a document that is not whole in any of them has group -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
         raise ValueError(f"{name}: expected FILE:ROW, for example web/0007.parquet:41; FILE is relative to the data "
-                         f"path, and ROW counts its documents from 0")
+                         f"path, and ROW is the number of the document in it, from 0")
     row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
     for split, sources in data.items():
         for bucket, source in sources.items():

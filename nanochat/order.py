@@ -1,5 +1,5 @@
 """
-The order of the data: settings of the stream, and which lane reads which documents when.
+The order of the data: the settings of the stream, and which lane reads which documents when.
 
 An epoch of a bucket is a sequence of its documents, divided into V contiguous shares that fill about the same number of
 rows. In epoch e, lane l reads share (l + e) mod V:
@@ -11,14 +11,14 @@ rows. In epoch e, lane l reads share (l + e) mod V:
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
 A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
-permuted. So one lane (or two neighbours) reads each group, once, in order. A lane then sees one kind of document as
-long as a group lasts, which is fair if it reads many groups. In a small bucket it would not be fair: the whole epoch of
-one lane could be books, and that of another notes. So the documents of a small bucket are shuffled one by one.
+permuted. So each group is read once, in order, by one lane (or two neighbours). A lane may then see one kind of
+document for as long as a group lasts, which evens out if it reads many groups. In a small bucket it would not: the
+whole epoch of one lane could be books, and that of another notes. So a small bucket is shuffled document by document.
 
-The length of a text is unknown before it is tokenized. So each document counts for the estimated mean of its file
-(`nanochat.sources`), and in `crop` for at most a row.
+The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
+(`nanochat.sources`), and in `crop` as at most one row.
 
-Permutations sort raw words of a counter-based generator, keyed by (seed, bucket, epoch, group):
+A permutation sorts raw words from a counter-based generator keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
 """
 
@@ -35,25 +35,25 @@ from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
 if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum
 
-UNITS = 8  # the minimum of units in a lane's share of an epoch, if it has that many documents
-UNIT_TOKENS = 1 << 16  # the approximate maximum of tokens in a large bucket's unit
-MAX_LANES = 64  # of the default V
-MIN_LANES = 8  # of the default V, however small the data is
+UNITS = 8  # minimum number of units in a lane's share of an epoch, if the share has that many documents
+UNIT_TOKENS = 1 << 16  # approximate maximum number of tokens in a large bucket's unit
+MAX_LANES = 64  # maximum of the default V
+MIN_LANES = 8  # minimum of the default V, however small the data is
 PLENTY = 10  # a lane's share of an epoch is at least this many times the documents that it keeps pending
 
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Everything that decides the tokens of a row, except data and tokenizer. ValueError for impossible values."""
+    """Everything that decides the tokens of a row except the data and tokenizer. ValueError for impossible values."""
 
-    T: int  # tokens that a row trains on; a row holds T + 1
+    T: int  # targets in a row; the row holds T + 1 tokens
     V: int = 64  # lanes
     seed: int = 0
     layout: str = "bestfit"  # bestfit | concat | binned
     long_docs: str = "crop"  # crop | split, for bestfit
     overlap: int = 64  # tokens of context repeated in front of a continuation, for split
     buffer_size: int = 128  # short documents pending in a lane, for bestfit
-    unit_size: int = 64  # maximum of documents read and tokenized at once
+    unit_size: int = 64  # maximum number of documents read and tokenized at once
     pack: bool = True  # False: one entry per row, for binned
     max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
     curriculum: "Curriculum | None" = None
@@ -107,9 +107,10 @@ def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: 
     """How many lanes a bucket can feed: each lane's share of an epoch is at least `PLENTY` times the documents that the
     lane keeps pending.
 
-    documents, means (G,) int64: the documents of each group, and the estimated mean of their tokens. A lane keeps
-    `buffer_size` documents shorter than a row pending and reads a unit at a time. Longer documents arrive between the
-    short ones, up to the packer's limit of tokens. Lengths are assumed to be exponentially distributed around the mean.
+    documents, means (G,) int64: the number of documents in each group, and their estimated mean length in tokens. A
+    lane reads a unit at a time, and `buffer_size` documents that are shorter than a row stay pending. Longer documents
+    arrive between the short ones, up to the packer's limit of tokens. Lengths are assumed to be exponentially
+    distributed around the mean.
     """
     shorter = -np.expm1(-(T + 1) / means)  # the share of documents that are shorter than a row
     all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
@@ -132,21 +133,21 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 class Order:
     """The order of one bucket: epochs, shares, units.
 
-    documents, means (G,) int64: the documents of each group, and the estimated mean of their tokens. `small`: documents
-    are shuffled one by one, not by groups. A *place* is a position in an epoch's sequence of documents, counted from 0.
+    documents, means (G,) int64: see `fed_lanes`. `small`: documents are shuffled one by one, not group by group. A
+    *place* is a position in an epoch's sequence of documents, counted from 0.
     """
 
     def __init__(self, documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig):
         self.documents, self.small, self.V, self.key = documents, small, config.V, (config.seed, bucket)
         self.first = np.concatenate([[0], np.cumsum(documents)])  # number of each group's first document
         total, tokens = int(self.first[-1]), int(documents @ means)
-        # `counts` and `means` describe the shuffled items: groups, or single documents. Shares are equal in the tokens
-        # that rows can hold.
+        # `counts` and `means` describe the shuffled items: groups, or single documents. Shares have about equal numbers
+        # of tokens, counting only what rows can hold.
         self.counts = np.ones(total, np.int64) if small else documents
         usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable
-        # A unit has few enough documents that a lane's share has several units, and that units have about equal
-        # tokens. In a small bucket it has even fewer, so that a lane reads about as many as its packer wants.
+        # Units are small enough that a lane's share has several of them, and have about equal numbers of tokens. In a
+        # small bucket they are even smaller, so that a lane reads about as many documents as its packer wants.
         self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
         unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
         self.sizes = self.counts if small else np.clip(unit_tokens // means, 1, config.unit_size)
@@ -179,7 +180,7 @@ class Order:
 
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
         """(lane, place) of a document in an epoch: the lane that reads it, and its position in the sequence. In a large
-        bucket the place is exact up to a unit, because the documents of a unit are permuted."""
+        bucket the place is exact only to within a unit, because the documents of a unit are permuted."""
         sequence, places, _ = self._epoch(epoch)
         shuffled = self.first[group] + row if self.small else group
         at = int(np.flatnonzero(sequence == shuffled)[0])

@@ -30,23 +30,23 @@ override:
     of(config)                         if it needs more settings than T
     lead(keys)                         if it changes the order of documents: the next row starts with these
     whole_length(piece)                if a piece is shorter than its document
-    framed, own_bos, max_tokens        if documents have no BOS, continuations get one, or rows hold only a part
+    framed, own_bos, max_tokens        if documents have no BOS, continuations get one, or rows hold only part of one
 
-`tests/test_hacks.py` adds one in 30 lines. A layout's rows are part of a run's identity: to change any placement of an
-existing layout, rename it or raise VERSION.
+`tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to change any placement
+of an existing layout, rename it or raise VERSION.
 
 A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from document `key`, beginning
 at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with `start > 0` begins with a BOS of
 its own, which `length` counts, and the `off` tokens after that BOS are repeated context whose targets are off.
 
-**Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers are a set of bits in
+**Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers are stored as bits of
 a Python integer: bit n is 1 if a filler of n tokens is pending. A second integer is its mirror image, where bit
 T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits r tokens. Two fillers fill r exactly if
-`bits & (mirror >> (T + 1 - r))` has a bit: some n for which both bit n and bit r - n are 1.
+`bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
 **The token clock.** Each pending piece has a place: the number of tokens that arrived before it, where a piece counts
-for at most a row. A document that fills a row leaves once as many tokens have left as arrived before it. Every other
-row starts with the oldest filler. Exact fits, pairs and the largest filler that fits complete it.
+as at most one row. A document that fills a row is due once as many tokens have left as arrived before it. All other
+rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that fits.
 
     arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
     tokens left  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
@@ -69,7 +69,7 @@ through a list for each placement, where long documents fill up the buffer.
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 3  # part of the stream's law: a packer that places anything differently needs another number
+VERSION = 3  # part of the stream's law: a packer that places anything differently needs a new number
 LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
@@ -80,15 +80,15 @@ Placement = tuple[Key, int, int, int]
 class Piece(NamedTuple):
     """A pending document, or the rest of one."""
 
-    length: int  # tokens; of a rest: 1 BOS + context + the tokens that no row has had
-    start: int  # tokens of the document that rows have had; 0: the whole document is pending
-    place: int  # tokens that arrived before it, where a piece counts for at most a row
+    length: int  # tokens; of a rest: 1 BOS + context + the tokens not yet in any row
+    start: int  # tokens of the document already placed in rows; 0: the whole document is pending
+    place: int  # tokens that arrived before it, where a piece counts as at most one row
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """The maximum of tokens that a lane keeps pending, where a document counts for at most a row: `buffer_size` rows
-    of 2,049 tokens or more. It takes effect if few documents are shorter than a row. At 2 bytes per token, 64 lanes
-    hold at most 34 MB for T up to 2,048."""
+    """The maximum number of tokens that a lane keeps pending, where a document counts as at most one row: `buffer_size`
+    rows of at least 2,049 tokens. It takes effect if few documents are shorter than a row. At 2 bytes per token, 64
+    lanes hold at most 34 MB for T up to 2,048."""
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
@@ -111,11 +111,11 @@ class Packer:
         self.max_tokens: int | None = None  # the part of a document that rows can hold, in tokens; None: all of it
         self.tokens = 0  # in all pending pieces
         self.row = 0  # number of rows packed
-        self.inserted = 0  # BOS put in front of documents and rests
+        self.inserted = 0  # BOS tokens put in front of documents and rests
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
-        self.padded = 0  # tokens of rows that no document fills
-        self.left = 0  # tokens of pieces that have left, where a piece counts for at most a row
+        self.padded = 0  # places in rows that no document fills
+        self.left = 0  # tokens of pieces that have left, where a piece counts as at most one row
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether any part of a document is pending."""
@@ -132,11 +132,11 @@ class Packer:
 
     @property
     def pending(self) -> int:
-        """Tokens of pending documents that no row has had yet."""
+        """Tokens of pending documents that are not yet in any row."""
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether to push more documents before packing the next row. `target`: how many should be pending."""
+        """Whether to push more documents before packing the next row. `target`: documents that should be pending."""
         return not self.ready
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
@@ -188,7 +188,7 @@ class BestFit(Packer):
         self.timed: dict[Key, Piece] = {}  # documents that fill a row, and rests, oldest first
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
         self.bits = self.mirror = 0  # the lengths of the fillers, see the head of this file
-        self.counted = 0  # pending tokens, where a piece counts for at most a row
+        self.counted = 0  # pending tokens, where a piece counts as at most one row
         self.context = 0  # BOS and repeated tokens of the pending rests
 
     def __contains__(self, key: Hashable) -> bool:
@@ -265,7 +265,7 @@ class BestFit(Packer):
             self.repeated += off
         if placed < length:
             if self.split:
-                # Rows have now had `used` of the document's `whole` tokens. The others arrive again with new context.
+                # `used` of the document's `whole` tokens are now in rows. The others arrive again with new context.
                 used = start + placed - 1 - off if start else placed
                 whole = start + length - context
                 self.push(key, self._context(used) + whole - used, used)
@@ -309,13 +309,13 @@ class BestFit(Packer):
         # an exact fit
         if room in self.by_length:
             return room
-        # the larger of two fillers that fit exactly together; two of room / 2 must be two different ones
+        # the larger of two fillers that fit exactly together; two of length room / 2 must be different ones
         pairs = self.bits & self.mirror >> self.capacity - room
         larger = pairs.bit_length() - 1
         if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
             return larger
-        # A filler that is too long by at most the length of the shortest one: a row that nothing fits would end with
-        # that shortest one, cropped. This loses no more, and saves the short ones for rows that need them.
+        # A filler that is too long by at most the length of the shortest one. Otherwise the row would often end with
+        # the shortest filler, cropped. Cropping this one instead saves the short ones for rows that need them.
         if self.crops_fillers and (longer := self.bits >> room):
             excess, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
             if excess <= shortest:
@@ -325,8 +325,8 @@ class BestFit(Packer):
 
 
 class Binned(BestFit):
-    """Stored entries, whole: the oldest first, then those that fill the row best, then padding. With `pack=False` each
-    row is one entry, in order."""
+    """Rows of whole stored entries: the oldest first, then those that fill the row best, then padding. With
+    `pack=False` each row is one entry, in order."""
 
     framed = own_bos = False
 
@@ -350,7 +350,7 @@ class Binned(BestFit):
         """ValueError for an entry that is longer than a row."""
         T = self.capacity - 2
         if length > T + 1:
-            raise ValueError(f"an entry has {length:,} tokens, a row of the binned layout {T + 1:,}; "
+            raise ValueError(f"an entry has {length:,} tokens, but a row of the binned layout holds only {T + 1:,}; "
                              f"make the shards with --max-length {T}, or use --packing bestfit")
         super().push(key, length, start, place)
 

@@ -1,9 +1,9 @@
 """
-The plan: what a run will take from each bucket, and at which step one runs dry.
+The plan: what a run will take from each bucket, and the step at which a bucket runs dry.
 
     phase   from step         tokens   web      code     math
-    1               0      5,000,000   60.0 %   30.0 %   10.0 %
-    2           2,441      5,000,000   30.0 %   30.0 %   40.0 %
+    1               0      5,000,000   60.0%    30.0%    10.0%
+    2           2,441      5,000,000   30.0%    30.0%    40.0%
 
     bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
     code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312
@@ -43,16 +43,16 @@ log = logging.getLogger(__name__)
 
 PHASE = {"first_step": int, "tokens": int, "asked": dict}
 ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of an account
-FAR = 4  # times the requested tokens: half of a bucket may be dropped, and lanes' shares differ
+FAR = 4  # times the requested tokens are plenty: half of a bucket may be cropped, and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
-SAMPLE_ROWS = 4096  # rows packed of a bucket that is not rehearsed
-DRY_WAYS = ("shorten the run or give the bucket less weight, allow more passes (max_epochs), or continue without it "
-            "when it is dry (--allow-bucket-exhaustion)")
+SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
+DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "
+            "once it is dry (--allow-bucket-exhaustion)")
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a run takes from a bucket, in tokens. It trains on rows * T."""
+    """What a run takes from a bucket, in tokens. The run trains on rows * T of them."""
 
     documents: int  # in one pass; overlapping windows are one document
     tokens: int  # in one pass, as `read` counts them: without BOS and repeated tokens
@@ -66,8 +66,8 @@ class BucketPlan:
 
     @property
     def passes(self) -> float:
-        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, per `tokens`.
-        The account only contributes the number of tokens per row."""
+        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, divided by
+        `tokens`. The account only contributes the number of tokens per row."""
         account = self.account
         if not account["rows"]:
             return 0.0
@@ -77,12 +77,12 @@ class BucketPlan:
 
     @property
     def cropped(self) -> float:
-        """Share of the tokens that left the buffers (`nanochat.stream.share`)."""
+        """Cropped share of the tokens that left the buffers (`nanochat.stream.share`)."""
         return share(self.account, "cropped")
 
     @property
     def repeated(self) -> float:
-        """Share of the tokens that entered the buffers: the overlap of split documents or stored windows."""
+        """Repeated share of the tokens that entered the buffers: the overlap of split documents or stored windows."""
         return self.account["repeated"] / max(1, self._entered)
 
     @property
@@ -131,8 +131,8 @@ def read_plan(path: Path) -> Plan:
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
 class Lengths:
-    """A source's documents as lengths. The lengths of text are drawn in turn from a sample of 64 documents from each of
-    up to 8 groups. `plenty`: whether the bucket has far more tokens than requested."""
+    """A source's documents as lengths. For text, lengths are drawn from a sample: 64 documents from each of up to 8
+    groups. `plenty`: whether the bucket has far more tokens than requested."""
 
     def __init__(self, source: Source, config: StreamConfig):
         self.source, self.plenty, self.entries = source, False, int(source.groups.sum())
@@ -151,7 +151,7 @@ class Lengths:
         return [range(n) for n in lengths], repeated
 
     def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
-        """(documents, their tokens, estimated rows) of one pass, see `BucketPlan`."""
+        """(documents, their tokens, estimated rows) of one pass, as in `BucketPlan`."""
         crop, documents, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0, 0.0
         if self.sample is not None:
             used = np.minimum(self.sample, config.T + 1) if crop else self.sample
@@ -193,8 +193,8 @@ class Rehearsal(Feed):
 def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
               num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
               start_step: int = 0) -> Plan:
-    """The plan of a run of `num_steps` steps. `cursors` of all lanes plan the rest of a run that has completed
-    `start_step` steps. ValueError for corrupt files."""
+    """The plan of a run of `num_steps` steps. With the `cursors` of all lanes, it covers the steps from `start_step`
+    on. ValueError for corrupt files."""
     V, n = config.V, rows_per_step // config.V
     lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
@@ -231,8 +231,8 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
 
 
 def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
-    """Pack the rows of `steps`, n of each lane: (the step before which the run halts, the reason or "", the state at
-    that step, {bucket that ran dry: (its usable tokens, the step)})."""
+    """Pack the rows of `steps`, n of each lane. Returns (the step before which the run halts, the reason or "", the
+    state at that step, {bucket that ran dry: (its usable tokens, the step)})."""
     dry: dict[str, tuple[int, int]] = {}
     state, V, T = stream.state(), stream.config.V, stream.config.T
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
@@ -267,8 +267,8 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
 
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:
-    """Each phase with its first step, its tokens, and the tokens that its mix requests from each bucket (up to two rows
-    of each lane more or less). A lane's rows of the run are `first` to `stop` - 1, n per step."""
+    """Each phase with its first step, its tokens, and the tokens that its mix requests from each bucket (to within two
+    rows of each lane). A lane's rows of the run are `first` to `stop` - 1, n per step."""
     mix = config.curriculum
     lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
     shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
@@ -296,8 +296,8 @@ def rehearse(start: Any, data: Any) -> Plan:
 
 
 def make_run_plan(start: Any, data: Any) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`. A resume of the same length takes the plan in RUN/plan.json.
-    Writes nothing."""
+    """The plan of a `start_run.Start` with its `RunData`. A resume that plans the same number of steps uses
+    RUN/plan.json. Writes nothing."""
     settings, num_steps = start.settings, start.horizon.num_iterations
     config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
@@ -312,7 +312,7 @@ def make_run_plan(start: Any, data: Any) -> Plan:
 
 
 def problem(plan: Plan) -> str:
-    """A sentence about why the run will not reach its last step; empty if it will, and for an estimate."""
+    """A sentence that says why the run will not reach its last step; empty if it will, and for an estimate."""
     if not plan.halt or plan.estimate:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
@@ -334,7 +334,7 @@ def warnings(plan: Plan) -> list[str]:
         line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
                 f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes")
         if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
-            line += f"; {cropped:.1%} are cropped, which --long-docs=split would train on"
+            line += f"; {cropped:.1%} are cropped, which --long-docs=split would use"
         dry.append(f"{line}; fewer --lanes may use more of it")
     if plan.estimate and plan.halt:
         dry.append(f"the run would halt at that step; {DRY_WAYS}")

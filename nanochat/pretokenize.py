@@ -1,37 +1,37 @@
 """
-Pretokenizing: text files become token files once, so that training need not tokenize.
+Pretokenizing: text files are turned into token files once, so that training need not tokenize.
 
     RAW/web/2024/a.jsonl.gz  ->  texts  ->  ids  ->  windows  ->  OUT/train/web/2024__a.bin, .idx
     all inputs of a bucket   ---------------------------------->  OUT/train/web/manifest.json
 
-A document of more than `max_length` ids is cut into windows. Each later one repeats the last `overlap_size` ids
-before it, and EOD follows the last. With max_length 6 and overlap_size 2:
+A document of more than `max_length` ids is cut into windows. Each later window repeats the last `overlap_size` ids of
+the window before it, and EOD ends the last one. With max_length 6 and overlap_size 2:
 
     a b c d e f g h i j k EOD  ->  a b c d e f | e f g h i j | i j k EOD      prefixes 0, 2, 2
 
 The tokenizer returns documents with BOS in front, and BOS and EOD are one id. Shifted by one place, its output is
-already what is stored, and windows are slices of it. So Python never touches a single token.
+already what is stored, and windows are slices of it. So no Python code handles single tokens.
 
 **Which inputs are finished?** A process may be killed at any point, and several machines may work at once. A list of
 finished inputs would need a lock, so there is no list: an input is finished when its .idx exists. A record beside it
-(OUT/train/web/.records/2024__a.json, written before the pair appears) names the file and the arguments that it was
-made from. If these differ, the pair is made again.
+(OUT/train/web/.records/2024__a.json, written before the pair appears) names the input and the arguments that the pair
+was made from. If these have changed, the pair is made again.
 
-Names and bytes of pairs and manifests depend only on RAW, the tokenizer and the arguments, so two processes may make
-the same pair. A manifest appears when all its pairs exist, and is deleted before one is made again. An input that
-cannot be read to its end has no pair. At most 256 documents or two million characters of text are in memory.
+The names and bytes of pairs and manifests depend only on RAW, the tokenizer and the arguments, so two processes may
+make the same pair. A manifest appears when all its pairs exist, and is deleted before one of them is made again. An
+input that cannot be read to its end has no pair. At most 256 documents or two million characters of text are in memory.
 
-**Writing a pair.** Ids go to a temporary file as they arrive. When the `with` block ends without an exception, the
-.bin is renamed first and the .idx last: a pair without a good .idx does not exist. An exception leaves no new file,
-and an older pair is unchanged or has lost its .idx.
+**Writing a pair.** Ids go to a temporary file as they arrive. When the `with` block ends without an exception, the .bin
+is renamed first and the .idx last: a pair without a good .idx counts as missing. An exception leaves no new file, and
+an older pair is unchanged or has lost its .idx.
 
     with ShardWriter("OUT/web", vocab_size=32768) as writer:        .web.bin.1f2e3d4c.tmp grows
         writer.add(ids, lengths, prefixes)                          ...
     writer.written                                                  web.bin, then web.idx
 
-Several processes may write the same pair at once, since they write the same bytes. A different old .idx is deleted
-before the new .bin appears, so that the two never belong to different data. An equal one stays, so the pair never
-seems to be missing.
+Several processes may write the same pair at once, since they write the same bytes. An old .idx with different contents
+is deleted before the new .bin appears, so that the two never belong to different data. An identical one stays, so the
+pair never seems to be missing.
 
 Rejected: converting jsonl to the cached parquet that streaming reads. The text would be written twice.
 """
@@ -88,8 +88,8 @@ RECORDED = {"made_with": dict, "source": {"name": str},
 # ---- writing a pair -------------------------------------------------------------------------------
 
 class TokenWriter:
-    """The part that both formats share: the .bin, and how a pair appears. Takes about 10 bytes of memory per entry.
-    ValueError for ids outside the vocabulary or the range of the type: they never wrap around."""
+    """The part that both formats share: the .bin, and how a pair is put in place. Takes about 10 bytes of memory per
+    entry. ValueError for ids outside the vocabulary or the range of the type: they never wrap around."""
 
     format: ClassVar[str]  # one of `tokens.HEADERS`
 
@@ -112,8 +112,8 @@ class TokenWriter:
         """Append the ids of some entries or sequences (sum of lengths,), and their lengths (n,)."""
         ids, lengths = np.asarray(ids).reshape(-1), np.asarray(lengths, np.int64)
         if lengths.sum() != len(ids) or lengths.min(initial=0) < 0:
-            raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, and lengths that add up to {lengths.sum():,}, "
-                             f"expected as many")
+            raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, but lengths that add up to {lengths.sum():,}; "
+                             f"expected the same number")
         lowest, highest = (ids.min(), ids.max()) if len(ids) else (0, 0)
         whole = len(ids) == 0 or ids.dtype.kind in "iu"
         if not whole or lowest < np.iinfo(self.dtype).min or highest >= self.limit:
@@ -126,8 +126,8 @@ class TokenWriter:
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
-        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and how many first
-        ids of each repeat the entry before it (n,)."""
+        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and how many ids at
+        the start of each repeat the previous entry (n,)."""
         raise NotImplementedError
 
     def index(self) -> tuple[int, list[Any]]:
@@ -135,8 +135,8 @@ class TokenWriter:
         raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
-        """Write the index, and return `written`. The pair has not appeared yet: a full disk fails here, while an old
-        pair is unchanged, and the caller can still write files that must exist before the pair."""
+        """Write the index, and return `written`. If the disk is full, this fails while an old pair is still unchanged.
+        The new pair has not appeared yet, so the caller can still write files that must exist before it."""
         entries, parts = self.index()
         digest = blake2b(digest_size=16)
         for part in parts:
@@ -247,7 +247,8 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardW
 @dataclass(frozen=True)
 class Windows:
     """How documents are cut: into windows of at most `max_length` ids (0: documents stay whole). Later windows repeat
-    `overlap_size` ids, at most half of a window: more is lowered with a warning. ValueError for impossible values."""
+    `overlap_size` ids; more than half of a window is lowered to half, with a warning. ValueError for impossible
+    values."""
 
     max_length: int = 2048
     overlap_size: int = 256
@@ -255,7 +256,7 @@ class Windows:
     def __post_init__(self) -> None:
         if self.max_length < 0 or self.overlap_size < 0:
             raise ValueError(f"--max-length {self.max_length}, --overlap-size {self.overlap_size}: expected 0 or more")
-        if self.max_length == 0:  # whole documents overlap nothing, so every overlap_size gives the same pairs
+        if self.max_length == 0:  # whole documents do not overlap, so every overlap_size gives the same pairs
             object.__setattr__(self, "overlap_size", 0)
         elif self.overlap_size > self.max_length // 2:  # then windows would repeat more than they add
             log.warning("--overlap-size %d: more than half of --max-length %d, so %d is used",
@@ -310,7 +311,7 @@ class Input:
     size: int
 
     def prefix(self, output: Path) -> Path:
-        """The pair's path without ending."""
+        """The pair's path without extension."""
         return output / self.split / self.bucket / self.stem
 
     def record(self, output: Path) -> Path:
@@ -325,10 +326,10 @@ class Input:
 
 @functools.lru_cache(maxsize=1)
 def _load_same(folder: Path, fingerprint: str) -> Tokenizer:
-    """The tokenizer in a folder, loaded once per process; ValueError if it has another fingerprint."""
+    """The tokenizer in a folder, loaded once per process; ValueError if its fingerprint differs."""
     tokenizer = get_tokenizer(folder)
     if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"{folder}: the tokenizer changed while shards were made; run the same command again")
+        raise ValueError(f"{folder}: the tokenizer changed while shards were being made; run the same command again")
     return tokenizer
 
 
@@ -364,8 +365,7 @@ class Pretokenizer:
         self.clean_up()
 
     def finished(self, i: Input) -> Record | None:
-        """The record of an input whose pair exists and would come out the same again, else None. The pair's bytes are
-        not read."""
+        """The record of an input whose pair exists and is up to date, otherwise None. The pair's bytes are not read."""
         try:
             record = read_json(i.record(self.output), RECORDED)
             pair = TokenFile(pair_paths(i.prefix(self.output))[0])
@@ -379,7 +379,7 @@ class Pretokenizer:
 
     def make(self, i: Input) -> Record:
         """Make the pair of an input, unless it is finished, and return its record. ValueError for a bad input, OSError
-        if the pair cannot be written. Then there is no pair."""
+        if the pair cannot be written. In both cases there is no pair."""
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
         had_index = idx_path.exists()  # before the record is read: another process may finish the pair after that
@@ -407,7 +407,7 @@ class Pretokenizer:
             documents += len(texts)
             text_bytes += sum(len(text.encode()) for text in texts)
         if i.describe() != source:
-            raise ValueError(f"{i.path}: it changed while it was read; run the same command again when it is complete")
+            raise ValueError(f"{i.path}: it changed while being read; run the same command again when it is complete")
         if not documents:
             raise no_document(i.path, selection, skipped)
         if not selection.min_chars:
@@ -426,8 +426,8 @@ class Pretokenizer:
 
     def make_all(self, todo: Sequence[Input], *, num_workers: int
                  ) -> Generator[tuple[Input, Record | str], None, None]:
-        """Yield (input, its record or the error message) as inputs finish. Several workers are processes. They end
-        with the caller, however it ends; they may be killed at any time."""
+        """Yield (input, its record or the error message) as inputs finish. Several workers are separate processes. They
+        end when the caller ends, for whatever reason, and may be killed at any time."""
         if min(num_workers, len(todo)) < 2:
             for i in todo:
                 yield i, _record_or_error(functools.partial(self.make, i))
@@ -436,24 +436,24 @@ class Pretokenizer:
         make = replace(self, inputs=()).make  # pickled once per input, so without all the other inputs
         with ProcessPoolExecutor(min(num_workers, len(todo)), spawn, _begin_worker) as pool:
             futures = {pool.submit(make, i): i for i in todo}
-            pool.submit(int)  # makes the pool watch its newest worker, too; else its death could go unnoticed
+            pool.submit(int)  # makes the pool watch its newest worker, too; otherwise its death could go unnoticed
             try:
                 for future in as_completed(futures):
                     yield futures[future], _record_or_error(future.result)
-            except BaseException:  # also GeneratorExit: the caller stops early
+            except BaseException:  # also GeneratorExit: the caller has stopped early
                 for worker in multiprocessing.active_children():
                     worker.kill()
                 pool.shutdown(cancel_futures=True)
                 raise
 
     def refuse_others(self) -> None:
-        """ValueError if the output has pairs of other arguments, another tokenizer or other inputs."""
+        """ValueError if the output has pairs made with other arguments or another tokenizer, or from other inputs."""
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
             pair = f"{path.parents[1] / path.stem}.bin"
             if path not in planned:
-                raise ValueError(f"{pair}: its input is gone from --input-dir, or now belongs elsewhere; restore it, "
-                                 f"or name another --output-dir, or delete the pair and {path}")
+                raise ValueError(f"{pair}: its input is gone from --input-dir, or its pair now belongs elsewhere; "
+                                 f"restore it, or name another --output-dir, or delete the pair and {path}")
             try:
                 old, new = read_json(path, RECORDED)["made_with"], self.made_with
             except ValueError:  # its pair is made again

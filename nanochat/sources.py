@@ -1,19 +1,19 @@
 """
 Sources: the files of a bucket behind one small interface.
 
-    Source.groups, .means       number of documents of each group, in the order of files; estimated mean of their tokens
+    Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
     Source.read(group, rows)    these documents as token ids, each as [BOS] + ids
 
-A group is a run of documents stored together: a parquet row group, or a few thousand entries of a token file. A new
-kind of data file is one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in nanochat/tokens.py
-for an example.
+A group is a run of documents stored together: a parquet row group, or a few thousand entries of a token file. To add a
+kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
+nanochat/tokens.py for an example.
 
 **Parquet.** A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64 much
-later. To hold each lane's group decoded would cost megabytes per lane; to decode it for each unit would cost sixteen
+later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each unit would cost sixteen
 times the work. So a group is decoded once, and the units that the lane will read soon are kept compressed. A *small*
 bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded once in the whole
-run, and its documents stay in memory, each compressed by itself. (Compressing several together saved no memory, and
-cost a fifth more time per document.)
+run, and its documents stay in memory, each compressed individually. (Compressing several together saved no memory, and
+took 20 % longer per document.)
 """
 
 import functools
@@ -37,8 +37,8 @@ SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
 
 def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """(documents of each group, estimated mean of their tokens) of a manifest, in the order of files, each (G,) int64.
-    The mean is that of the group's file."""
+    """(number of documents in each group, their estimated mean length in tokens) of a manifest, in the order of files,
+    each (G,) int64. The mean is that of the group's file."""
     files = manifest["files"]
     counts = [np.array(e["groups"], np.int64) for e in files]
     documents = [max(1, int(of_file.sum())) for of_file in counts]
@@ -48,9 +48,9 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Source:
-    """One bucket's documents. `manifest` and `tokenizer` are the run's, see `nanochat.dataset.scan`.
+    """One bucket's documents. `manifest` and `tokenizer` are the run's; `nanochat.dataset.scan` makes manifests.
 
-    Each kind of file is a subclass: `scan_file` pins a file, `read` reads it. Both may be called from several threads
+    Each kind of file has a subclass: `scan_file` pins a file, `read` reads it. Both may be called from several threads
     at once, and their errors name the file.
     """
 
@@ -83,18 +83,18 @@ class Source:
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
-        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": documents of each, "tokens": an
-        estimate, unless the size gives one}. `field` holds the text (--text-field). ValueError or FileNotFoundError if
-        the file cannot be read."""
+        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of documents in each,
+        "tokens": an estimate, needed unless the size gives one}. `field` holds the text (--text-field). ValueError or
+        FileNotFoundError if the file cannot be read."""
         raise NotImplementedError
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """Documents `rows` (n,) of a group, in that order: (ids of each, number of first ids of each that repeat the
-        document before it). The rows from there up to `keep` will be read soon."""
+        """Documents `rows` (n,) of a group, in that order: (ids of each, number of ids at its start that repeat the
+        previous document). The rows after these, up to `keep`, will be read soon."""
         raise NotImplementedError
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        """The lengths of what `read` returns: (length of each document, number of its first ids that repeat)."""
+        """The lengths of what `read` returns: (length of each document, number of repeated ids at its start)."""
         raise NotImplementedError
 
     def texts(self, group: int) -> list[str]:
@@ -128,7 +128,7 @@ class ParquetSource(Source):
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """See `Source.read`. The rows up to `keep` are decoded with the first ones and kept compressed."""
+        """See `Source.read`. The rows up to `keep` are decoded along with these and kept compressed."""
         first = int(rows.min())
         unit = self._kept.pop((group, first, len(rows)), None) if keep else None
         if self.small:
@@ -171,8 +171,8 @@ class ParquetSource(Source):
                 if at >= max(stop, keep):
                     break
         if at < stop:
-            raise ValueError(f"{path}: row group {number} ends at row {at:,}, so the file changed since the run began; "
-                             f"restore it, or start a new run (--model-tag)")
+            raise ValueError(f"{path}: row group {number} ends at row {at:,}, so the file has changed since the run "
+                             f"began; restore it, or start a new run (--model-tag)")
         return pa.chunked_array(texts)
 
 
@@ -196,7 +196,7 @@ def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = F
     ValueError for text, which has no stored entries."""
     name = manifest["files"][0]["name"]
     if as_stored and not name.endswith(".bin"):
-        raise ValueError("--packing binned: packs stored entries, but this data is text; convert it to shards with "
+        raise ValueError("--packing binned: it packs stored entries, but this data is text; convert it to shards with "
                          "python -m scripts.tok_shards, or use --packing bestfit")
     kind = ParquetSource if name.endswith(SUFFIXES) else reader_class(name)
     return kind(manifest, tokenizer, **({"as_stored": True} if as_stored else {}))

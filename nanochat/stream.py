@@ -18,8 +18,8 @@ documents that are pending in that packer, and the counts of the ledger.
 A feed finishes each epoch before it starts the next one: it reads its share to the end, packs until the pending
 documents cannot fill a row, and completes one last row with documents of the next epoch.
 
-The JSON of a lane's feeds is its **cursor**. The V cursors are all the state of the stream. A cursor lists the pending
-documents with their lengths, so a restored feed can pack at once while its pool reads their tokens.
+The JSON of a lane's feeds is its **cursor**. The V cursors are the whole state of the stream. A cursor lists the
+pending documents with their lengths, so a restored feed can pack at once while its pool reads their tokens.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from nanochat.curriculum import Mixer
 
 FORMAT = 5  # of cursors
-SAMPLE_DOCUMENTS = 64  # documents of a group that give an estimate of its lengths
+SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
@@ -76,7 +76,7 @@ class Row:
 
 
 class FeedState(NamedTuple):
-    """One bucket of a lane at the end of a step; a copy."""
+    """A copy of a feed's state at the end of a step."""
 
     epoch: int
     place: int  # of the next unit
@@ -92,12 +92,12 @@ class FeedState(NamedTuple):
 
 
 class LaneState(NamedTuple):
-    """A lane at the end of a step; a copy."""
+    """A copy of a lane's state at the end of a step."""
 
     lane: int
-    row: int  # number of rows that the lane has given
+    row: int  # number of rows that the lane has produced
     dropped: frozenset[str]  # buckets that have run dry
-    feeds: Any  # {bucket: FeedState}; in Megatron's order its own counts
+    feeds: Any  # {bucket: FeedState}; for Megatron's order, that stream's own counts
 
 
 class AnyStream(Protocol):
@@ -117,9 +117,9 @@ class AnyStream(Protocol):
 
 
 class Packed:
-    """The ids of a long document in `split`, compressed, because thousands of such documents are pending for many rows.
-    Rows take slices in order, and a slice frees everything before it. Measured on files of code: 0.85 bytes per
-    token instead of 2, for 40 ns of processor time per token."""
+    """The ids of a long document in `split`, compressed, because thousands of such documents stay pending while many
+    rows are packed. Rows take slices in order, and a slice frees everything before it. Measured on files of code: 0.85
+    bytes per token instead of 2, for 40 ns of processor time per token."""
 
     CHUNK = 4096  # ids
 
@@ -146,7 +146,7 @@ class Feed:
         self.documents: dict[Document, Any] = {}
         self.epoch, self.share = 0, order.share(lane, 0)  # `share`: this lane's places in the current epoch
         self.place = self.share.start  # of the next unit
-        self.num_documents = self.read = 0  # documents, and their tokens without BOS and repeated ones
+        self.num_documents = self.read = 0  # documents, and their tokens, not counting BOS and repeated tokens
         self.unit: Future[Any] | None = None  # the prefetched unit
 
     # -- reading
@@ -162,8 +162,8 @@ class Feed:
         return False
 
     def _fetch(self, epoch: int, place: int, stop: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """Read the unit at a place: (the place after it, its documents in order as (group, row, length, ids as `_kept`
-        stores them, number of repeated ids))."""
+        """Read the unit at a place. Returns (the place after it, its documents in order as (group, row, length, ids as
+        `_kept` stores them, number of repeated ids))."""
         groups, rows, keep = self.order.unit(epoch, place, stop)
         documents: dict[int, tuple[Any, ...]] = {}
         for group in dict.fromkeys(groups.tolist()):
@@ -174,12 +174,12 @@ class Feed:
         return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def prefetch(self) -> None:
-        """Let the pool read the next unit once the pending documents are less than half a unit above the target."""
+        """Have the pool read the next unit once the pending documents are less than half a unit above the target."""
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
     def _submit_unit(self) -> None:
-        """Let the pool read the next unit of the epoch, unless it already does."""
+        """Have the pool read the next unit of the epoch, unless it is already doing so."""
         if self.unit is None and self.pool and self.place < self.share.stop:
             self.unit = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
 
@@ -209,7 +209,7 @@ class Feed:
 
     def _kept(self, ids: np.ndarray) -> Any:
         """A pending document's ids as the feed stores them: cut to what a row can hold if documents are cropped,
-        compressed if `split` will cut them."""
+        compressed if `split` will cut the document."""
         limit = self.packer.max_tokens
         if limit is not None:
             return ids[:limit].copy() if len(ids) > limit else ids
@@ -248,14 +248,14 @@ class Feed:
             if rest:
                 pieces.append(np.full(1, bos, ids.dtype))
             pieces.append(ids[start:start + length - rest])
-            # Tokens that an earlier row or stored window already had are context, so their targets are off. The BOS in
-            # front of them stays a target.
+            # Tokens that are already in an earlier row or stored window are context, so their targets are off. The BOS
+            # in front of them stays a target.
             if rest or repeated:
                 begin = at + (framed and (rest or start == 0))
                 end = at + rest + max(context, min(repeated + framed - start, length - rest))
                 if begin < end:
                     off.append((begin, end))
-            # --without-documents: the document's tokens are off, and the BOS after it, which it predicts.
+            # --without-documents: the document's tokens are off, and so is the BOS that its last token predicts.
             if (without := self.source.without.get(key[1])) is not None and without[key[2]]:
                 off.append((at, at + length + 1))
             # A document that the packer will place again stays pending.
@@ -305,22 +305,22 @@ class Feed:
                 self.documents.update(self._fetch_pending(group, pieces))
 
     def _fetch_pending(self, group: int, waiting: dict[Document, Piece]) -> dict[Document, Any]:
-        """Read the documents of a group that a cursor lists. ValueError if one has changed its length."""
+        """Read the documents of a group that a cursor lists. ValueError if the length of one has changed."""
         arrays, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
         for (key, piece), ids in zip(waiting.items(), arrays):
             if len(ids) != (length := self.packer.whole_length(piece)):
                 name, number = self.source.locate(group)
-                raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, the checkpoint "
-                                 f"says {length:,}; the data or the tokenizer changed since the run began. Restore "
-                                 f"the original, or start a new run (--model-tag)")
+                raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, but the "
+                                 f"checkpoint says {length:,}; the data or the tokenizer has changed since the run "
+                                 f"began. Restore the original, or start a new run (--model-tag)")
         return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, arrays, repeated)}
 
 
 # ---- cursors -------------------------------------------------------------------------------------
 
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The summed ledger of some lanes' cursors, in tokens: {bucket: {name: tokens}} with the names of LEDGER. In each
-    bucket, read + bos + repeated = emitted + cropped + pending; padding is counted separately."""
+    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}. In each bucket, read + bos +
+    repeated = emitted + cropped + pending tokens; padding is counted separately."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
@@ -337,13 +337,13 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
 
 
 def share(account: Mapping[str, int], name: str) -> float:
-    """The share of the tokens that left the buffers (emitted + cropped) that was `name`, which is "cropped" or
-    "repeated". Every table calls the first one `cropped %`."""
+    """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted + cropped). Tables show
+    the cropped share as `cropped %`."""
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
 def sample_lengths(source: Source) -> np.ndarray:
-    """(n,) int64: the lengths, BOS included, of the first documents of up to 8 groups, spread over a source."""
+    """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups spread over a source."""
     spread = np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int)
     return np.array([len(ids) for group in spread.tolist() for ids in source.read(
         group, np.arange(min(SAMPLE_DOCUMENTS, int(source.groups[group]))))[0]])
@@ -351,15 +351,15 @@ def sample_lengths(source: Source) -> np.ndarray:
 
 def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, about: str = "about ",
                   ) -> list[str]:
-    """The warnings, one sentence each, about a run that trains on `trained` tokens of `data`: that it reads all
-    `tokens` of it more than once, and that many are cropped."""
+    """Warnings for a run that trains on `trained` tokens of `data`, one sentence each: one if it reads all `tokens` of
+    the data more than once, one if many tokens are cropped."""
     notes = []
     if passes > 1:
         notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens, and {data} "
                      f"has {about}{tokens:,}")
     if cropped > MUCH_CROPPED:
         notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
-                     f"than a row; --long-docs=split crops none, a longer --max-seq-len fewer")
+                     f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")
     return notes
 
 
@@ -370,8 +370,8 @@ def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) 
 
 
 def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]) -> None:
-    """ValueError, with a diff, unless the cursors belong to this stream, one to each lane. Other lanes' cursors may be
-    among them."""
+    """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each lane. Cursors of
+    other lanes are allowed."""
     for cursor in cursors:
         check_shape(cursor, {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict},
                     "cursor of a lane")
@@ -385,14 +385,14 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
             raise ValueError(f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)")
     numbers = sorted(cursor["lane"] for cursor in cursors)
     if len(numbers) > len(set(numbers)) or not set(lanes) <= set(numbers):
-        raise ValueError(f"cursors of lanes {numbers}, expected one of each of {[*lanes]}; pass the cursors of all "
+        raise ValueError(f"cursors of lanes {numbers}, expected one for each of {[*lanes]}; pass the cursors of all "
                          f"ranks of one checkpoint")
 
 
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
-    """Turn the cursors of another run into those of a new run that continues its data, so that it repeats nothing. If
-    the curriculum differs, each bucket continues where it was, rows are counted from 0, and new buckets start at
-    their beginning."""
+    """Turn another run's cursors into those of a new run that continues where the other one stopped reading, so that no
+    data is repeated. If the curriculum differs, each bucket continues where it was, rows are counted from 0, and new
+    buckets start from their beginning."""
     continued = []
     for cursor in cursors:
         theirs = cursor["stream"]
@@ -427,7 +427,7 @@ class Stream:
             self.mixer = config.curriculum.mixer(T=config.T, V=config.V, seed=config.seed)
         self.buckets = list(sources)
         self.identity = stream_identity(config, sources, tokenizer)
-        self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has given
+        self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
         self.feeds: dict[str, dict[int, Feed]] = {}
@@ -482,7 +482,7 @@ class Stream:
                 for lane in self.lanes]
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
-        """The cursors of these lanes at `state` (default: at present), as JSON values."""
+        """The cursors of these lanes at `state` (default: now), as JSON values."""
         return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
                  "dropped": sorted(at.dropped),
                  "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()}}

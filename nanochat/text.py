@@ -7,14 +7,14 @@ Text files: which of their documents are read, and how parquet is read.
     .arrow                           a data set that Hugging Face's `datasets` saved
                                      as_parquet converts the last three once (nanochat/text_kinds.py)
 
---text-field names another column or field than `text`; `a.b` is the field `b` of `a`. A cached parquet file has one
+--text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A cached parquet file has one
 column of that name. Every command that reads text uses this module, so all commands accept the same files and report
 the same errors.
 
 **Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each file has training and
-validation data: document number i (from 0) validates if floor((i + 1) f) exceeds floor(i f), so every hundredth one
-with 0.01. A .txt file is one document, so it is cut: at the first line that begins after 1 - f of its characters. After
-that, --min-chars=N skips shorter documents. A parquet file is converted, too, if a selection skips some documents.
+validation data: document number i (from 0) is used for validation if floor((i + 1) f) exceeds floor(i f): with 0.01,
+every hundredth one. A .txt file is one document, cut at the first line that begins after 1 - f of its characters. Then
+--min-chars=N skips documents with fewer characters. Parquet is converted, too, if a selection skips documents.
 """
 
 import argparse
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
 SUFFIXES = (".parquet", *CONVERTED)
 TEXT_FIELD = "text"
-TEXT_BYTES = b"text_bytes"  # metadata of parquet that we convert: UTF-8 bytes of all its texts
+TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or an attack on memory
-LITTLE_TEXT = 1 << 18  # bytes; it is not worth a call to return less freed memory to the system
+LITTLE_TEXT = 1 << 18  # bytes; returning less freed memory to the system is not worth a call
 NULLS = "{}: {} null(s) in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
 
@@ -55,8 +55,8 @@ class TextSettings:
     text_field: str = setting(TEXT_FIELD, "parquet column or jsonl field that holds the text; a.b: field b of a",
                               metavar="NAME", fixed=FIXED)
     min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
-    val_fraction: float = setting(0.0, "share of each file's documents that validates, instead of the last file",
-                                  metavar="F", fixed=FIXED)
+    val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last "
+                                       "file", metavar="F", fixed=FIXED)
     strict: bool = setting(False, "stop at a broken line of jsonl instead of skipping it")
 
 
@@ -87,7 +87,7 @@ class Selection(TextSettings):
         return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
 
     def for_split(self, split: str) -> "Selection":
-        """The selection of the documents that train or validate."""
+        """The selection of the documents of a split, "train" or "val"."""
         return replace(self, part=split) if self.val_fraction else self
 
     def named(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
         raise ValueError(NULLS.format(path, column.null_count, field, group))
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path}: a document of row group {group} has {longest:,} bytes, "
+        raise ValueError(f"{path}: a document in row group {group} has {longest:,} bytes, "
                          f"expected at most {MAX_DOCUMENT_BYTES:,}; split it into several")
     return column
 
@@ -199,7 +199,7 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
 def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
     """(raw footer, documents of each row group, bytes of all texts before compression) of a parquet file of text. Files
     that nanochat converted state the bytes of their texts in metadata. Raises the errors of `open_parquet`, and
-    ValueError for nulls that the footer counts."""
+    ValueError if the footer reports nulls."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     text = leaf_column(metadata, field)

@@ -1,13 +1,13 @@
 """
-Reads documents from any text file, and converts files that are not parquet.
+Reads documents from any text file, and converts files to cached parquet.
 
     .jsonl, .jsonl.gz, .jsonl.zst    one document per line; broken lines are skipped or, with --strict, an error
     .txt                             one document
     .arrow                           a stream of record batches, as Hugging Face's `datasets` saves it
     .parquet                         read by nanochat/text.py
 
-Training uses this module once per file, because it reads the cached parquet that `nanochat.text.as_parquet` keeps.
-Pretokenizing and training a tokenizer read their documents through this module.
+Training uses this module once per file, and then reads the cached parquet that `nanochat.text.as_parquet` keeps.
+Pretokenizing and tokenizer training read their documents through this module.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from nanochat.text import (
 log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-LISTED_LINES = 100  # maximum of broken lines per file that the report lists
+LISTED_LINES = 100  # maximum number of broken lines per file that the report lists
 GROUP_DOCUMENTS = 1024  # documents per row group of converted files
 
 
@@ -52,11 +52,11 @@ GROUP_DOCUMENTS = 1024  # documents per row group of converted files
 def read_documents(path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None) -> Iterator[str]:
     """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
-    A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is strict, because it is
-    no reason to lose a file of millions. `skipped` receives the "count" of broken lines, (number, problem) of the first
-    "lines", and the number of documents that were too "short". If a file is divided between training and validation,
-    only the training part counts its broken lines. A truncated compressed file is an error, because it has lost an
-    unknown number of documents. So are a line larger than any document and a .txt file that is not UTF-8.
+    A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is strict: one bad line
+    is no reason to lose a whole file. `skipped` receives "count", the number of broken lines; "lines", (number,
+    problem) of the first ones; and "short", the number of short documents. If a file is divided between training and
+    validation, only the training part counts its broken lines. A truncated compressed file is an error, because it has
+    lost an unknown number of documents. So are a line above the size limit and a .txt file that is not UTF-8.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)
@@ -164,7 +164,7 @@ def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
 
 
 def converted(path: Path, selection: Selection) -> Path:
-    """The cached parquet file of the selected documents of a file, made once for its size, modification time and
+    """The cached parquet file with the selected documents of a file, made once per size, modification time and
     `selection`. Warns about skipped lines and documents once per process."""
     path = local_copy(path)
     stat = path.stat()
@@ -197,10 +197,10 @@ def convert(path: Path, target: Path, selection: Selection) -> dict[str, Any]:
 
 
 def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> ValueError:
-    """The error about a file without any selected document."""
+    """The error for a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
-    part = f" of the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
-    return ValueError(f"{path}: no document in it ({skipped['count']:,} broken line(s){why}){part}, and "
+    part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
+    return ValueError(f"{path}: no document{part} ({skipped['count']:,} broken line(s){why}), and "
                       f"{skipped['short']:,} shorter than --min-chars; fix the file, or remove it")
 
 
@@ -209,9 +209,9 @@ def _warn_of_skipped(path: Path, report: Path) -> None:
     """Warn about a file's broken lines and short documents, once per process."""
     skipped = read_json(report)
     if skipped.get("short"):
-        log.warning("%s: %d document(s) shorter than --min-chars %d skipped", path, skipped["short"],
+        log.warning("%s: skipped %d document(s) shorter than --min-chars %d", path, skipped["short"],
                     skipped["min_chars"])
     if skipped.get("lines"):
         number, why = skipped["lines"][0]
-        log.warning("%s: %d broken line(s) skipped, the first is line %d: %s (more in %s)", path, skipped["count"],
+        log.warning("%s: %d broken line(s) skipped; the first is line %d: %s (more in %s)", path, skipped["count"],
                     number, why, report)

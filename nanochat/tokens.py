@@ -1,15 +1,15 @@
 """
 Token files: the ids of many documents, written once and memory-mapped by training.
 
-A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. There are two formats of
-the .idx. This module reads both, so that no other module needs to know which one a pair has; nanochat/pretokenize.py
+A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. The .idx has one of two
+formats. This module reads both, so that no other module needs to know which one a pair has; nanochat/pretokenize.py
 writes them. A run imports this module when it meets the first .bin file.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
     GPTS        "GPTS" | version 1 | type | entries n          16 bytes, u32 each
     web.idx     0 5 8 12 17     offsets     (n + 1) int64      where entries start, and the end
-                0 0 0 1         prefixes    n uint16           how many first ids are repeated
+                0 0 0 1         prefixes    n uint16           how many ids at the start are repeated
 
     Megatron    "MMIDIDX\\0\\0" | u64 version 1 | u8 type | u64 sequences n | u64 boundaries d + 1
     web.idx     5 3 4 5         lengths     n int32            ids of each sequence
@@ -26,8 +26,8 @@ manifest.json in a folder of pairs names the tokenizer that made them.
 **Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a billion entries as for
 ten. The rest is checked when it is used.
 
-**Which entries end a document?** If the manifest shows that every later window has a prefix, an entry ends its
-document when the next one has no prefix, and no id is read. Otherwise an entry ends its document if its last id is E.
+**Which entries end a document?** If the manifest shows that every later window has a prefix, an entry ends its document
+when the next one has no prefix, and no ids are read. Otherwise an entry ends its document if its last id is E.
 
 **Three readers** return the elements of a file: a memory map (the default), plain reads, and object storage. With
 NANOCHAT_READER=pread in the environment nothing is mapped. Truncating a file during a run then raises an error; with
@@ -68,15 +68,15 @@ DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floa
     "shards": {2: "<u2", 4: "<u4"},
     "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}}
 READER = "NANOCHAT_READER"
-GROUP_ENTRIES = 1024  # entries of a group, unless the manifest lists the groups
-EDGE_BYTES = 1 << 16  # how much of each end of an .idx pins it
+GROUP_ENTRIES = 1024  # entries per group, unless the manifest lists the groups
+EDGE_BYTES = 1 << 16  # bytes at each end of an .idx that pin it
 BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin that pin it
 REDO = "fetch it again, or delete it and rerun scripts.tok_shards"
 VERIFY = f"python -m scripts.verify lists all such places; then {REDO}"
 
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
-    """(.bin, .idx) of a path without ending. The path may contain dots."""
+    """(.bin, .idx) of a path without extension. The path may contain dots."""
     prefix = as_path(prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
 
@@ -120,19 +120,19 @@ def find_prefixes(data_path: str) -> list[Path]:
         if not file.is_file() and not file.with_suffix(".idx").is_file():
             if len(parts) == 1:
                 return []
-            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; give --data-path a folder, or "
-                                    f"paths without .bin and .idx, separated by commas")
+            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
+                                    f"or to paths without .bin and .idx, separated by commas")
     return files
 
 
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
-    """ValueError for a pair of another format than `data_format`. A folder that mixes formats is refused, too: skipping
+    """ValueError for a pair whose format is not `data_format`. A folder that mixes formats is refused, too: skipping
     one kind would silently drop data."""
     make_local_copies(f.with_suffix(".idx") for f in files)
     for file in files:
         actual = pair_format(file)
         if actual and actual != data_format:  # an unknown format is reported when the pair is opened
-            raise ValueError(f"{file}: this pair is of --data-format {actual}, not {data_format}; if {root} mixes "
+            raise ValueError(f"{file}: this pair needs --data-format {actual}, not {data_format}; if {root} mixes "
                              f"both, move one kind elsewhere, or convert it with python -m scripts.convert_shards")
 
 
@@ -167,7 +167,7 @@ class MappedReader(Reader):
 
 class PlainReader(Reader):
     """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
-    modification time must never change."""
+    modification time must not change meanwhile."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -231,7 +231,7 @@ class TokenFile:
         self.num_tokens = self.num_bytes // self.dtype.itemsize
         if vocab_size is not None and vocab_size - 1 > np.iinfo(self.dtype).max:
             raise ValueError(f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
-                             f"{vocab_size:,}: another tokenizer made them; name that one with --tokenizer")
+                             f"{vocab_size:,}, so another tokenizer made them; name that one with --tokenizer")
         # the table that says where entries begin, counted in tokens or in sequences
         if self.format == "shards":
             self._edges, unit, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
@@ -245,7 +245,8 @@ class TokenFile:
         self._last_edge = int(total)
 
     def _read_header(self) -> None:
-        """Read format, type of ids and tables from the header. ValueError if it is unknown or contradicts the size."""
+        """Read format, type of ids and tables from the header. ValueError if it is unknown or contradicts the file's
+        size."""
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
         try:
@@ -268,7 +269,7 @@ class TokenFile:
             good = False
         if not good:
             raise ValueError(f"{self.idx_path}: {self.idx_bytes:,} bytes that begin with {head[:16]!r}, expected "
-                             f"{expected}; it is truncated or of another kind: {REDO}")
+                             f"{expected}; it is truncated or another kind of file: {REDO}")
 
     def __len__(self) -> int:
         return self._len
@@ -299,8 +300,8 @@ class TokenFile:
         return begins, begins + lengths, edges - edges[0]
 
     def places(self, numbers: np.ndarray, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Where each of some sequences of a Megatron pair begins, counted in ids, (n,) int64, from their rows of the
-        tables. ValueError for one that is not inside the .bin."""
+        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64. `pointers` and `lengths` are their
+        rows of the tables. ValueError for a sequence that is not inside the .bin."""
         size = self.dtype.itemsize
         beyond = pointers > self.num_bytes - lengths * size
         wrong = (pointers < 0) | (lengths < 0) | beyond | (pointers % size != 0)
@@ -312,12 +313,12 @@ class TokenFile:
         return pointers // size
 
     def lengths(self, first: int, last: int) -> np.ndarray:
-        """Ids of each of entries first .. last - 1, (n,) int64. Reads no ids."""
+        """Number of ids in each entry first .. last - 1, (n,) int64. Reads no ids."""
         begins, ends, edges = self.spans(first, last)
         return np.diff(to_offsets(ends - begins)[edges])
 
     def prefixes(self, first: int, last: int) -> np.ndarray:
-        """How many first ids of each of entries first .. last - 1 repeat the entry before it, (n,) uint16. Reads no
+        """For each entry first .. last - 1: how many ids at its start repeat the previous entry, (n,) uint16. Reads no
         ids."""
         if self.format == "megatron":
             return np.zeros(last - first, np.uint16)
@@ -396,8 +397,8 @@ class TokenFile:
         return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:
-        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD, is prepended, and
-        EOD dropped. Each (n,), a new array."""
+        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD, is prepended, and EOD
+        is dropped. Each (n,), a new array."""
         ids, edges = self.read_flat(first, last)
         stops = edges[1:] - self.ends_document(first, last, eod, (ids, edges))
         bos = np.array([eod], self.dtype)
@@ -416,7 +417,7 @@ class TokenFile:
         record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (("entries", len(self)), ("tokens", self.num_tokens), ("bin_bytes", self.num_bytes)):
             if record.get(key, value) != value:
-                raise ValueError(f"{self.path}: {key} {value:,}, {MANIFEST_NAME} says {record[key]:,}; {REDO}")
+                raise ValueError(f"{self.path}: {key} is {value:,}, but {MANIFEST_NAME} says {record[key]:,}; {REDO}")
         if min(groups, default=1) < 1 or sum(groups) != len(self):
             raise ValueError(f"{self.path}: groups of {groups!r:.80} entries in {MANIFEST_NAME}, expected numbers that "
                              f"add up to {len(self):,}; {REDO}")
@@ -437,8 +438,8 @@ class TokenFile:
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing, truncated, of
-    an unknown format, without entries, or whose type of ids cannot hold the vocabulary."""
+    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing, truncated, in an
+    unknown format or without entries, or whose type of ids cannot hold the vocabulary."""
     pair = TokenFile(path, vocab_size=vocab_size)
     if len(pair) == 0:
         raise ValueError(f"{pair.idx_path}: it has no documents (0 entries); delete the pair")
@@ -449,7 +450,7 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
 
 
 def to_offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where parts of these lengths begin, one after another, and where the last one ends: (n + 1,) int64."""
+    """Where parts of these lengths begin if stored one after another, and where the last one ends: (n + 1,) int64."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -468,16 +469,16 @@ RECORD_SHAPE = {"input": dict, "documents": int, "entries": int, "tokens": int, 
 def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
                  shards: Mapping[str, Any], *, data_format: str = "shards") -> dict[str, Any]:
     """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards` has a record of
-    RECORD_SHAPE for each pair, by its name without ending, with "groups" (the entries of each) unless every group but
-    the last has GROUP_ENTRIES."""
+    RECORD_SHAPE for each pair, by its name without extension, with "groups" (number of entries in each) unless every
+    group but the last has GROUP_ENTRIES."""
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
             "tokenizer": tokenizer, "arguments": arguments, "shards": shards}
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
-    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it is corrupt or of
-    another format."""
+    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it is corrupt or has an
+    unknown format."""
     path = as_path(folder) / MANIFEST_NAME
     try:
         copy = local_copy(path)
@@ -501,7 +502,7 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
-    """Entries of each group of a pair. A record may list them; otherwise they have GROUP_ENTRIES each."""
+    """Number of entries in each group of a pair. A record may list them; otherwise each group has GROUP_ENTRIES."""
     whole, rest = divmod(entries, GROUP_ENTRIES)
     return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
 
@@ -509,8 +510,8 @@ def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
 # ---- the source of a bucket ---------------------------------------------------------------------
 
 class TokenSource(Source):
-    """Pairs of .bin and .idx in either format. A document is an entry: `[BOS] + ids`, or with `as_stored` the entry as
-    it is stored. Files are opened when they are first used. ValueError for files of another tokenizer."""
+    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with `as_stored` the entry
+    as it is stored. Files are opened when they are first used. ValueError for files that another tokenizer made."""
 
     lengths_known = True
 
@@ -538,7 +539,7 @@ class TokenSource(Source):
         return open_tokens(path).pin(name)
 
     def _open(self, number: int) -> TokenFile:
-        """The pair of a file of the manifest."""
+        """The open pair for a file in the manifest."""
         path, entry = self.paths[number], self.manifest["files"][number]
         pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
         if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):

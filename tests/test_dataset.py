@@ -130,7 +130,7 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
         "train": ["code", "web"], "val": ["web"]}
     mixed = split_train_val(prefixes, a, data_format="megatron", by_bucket=True)
     assert list(mixed["train"]) == ["code/one", "web/two.x", "web/one"] and list(mixed["val"]) == ["one"]
-    with pytest.raises(ValueError, match=r"one data file only \(one\.bin\) in each bucket, .*--val-path"):
+    with pytest.raises(ValueError, match=r"only one data file \(one\.bin\) in each bucket, .*--val-path"):
         split_train_val(prefixes, data_format="megatron", by_bucket=True)
 
 
@@ -165,20 +165,20 @@ def test_prefixes_are_pinned_by_names_that_survive_a_move(tmp_path):
     assert moved["train"]["data"]["root"] == str((tmp_path / "new").resolve())
     assert len(open_data(moved, Tokenizer()).train["data"].read(1, np.arange(3))[0]) == 3
     tiny(tmp_path / "new" / "web" / "one", n=4)
-    with pytest.raises(ValueError, match=r"web/one\.bin: changed since this run began \(size"):
+    with pytest.raises(ValueError, match=r"web/one\.bin: has changed since this run began \(size"):
         check_files(moved, settings.data_path, settings.val_path)
 
 
 @pytest.mark.parametrize("make, path, data_format, message", [
     (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "megatron",
-     r"b\.bin: this pair is of --data-format shards.*mixes"),
+     r"b\.bin: this pair needs --data-format shards.*mixes"),
     (lambda p: (tiny(p / "a"), tiny(p / "b", "shards")), "", "shards",
-     r"a\.bin: this pair is of --data-format megatron.*mixes"),
-    (lambda p: tiny(p / "a"), "", "shards", "this pair is of --data-format megatron, not shards"),
+     r"a\.bin: this pair needs --data-format megatron.*mixes"),
+    (lambda p: tiny(p / "a"), "", "shards", "this pair needs --data-format megatron, not shards"),
     (lambda p: tiny(p / "a"), "", "text", "it has files for --data-format shards or megatron"),
-    (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair is of --data-format shards, not megatron"),
+    (lambda p: tiny(p / "a", "shards"), "a", "megatron", r"a\.bin: this pair needs --data-format shards, not megatron"),
     (lambda p: tiny(p / "a"), "a", "text", r"a: no such data folder.*without \.bin, with --data-format"),
-    (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx exists; give --data-path"),
+    (lambda p: tiny(p / "a"), "{}/a,{}/c", "megatron", r"c: neither c\.bin nor its \.idx exists; set --data-path"),
     (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron",
      r"a\.bin: missing, but a\.idx needs it"),
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),

@@ -282,7 +282,7 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
     a, b, c = pairs.split(",")
     for those, data, message in (
             ([*cursors[:2], *stream.cursors()[2:]], pairs, r"of different steps, after 0 and 8 samples"),
-            (cursors[:3], pairs, r"cursors of lanes \[0, 1, 2\], expected one of each of \[0, 1, 2, 3\]"),
+            (cursors[:3], pairs, r"cursors of lanes \[0, 1, 2\], expected one for each of \[0, 1, 2, 3\]"),
             (cursors, f"{b},{a},{c}", r"prefixes was \['a', 'b', 'c'\], now \['b', 'a', 'c'\]")):
         with pytest.raises(ValueError, match=message):
             stream_of(config_of(), sources_of(data), cursors=those)

@@ -360,5 +360,5 @@ def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
 
 def test_binned_refuses_an_entry_that_is_longer_than_a_row():
     Binned(7).push("a", 8)
-    with pytest.raises(ValueError, match=r"9 tokens, a row of the binned layout 8; .*--max-length 7"):
+    with pytest.raises(ValueError, match=r"9 tokens, but a row of the binned layout holds only 8; .*--max-length 7"):
         Binned(7).push("a", 9)

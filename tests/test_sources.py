@@ -77,7 +77,7 @@ def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
     manifest, size = scan(folder), path.stat().st_size
     write_parquet(path, [t.swapcase() for t in texts], GROUP, **plain)
     assert path.stat().st_size == size and texts != [t.swapcase() for t in texts], "the case: only the footer differs"
-    with pytest.raises(ValueError, match=r"s1\.parquet: changed since this run began \(footer"):
+    with pytest.raises(ValueError, match=r"s1\.parquet: has changed since this run began \(footer"):
         check(manifest)
     write_parquet(path, texts, GROUP, **plain)
     assert check(manifest) == manifest
@@ -86,7 +86,7 @@ def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
 @pytest.mark.parametrize("damage, what", [
     (lambda path: path.write_bytes(path.read_bytes()[:-20]), "not a whole parquet file"),
     (lambda path: path.write_bytes(b"PAR1"), "not a whole parquet file"),
-    (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"changed since this run began \("),
+    (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"has changed since this run began \("),
     (lambda path: path.unlink(), ".*gone.*--model-tag")])
 def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     manifest, source = scan(folder), open_source(folder)
@@ -217,7 +217,7 @@ def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
     assert source.locate(2) == ("b1.txt", 0)
     manifest = scan(tmp_path / "data")
     (tmp_path / "data" / "b1.txt").write_text("another")
-    with pytest.raises(ValueError, match=r"b1\.txt: changed since this run began"):
+    with pytest.raises(ValueError, match=r"b1\.txt: has changed since this run began"):
         check(manifest)
 
 
@@ -250,7 +250,7 @@ def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):
     manifest = scan(path)
     write_jsonl(path, ["one", "another"])
     assert all_texts(open_source(path)) == [["one", "another"]]
-    with pytest.raises(ValueError, match=r"s\.jsonl: changed since this run began"):
+    with pytest.raises(ValueError, match=r"s\.jsonl: has changed since this run began"):
         check(manifest)
 
 
@@ -265,7 +265,7 @@ def test_broken_jsonl_lines_are_reported_once_per_launch(tmp_path, caplog):
         text_kinds._warn_of_skipped.cache_clear()  # as in a new process
         with caplog.at_level(logging.WARNING):
             assert [all_texts(open_source(path)) for _ in range(2)] == [[["one", "two", "three"]]] * 2
-        assert caplog.text.count("s.jsonl.gz: 2 broken line(s) skipped, the first is line 2: not JSON") == 1
+        assert caplog.text.count("s.jsonl.gz: 2 broken line(s) skipped; the first is line 2: not JSON") == 1
 
 
 def test_strict_makes_a_broken_line_fatal_even_after_a_conversion(tmp_path, base_dir):

@@ -15,12 +15,12 @@ SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
 
 @pytest.mark.parametrize(("train", "val", "how", "expected"), [
     (SHARDS[:-1], SHARDS[-1:], {"chosen": True, "reads": "about 2.0 passes"},
-     [r"validates: web/19.parquet \(10 documents\), 5.0% of all bytes",
-      "trains: 19 files, 190 documents; about 2.0 passes"]),
+     [r"validation: web/19.parquet \(10 documents\), 5.0% of all bytes",
+      "training: 19 files, 190 documents; about 2.0 passes"]),
     (SHARDS[:3], SHARDS[3:4], {"chosen": True}, ["25.0% of all bytes", "web/0.parquet", "25.0% .*--val-fraction"]),
     (SHARDS[:3], SHARDS[3:4], {"chosen": False}, ["25.0% of all bytes", "web/0.parquet"]),
     (SHARDS, [DataFile("web/z.jsonl.gz", 10)], {"chosen": True},
-     ["validates: web/z.jsonl.gz, 0.0%", "20 files", r"is .jsonl.gz, the others are .parquet.*--val-fraction"]),
+     ["validation: web/z.jsonl.gz, 0.0%", "20 files", r"is .jsonl.gz, the others are .parquet.*--val-fraction"]),
     (SHARDS, [DataFile("wiki/0.parquet", 10, 3)], {"chosen": True},
      ["3 documents", "20 files", r"no training file is in its folder \(wiki/0.parquet\).*--val-fraction"]),
     (SHARDS, SHARDS, {"shared": 0.01}, ["0.01 of .* each of 20 file.*, 200 documents", "the others, 200"]),
@@ -34,18 +34,18 @@ def test_the_lines_about_a_split(train, val, how, expected):
 
 def test_base_train_and_validate_report_the_split(capsys):
     output = succeed().out
-    patterns = [r"validates: shard_3.parquet \(96 documents\), 2\d.\d% of all bytes",
-                r"trains: shard_0.parquet, shard_1.parquet, shard_2.parquet \(288 documents\); "
+    patterns = [r"validation: shard_3.parquet \(96 documents\), 2\d.\d% of all bytes",
+                r"training: shard_0.parquet, shard_1.parquet, shard_2.parquet \(288 documents\); "
                 r"about [\d,]+ tokens; this run trains on 1,024",
                 r"warning: .*2\d.\d% of all bytes.*--val-fraction"]
     assert all(re.search(pattern, output) for pattern in patterns), output
-    assert output.index("validates:") < output.index("step 00000")
+    assert output.index("validation:") < output.index("step 00000")
     capsys.readouterr()
     assert validate.main(flags(model_tag="other")) == 0
     output = capsys.readouterr().out
     assert all(re.search(pattern, output) for pattern in patterns), output
     output = succeed(model_tag="shared", val_fraction=0.25).out
-    val, train = re.search(r"each of 4 file\(s\), (\d+) documents\ntrains: the others, (\d+) doc", output).groups()
+    val, train = re.search(r"each of 4 file\(s\), (\d+) documents\ntraining: the others, (\d+) doc", output).groups()
     assert int(val) + int(train) == 384
 
 
@@ -64,8 +64,8 @@ def test_tok_train_reports_the_split_and_the_cap_that_truncated_documents(workpl
     arguments = [f"--data-path={workplace / 'data'}", f"--output-dir={workplace / 'tokenizer2'}", "--vocab-size=300"]
     assert tok_train.main([*arguments, "--doc-cap=100"]) == 0
     output = capsys.readouterr().out
-    assert re.search(r"validates: shard_3.parquet \(96 documents\), \d\d.\d% of all bytes", output)
-    assert "trains: 8 files" in output
+    assert re.search(r"validation: shard_3.parquet \(96 documents\), \d\d.\d% of all bytes", output)
+    assert "training: 8 files" in output
     assert re.search(r"warning: --doc-cap=100 truncated \d+ of 303 documents and dropped \d\d% of their char", output)
     assert output.count(".parquet") < 8, "it must not list all files"
     assert tok_train.main([*arguments, "--doc-cap=10000", "--force"]) == 0

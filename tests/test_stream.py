@@ -158,9 +158,9 @@ def test_cursors_of_another_format_missing_ones_and_duplicates_are_refused():
     cursors = saved()
     with pytest.raises(ValueError, match="format 99, expected 5"):
         resume([{**cursor, "format": 99} for cursor in cursors])
-    with pytest.raises(ValueError, match=r"cursors of lanes \[0, 1, 3\], expected one of each of \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"cursors of lanes \[0, 1, 3\], expected one for each of \[0, 1, 2, 3\]"):
         resume([cursors[i] for i in (0, 1, 3)])
-    with pytest.raises(ValueError, match=r"expected one of each of"):
+    with pytest.raises(ValueError, match=r"expected one for each of"):
         resume([*cursors, cursors[2]])
     resume(cursors, range(1, 3)).close()
     resume(cursors[1:3], range(1, 3)).close()
@@ -173,7 +173,7 @@ def test_a_pending_document_whose_tokens_changed_is_refused_at_the_row_that_need
     changed.documents[group][document] = np.append(changed.documents[group][document], 7).astype(np.uint16)
     stream = Stream(BASE, {"b": changed}, [2], tokenizer="t", cursors=cursors, num_threads=1)
     with pytest.raises(ValueError, match=rf"memory_{group // 2}: document {document} of group {group % 2} has .* "
-                                         r"tokens, the checkpoint says .*changed since the run began"):
+                                         r"tokens, but the checkpoint says .*changed since the run began"):
         stream.next_rows(30)
     stream.close()
 

@@ -285,7 +285,7 @@ def test_tok_train_reads_the_train_files_lists_them_and_is_deterministic(data_di
     assert first == again
     out, trained = capsys.readouterr().out, get_tokenizer()
     assert "shard_0.parquet" in out and "shard_2.parquet" in out and out.count("shard_3.parquet") == 2  # once each
-    assert "validates: shard_3.parquet" in out
+    assert "validation: shard_3.parquet" in out
     assert [f["name"] for f in trained.training["files"]] == ["shard_0.parquet", "shard_1.parquet", "shard_2.parquet"]
     assert trained.training["documents"] == 3 * (1 + len(CORPUS) // 4)
 

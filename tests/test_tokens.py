@@ -336,7 +336,7 @@ def test_a_changed_index_has_another_footer(tmp_path):
 def test_the_manifest_must_match_the_pair_and_is_read_again_when_it_changes(tmp_path):
     write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)})
     write_pair(tmp_path / "a", [[1, E]])
-    with pytest.raises(ValueError, match=r"a\.bin: entries 1, manifest\.json says 2; .*rerun"):
+    with pytest.raises(ValueError, match=r"a\.bin: entries is 1, but manifest\.json says 2; .*rerun"):
         open_tokens(tmp_path / "a.bin").pin("a")
     for groups in ([1, 3], [2, 0], [3, -1]):
         write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)}, groups=groups)
@@ -382,7 +382,7 @@ def test_a_full_disk_at_any_change_leaves_the_old_pair_or_no_half_of_a_new_one(t
     (ShardWriter, add([-1], [1], [0]), r"ids -1 \.\. -1"), (ShardWriter, add([0.5], [1], [0]), "float64 ids"),
     (ShardWriter, add([1], [1], [70_000]), r"1 prefixes for 1 entries, expected one for each, of 0 \.\. 65,535"),
     (ShardWriter, add([1], [2], [0]), "add up to 2"), (ShardWriter, add([1], [1], [0, 0]), "2 prefixes for 1 entries"),
-    (ShardWriter, add([1], [2, -1], [0, 0]), "expected as many"),
+    (ShardWriter, add([1], [2, -1], [0, 0]), "expected the same number"),
     (MegatronWriter, add([1], [1], [1]), "Megatron's format holds whole documents only"),
     (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) after the last document"),
     (MegatronWriter, add([70_000], [1], [0]), "below 300")])

@@ -356,7 +356,7 @@ def reading_notes(data: str, *, trained: int, tokens: int, passes: float, croppe
     notes = []
     if passes > 1:
         notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens, and {data} "
-                     f"has {about}{tokens:,}")
+                     f"has {about}{tokens:,}{f', {cropped:.0%} of them cropped' if cropped > 0.005 else ''}")
     if cropped > MUCH_CROPPED:
         notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
                      f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")

@@ -1,6 +1,6 @@
 """
-Compare an export in transformers and EleutherAI's lm-eval with its run. Both are installed in a separate environment
-(pip install torch transformers lm-eval accelerate).
+Compare an export, as transformers and EleutherAI's lm-eval read it, with its run. Both are installed in a separate
+environment (pip install torch transformers lm-eval accelerate).
 
     python -m dev.compare_hf mine --hf-python VENV/bin/python [--out FOLDER]
 

@@ -8,7 +8,7 @@ Compare with nanochat (github.com/karpathy/nanochat): the CORE metric, checkpoin
     checkpoints  nanochat trains a tokenizer and saves a model with random weights. `scripts.export --from=nanochat`
                  imports both; `--to=nanochat` exports that run, or RUN, and nanochat's load_model opens it. Both sides
                  give the same logits, bits per byte, generated tokens and ids, also beyond the model's sequence_len of
-                 128. All in float32 on the CPU, with the same PyTorch.
+                 128. Both run in float32 on the CPU, with the same PyTorch.
 
 DIR is a checkout of nanochat. Its packages `nanochat` and `scripts` are imported in separate processes. Exit code 1 if
 anything differs.

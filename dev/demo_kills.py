@@ -254,7 +254,8 @@ WRITERS = {"gpt-simple": write_gpt_simple, "megatron": write_megatron, "litdata"
 # ---- a job: one process of a launch --------------------------------------------------------------
 
 def job(name: str, work: Path, run: Path) -> None:
-    """Read until the epoch ends or a signal kills us. Writes states (STEP-RANK-of-W.pt) and every batch to `run`."""
+    """Read until the epoch ends or a signal kills this process. Writes states (STEP-RANK-of-W.pt) and every batch to
+    `run`."""
     import torch
     from torch import distributed as dist
 

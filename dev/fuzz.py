@@ -421,7 +421,7 @@ class Child:
 
 
 def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]:
-    """Damage a file, let the reader read it, and restore it."""
+    """Damage a file, run the reader on it, and restore it."""
     reader, rng = READERS[name], random.Random(f"{seed} {name} {number}")
     paths = sorted(p for pattern in reader.files for p in child.base.glob(pattern) if p.is_file())
     if not paths:

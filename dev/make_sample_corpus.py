@@ -190,7 +190,7 @@ def is_made(output_dir: Path, settings: Settings) -> bool:
 
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
     """Write the corpus to `output_dir`, which appears when it is complete. Returns False if it already exists.
-    ValueError if something else is there."""
+    ValueError if it holds something else."""
     if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
     with new_folder(output_dir, WAY_OUT) as folder:

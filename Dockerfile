@@ -25,7 +25,7 @@ ENV UV_PYTHON=/usr/bin/python3 \
     NANOCHAT_BASE_DIR=/data/nanochat \
     PATH=/nanochat/.venv/bin:$PATH
 
-# the packages have their own layer, which a change of the code does not rebuild
+# the packages have their own layer, which changes to the code do not rebuild
 COPY --chown=nanochat:nanochat pyproject.toml uv.lock README.md ./
 RUN uv sync --locked --no-install-project --extra dev
 COPY --chown=nanochat:nanochat . .

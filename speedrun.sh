@@ -166,7 +166,7 @@ if [[ "$PROFILE" == gpu && "$NGPU" == 0 ]]; then
 fi
 STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
 
-warn_if_shared() { # busy cores slow everything down, most of all threads that wait for each other
+warn_if_shared() { # busy cores slow everything down, especially threads that wait for each other
     local cores load
     cores=$(nproc --all 2>/dev/null || getconf _NPROCESSORS_ONLN)
     load=$(cut -d ' ' -f 1 /proc/loadavg 2>/dev/null || echo 0)

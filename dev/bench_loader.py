@@ -12,8 +12,8 @@ Measure the loader's throughput and memory beside tiktoken and megatron-core, on
 creates. Without it, only our layouts are measured. Token files are in /dev/shm, because some machines drop the page
 cache. Both sides make batches of 16 rows of 2,048 inputs and targets, int64, on the CPU. Megatron's batches also have a
 loss mask and position ids. Ours pack whole documents, copy the state at each step and come from a thread, all on the
-same core. Long documents need most memory, so measure it with `--part text --data-path=FOLDER_OF_CODE`. Each part runs
-in its own process on one core. The last line is one JSON object.
+same core. Long documents need the most memory, so measure it with `--part text --data-path=FOLDER_OF_CODE`. Each part
+runs in its own process on one core. The last line is one JSON object.
 """
 
 import argparse

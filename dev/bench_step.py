@@ -1,5 +1,5 @@
 """
-The time of a training step on a CPU against nanochat's (github.com/karpathy/nanochat) on the same machine.
+Compare the time of a training step on a CPU with nanochat's (github.com/karpathy/nanochat) on the same machine.
 
     python -m dev.bench_step --nanochat DIR
 
@@ -71,11 +71,11 @@ def clock() -> Tensor:
 # ---- the bench ------------------------------------------------------------------------------------------------------
 
 def ask(process: "subprocess.Popen[str]", rows: int) -> list[list[float]]:
-    """Let a process take a step of so many rows. ValueError if it has ended."""
+    """Have a process take a step with `rows` rows. ValueError if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     print(rows, file=process.stdin, flush=True)
     if not (answer := process.stdout.readline()):
-        raise ValueError(f"a process of the bench ended with {process.wait()}: its own error stands above")
+        raise ValueError(f"a process of the bench ended with exit code {process.wait()}; its error is above")
     return json.loads(answer)
 
 

@@ -10,9 +10,9 @@ Exchange shards with gpt-simple 0.1.2: each program reads the shards of the othe
    a run on the text. We also write shards of random entries.
 3. gpt-simple's `read_idx` and `PreTokenizedDataset` read the same entries from those.
 
-Exit code 1 if anything differs. gpt-simple needs another NumPy than we do, so it has its own environment (pip install
-torch==2.13.0 gpt-simple-lm==0.1.2). Its tokenizer is a byte-level BPE that the `tokenizers` package trains on the same
-texts, so nothing is downloaded.
+Exit code 1 if anything differs. gpt-simple needs a different NumPy from ours, so it has its own environment (pip
+install torch==2.13.0 gpt-simple-lm==0.1.2). Its tokenizer is a byte-level BPE that the `tokenizers` package trains on
+the same texts, so nothing is downloaded.
 """
 
 import json
@@ -133,7 +133,7 @@ def compare_tokenizers(work: Path, check: peers.Comparison) -> None:
         eod = tokenizer.get_bos_token_id()
         check.same(f"{name}: EOD of tokenizer.json, and its vocabulary plus the padding token that gpt-simple adds",
                    (eod, tokenizer.get_vocab_size() + 1) == (theirs["eod"], theirs["vocab_size"]))
-        check.same(f"{name}: the documents that it tokenizes here and there",
+        check.same(f"{name}: its ids of the documents, tokenized here and there",
                    [ids.tolist() for ids in documents(open_tokens(work / "there" / f"{name}.bin"), eod)]
                    == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))])
     flags = f"--tokenizer={work / 'tokenizers' / 'whole'}", f"--val-path={work / 'there' / 'no_overlap'}"

@@ -1,6 +1,6 @@
 """
-Compare an export in transformers and EleutherAI's lm-eval with its run. Both are installed in their own environment
-(pip install torch transformers lm-eval accelerate).
+Compare an export, as transformers and EleutherAI's lm-eval read it, with its run. Both are installed in a separate
+environment (pip install torch transformers lm-eval accelerate).
 
     python -m dev.compare_hf mine --hf-python VENV/bin/python [--out FOLDER]
 
@@ -119,7 +119,7 @@ def own_scores(model: Any, tokenizer: Any, questions: list[dict[str, Any]]) -> l
 
 
 def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], Any, Any]:
-    """lm-eval's (results, log-probabilities of each item's choices, those of its right continuation)."""
+    """lm-eval's (results, log-probabilities of each item's choices, those of the right continuations)."""
     folder = work / "tasks"
     folder.mkdir()
     for name, text in TASKS.items():

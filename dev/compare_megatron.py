@@ -247,7 +247,7 @@ class Comparison:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     parser.add_argument("--corpora", type=int, default=20, help="number of random corpora")
-    parser.add_argument("--seed", type=int, default=0, help="another seed makes other corpora")
+    parser.add_argument("--seed", type=int, default=0, help="a different seed makes different corpora")
     args = parser.parse_args(argv)
     logging.disable(logging.WARNING)
     rng, comparison = np.random.default_rng(args.seed), Comparison()

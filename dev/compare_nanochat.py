@@ -8,7 +8,7 @@ Compare with nanochat (github.com/karpathy/nanochat): the CORE metric, checkpoin
     checkpoints  nanochat trains a tokenizer and saves a model with random weights. `scripts.export --from=nanochat`
                  imports both; `--to=nanochat` exports that run, or RUN, and nanochat's load_model opens it. Both sides
                  give the same logits, bits per byte, generated tokens and ids, also beyond the model's sequence_len of
-                 128. All in float32 on the CPU, with the same PyTorch.
+                 128. Both run in float32 on the CPU, with the same PyTorch.
 
 DIR is a checkout of nanochat. Its packages `nanochat` and `scripts` are imported in separate processes. Exit code 1 if
 anything differs.
@@ -27,7 +27,7 @@ import torch
 
 from dev import peers
 
-SEEDS = (0, 1, 2)  # of the weights; each seed has another model shape
+SEEDS = (0, 1, 2)  # of the weights; each seed has a different model shape
 STEP = 7
 TOLERANCE = 1e-5  # for logits and bits per byte
 NUM_TOKENS = 200  # to generate
@@ -114,7 +114,7 @@ def read_export(work: Path) -> None:
 # ---- runs here ------------------------------------------------------------------------------------------------------
 
 def run_step(step: str, nanochat: Path, work: Path) -> None:
-    """Let nanochat run a step, with `work` as its base directory."""
+    """Have nanochat run a step, with `work` as its base directory."""
     peers.run_step(sys.executable, "dev.compare_nanochat", step, work, nanochat, NANOCHAT_BASE_DIR=str(work),
               NANOCHAT_DTYPE="float32")
 

@@ -1,5 +1,5 @@
 """
-Damage to files, as disks, editors and attackers do it: the cases of dev/fuzz.py.
+Damage files as disks, editors and attackers do: the cases of dev/fuzz.py.
 
     damage        any file: bytes flipped, cut, added, moved, or replaced by extreme numbers
                   JSON, also in lines or packed: values removed, duplicated, or of another type or size

@@ -41,7 +41,7 @@ from tests import training
 
 WORLD_SIZES = (4, 4, 4, 4, 1, 1, 1, 2, 2, 2)  # processes of each launch that is killed
 STEPS_PER_KILL = 12  # a launch is killed after at most this many steps
-CHARS = {"dry": 1_000_000, "left-out": 6_000_000}  # characters that are used of each bucket
+CHARS = {"dry": 1_000_000, "left-out": 6_000_000}  # characters that are used from each bucket
 STEPS = 120  # length of the two runs that differ in one document
 NOISE_CHARS = 8_000_000
 NOISE_FLAGS = ("--config=runs/laptop.yaml", "--max-seq-len=128", "--total-batch-size=2048", "--num-iterations=100",
@@ -97,8 +97,8 @@ def one_hash(seed: int) -> bool:
         rows.append((name, len(WORLD_SIZES) * (tag == "killed"), digests, weights(tag)))
     repeated = len(training.all_steps("killed")) - settings["num_iterations"]
     print(*table(("processes", "kills", "all batches", "weights"), rows), sep="\n")
-    print(f"killed after steps {', '.join(map(str, moments))}; {repeated} of {settings['num_iterations']} steps were "
-          f"trained twice")
+    print(f"killed after steps {', '.join(map(str, moments))}; the run of {settings['num_iterations']} steps repeated "
+          f"{repeated} of them")
     return len({row[2:] for row in rows}) == 1
 
 
@@ -129,7 +129,7 @@ def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
 
 
 def dry(data_path: Path, base: Path) -> bool:
-    """Train on a curriculum that wants more than its buckets hold: each runs dry at the step that the plan predicts."""
+    """Train on a curriculum that needs more than its buckets hold: each runs dry at the step that the plan predicts."""
     buckets = make_data(data_path, base, CHARS["dry"])
     with contextlib.redirect_stdout(None):
         assert tok_shards.main([f"--input-dir={base / 'text'}", f"--output-dir={base / 'shards'}", "--max-length=0",
@@ -194,7 +194,7 @@ def left_out(data_path: Path, base: Path) -> bool:
         [*_, val] = [event["bpb"] for event in training.events("val", tag)]
         rows.append((tag, weights(tag, f"checkpoint-{STEPS // 2}"), weights(tag), f"{val:.6f}",
                      f"{bits_per_byte(tag, text):.6f}"))
-    head = ("run", f"weights at step {STEPS // 2}", "at the end", "validation bits per byte", "document's")
+    head = ("run", f"weights at step {STEPS // 2}", "at the end", "validation bits per byte", "of the document")
     print(*table(head, rows), sep="\n")
     print(f"left out: {file}:{row}, {len(text):,} characters, first read at step {step}")
     return rows[0][1] == rows[1][1] and rows[0][2] != rows[1][2]
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, default=Path("noise.png"), help="where `noise` draws its runs")
     args = parser.parse_args(argv)
     if args.part in CHARS and args.data_path is None:
-        raise ValueError("--data-path is missing: give a folder with one folder of text files for each bucket; "
+        raise ValueError("--data-path is missing: pass a folder with one folder of text files for each bucket; "
                          "python -m dev.make_sample_corpus --buckets --output-dir=DIR writes one")
     print_setup()
     began = time.monotonic()

@@ -16,8 +16,8 @@ After a kill, the job restarts and resumes from the newest state, in the way tha
 Steps after that state are trained again and count once, because the weights of the killed process are lost as well.
 
     skipped       tokens of the undisturbed run that this run never trained on
-    repeated      tokens that this run trained on more often than the undisturbed run did
-    other steps   steps whose tokens are not those of the same step of the undisturbed run
+    repeated      tokens that this run trained on more times than the undisturbed run
+    other steps   steps whose tokens differ from those of the same step in the undisturbed run
 
 PYTHON is the interpreter of an environment with that package, and CHECKOUT is a clone of nanochat. Loaders without a
 flag are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes for each loader.
@@ -254,7 +254,8 @@ WRITERS = {"gpt-simple": write_gpt_simple, "megatron": write_megatron, "litdata"
 # ---- a job: one process of a launch --------------------------------------------------------------
 
 def job(name: str, work: Path, run: Path) -> None:
-    """Read until the epoch ends or a signal kills us. Writes states (STEP-RANK-of-W.pt) and every batch to `run`."""
+    """Read until the epoch ends or a signal kills this process. Writes states (STEP-RANK-of-W.pt) and every batch to
+    `run`."""
     import torch
     from torch import distributed as dist
 

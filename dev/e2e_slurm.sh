@@ -6,7 +6,7 @@
 #   bash dev/e2e_slurm.sh                 # SLURM is installed
 #
 # Tokenizing: an array of tasks on both nodes reads from an S3 server on loopback; one node dies.
-# Training: a chain of jobs on both nodes gets through a walltime, a preemption, a node set down, a signal and scancel.
+# Training: a chain of jobs on both nodes survives a walltime, a preemption, a node set to DOWN, a signal and scancel.
 # SLURM's daemons, settings and key are in a temporary folder and deleted at the end; only the packages stay.
 #
 # Cost: nothing. Hardware: 2 cores, 4 GB; root, because slurmd needs it. Duration: 10 to 25 minutes. Exit code 1 if a
@@ -245,13 +245,13 @@ trains_again
 other=$(sbatch --parsable --partition=high --nodes=2 --exclusive --output=/dev/null --wrap "sleep 3")
 await 120 '[[ $(job $other JobState) == COMPLETED ]]'
 trains_again
-check "a preemption: saves, SLURM puts it back" "2 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 2)"
+check "a preemption: saves, SLURM requeues it" "2 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 2)"
 
 scontrol update NodeName=n2 State=DOWN Reason=e2e
 await 120 '[[ $(job $job Restarts) == 3 ]]'
 scontrol update NodeName=n2 State=RESUME
 trains_again
-check "a node set down: saves, is requeued" "3 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 3)"
+check "a node set to DOWN: saves, is requeued" "3 stopped (SIGTERM*" "$(job "$job" Restarts) $(end_of_start "$job" 3)"
 
 die n2
 await 60 '[[ $(sinfo -h -n n2 -p low -o %t) == down* ]]'
@@ -261,12 +261,12 @@ check "a node dies: resumes from the last save" "4 n1,n2" "$(job "$job" Restarts
 
 scancel --signal=USR1 --batch "$job"
 await 120 '[[ $(job $job Restarts) == 5 ]]'
-check "scancel --signal=USR1 --batch: saves, goes back" "stopped (SIGUSR1)" "$(end_of_start "$job" 5)"
+check "scancel --signal=USR1 --batch: saves, is requeued" "stopped (SIGUSR1)" "$(end_of_start "$job" 5)"
 trains_again
 
 scancel "$job"
 await 120 '[[ $(job $job JobState) == CANCELLED ]]'
-check "scancel: saves, stays out" "stopped (SIGTERM)" "$(fact status) ($(fact reason))"
+check "scancel: saves, is not requeued" "stopped (SIGTERM)" "$(fact status) ($(fact reason))"
 
 job=$("${chain[@]}")
 await 600 '[[ $(job $job JobState) =~ COMPLETED|FAILED ]]'

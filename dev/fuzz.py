@@ -8,7 +8,7 @@ Damage files as disks, editors and attackers do, and check that every reader rea
 
 A reader may read a damaged file or refuse it with a ValueError or an OSError whose sentence names the file. Anything
 else is a finding: another exception, a sentence without the file, no answer within LIMIT_S, the death of the process
-(readers run in a child process), or a token file that differs from its manifest.json and passes scripts.verify.
+(readers run in a child process), or a scripts.verify that accepts a token file that differs from its manifest.json.
 
 The same seed makes the same cases. A finding is printed with the number that repeats it (--only, --case).
 """
@@ -421,7 +421,7 @@ class Child:
 
 
 def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]:
-    """Damage a file, let the reader read it, and restore it."""
+    """Damage a file, run the reader on it, and restore it."""
     reader, rng = READERS[name], random.Random(f"{seed} {name} {number}")
     paths = sorted(p for pattern in reader.files for p in child.base.glob(pattern) if p.is_file())
     if not paths:
@@ -443,7 +443,7 @@ def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases. Exit code 1 if there is a finding."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="another seed makes other cases")
+    parser.add_argument("--seed", type=int, default=0, help="a different seed makes different cases")
     parser.add_argument("--cases", type=whole(1), default=1000, help="for all readers together")
     parser.add_argument("--only", choices=READERS, help="run only this reader")
     parser.add_argument("--case", type=int, help="with --only: run only this case")

@@ -8,7 +8,7 @@ Check that everything that needs a GPU works on this one, and that it is fast en
 Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes on one H100, needs no network, and makes
 its data from the installed Python packages. It ends with a table, and with exit code 1 if a figure misses its limit or
 could not be measured. With --base-dir, every run of `speed` leaves PyTorch's profile of two steps beside its log. When
-time is up, the remaining checks are "not run", which is not a failure: start the part again, it reuses compiled code.
+time is up, the remaining checks are "not run", which is not a failure: start the part again; it reuses compiled code.
 `--device=cpu --tiny` runs the same code on a small model, which tests this script, not a GPU.
 """
 

@@ -12,8 +12,8 @@ never both, so that validation does not contain text that a model saw in trainin
     kept --sorted by hash(seed, text)--> shard_00000 ... shard_00007 | shard_00008 = validation, 5 % of the documents
 
 By default every shard mixes both buckets (columns `text` and `bucket`), so the folder is one bucket for training, and
-its last file validates both. `--buckets` writes the folders `code/` and `docs/` instead, each with its own shards and
-validation shard, for a curriculum to mix.
+its last file contains validation text from both. `--buckets` writes the folders `code/` and `docs/` instead, each with
+its own shards and validation shard, for a curriculum to mix.
 
 Hashes replace a random generator, so a machine always makes the same corpus, in whatever order its disk lists files.
 Machines with other packages make other corpora; `sample_corpus.json` beside the shards records the settings.
@@ -174,23 +174,23 @@ def write_corpus(documents: list[Document], output: Path, settings: Settings) ->
 
 
 def is_made(output_dir: Path, settings: Settings) -> bool:
-    """Whether the folder holds a complete corpus of these settings. ValueError if it holds one of other settings or
-    with missing files: a run may have pinned it, so only the user should delete it."""
+    """Whether the folder holds a complete corpus of these settings. ValueError if it holds one with other settings or
+    missing files: a run may have pinned it, so only the user should delete it."""
     if not (output_dir / MANIFEST).exists():
         return False
     manifest = read_json(output_dir / MANIFEST)
     remedy = "choose another --output-dir or delete that folder"
     if manifest["settings"] != asdict(settings):
-        raise ValueError(f"{output_dir}: it holds a corpus of {manifest['settings']}, not {asdict(settings)}; {remedy}")
+        raise ValueError(f"{output_dir}: its corpus has {manifest['settings']}, not {asdict(settings)}; {remedy}")
     missing = [name for name in manifest["shards"] if not (output_dir / name).exists()]
     if missing:
-        raise ValueError(f"{output_dir}: {', '.join(missing)} of the corpus are missing; {remedy}")
+        raise ValueError(f"{output_dir}: the corpus lacks {', '.join(missing)}; {remedy}")
     return True
 
 
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
     """Write the corpus to `output_dir`, which appears when it is complete. Returns False if it already exists.
-    ValueError if something else is there."""
+    ValueError if it holds something else."""
     if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
     with new_folder(output_dir, WAY_OUT) as folder:
@@ -206,7 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--min-chars", type=int, help="fail with less training text (default: 20 million, or 5/8 "
                         "of --max-chars if less)")
     parser.add_argument("--max-chars", type=int, default=Settings.max_chars, help="stop collecting at this much text")
-    parser.add_argument("--num-shards", type=int, default=Settings.num_shards, help="for training; one more validates")
+    parser.add_argument("--num-shards", type=int, default=Settings.num_shards,
+                        help="training shards; there is one more for validation")
     parser.add_argument("--buckets", action="store_true", help="write folders code/ and docs/ instead of mixed shards")
     args = parser.parse_args(argv)
     output_dir = args.output_dir or get_base_dir() / "data" / "sample"

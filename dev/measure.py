@@ -52,7 +52,7 @@ def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
 
 
 def in_turns(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """The figures of every contestant, one per round. Each round begins with another contestant."""
+    """The figures of every contestant, one per round. Each round begins with a different contestant."""
     figures: dict[str, list[float]] = {name: [] for name in contestants}
     names = list(contestants)
     for i in tqdm(range(rounds), desc="rounds", disable=None):

@@ -19,7 +19,7 @@ Step = Callable[[Path], Any]
 
 
 def run_step(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
-    """Let another Python run a step of `module`. It can import `dev`, and everything below `paths`."""
+    """Have another Python run a step of `module`. It can import `dev`, and everything below `paths`."""
     link = work / "ours" / "dev"
     if not link.exists():
         link.parent.mkdir()

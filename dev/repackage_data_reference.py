@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_text_flags(parser, "text_field", "min_chars", "strict")
     parser.add_argument("--output-dir", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--shard-chars", type=whole(1), default=250_000_000, help="about as many characters per shard")
-    parser.add_argument("--seed", type=int, default=0, help="another seed gives another order")
+    parser.add_argument("--seed", type=int, default=0, help="a different seed gives a different order")
     parser.add_argument("--memory-bytes", type=whole(1), default=1 << 30, help="for sorting; the output is the same")
     args = parser.parse_args(argv)
     counts = repackage(args.input, args.output_dir, shard_chars=args.shard_chars, seed=args.seed,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Restart a training command until its run is completed, is halted, or fails too often without progress.
+# Restart a training command until its run is completed, is halted, or fails too many times without progress.
 #
 #   bash dev/run_until_done.sh d12 python -m scripts.base_train --depth=12
 #   bash dev/run_until_done.sh d24 torchrun --standalone --nproc_per_node=8 --shutdown-timeout=600 \

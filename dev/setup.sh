@@ -3,11 +3,11 @@
 #
 #   bash dev/setup.sh
 #
-# Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second when nothing
-# changed. A stamp in .venv records what is installed: the whole of pyproject.toml, and Python's version. It is deleted
-# before an install and written after it, so an interrupted install is repeated. pyproject.toml pins the direct
-# dependencies, uv.lock also theirs. If uv is installed, it creates .venv from uv.lock and fetches a Python if needed;
-# otherwise pip does. A .venv that pip created stays with pip. The tools' own settings apply (PIP_INDEX_URL,
+# Cost: nothing. Hardware: any. Duration: minutes on a fresh machine (torch is large), well under a second if nothing
+# has changed. A stamp in .venv records what is installed: the whole of pyproject.toml, and Python's version. It is
+# deleted before an install and written after it, so an interrupted install is repeated. pyproject.toml pins the direct
+# dependencies, and uv.lock pins every package. If uv is installed, it creates .venv from uv.lock and fetches a Python
+# if needed; otherwise pip does. A .venv that pip created stays with pip. The tools' own settings apply (PIP_INDEX_URL,
 # UV_DEFAULT_INDEX, ...).
 # UV=no uses pip even if uv exists, for example for another build of torch (PIP_FIND_LINKS, PIP_EXTRA_INDEX_URL).
 # PYTHON=/path/to/python picks an interpreter, which may belong to a venv. TORCH=installed uses its torch (2.11 or
@@ -16,7 +16,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 stamp=.venv/.setup-stamp
-if grep -qs 'include-system-site-packages = true' .venv/pyvenv.cfg; then TORCH=installed; fi # created that way
+if grep -qs 'include-system-site-packages = true' .venv/pyvenv.cfg; then TORCH=installed; fi # as before
 
 wanted_stamp() {
     if [[ "${TORCH:-}" == installed ]]; then echo "torch: installed"; fi

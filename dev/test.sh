@@ -5,7 +5,7 @@
 #   bash dev/test.sh -x -k cursor tests/test_stream.py   # arguments are passed to pytest
 #   bash dev/test.sh --hypothesis-profile=thorough       # many more examples per law
 #
-# The suite passes on every CPU, also on a busy one. To check that, simulate a CPU without AVX-512, a CPU without AVX2,
+# The suite passes on every CPU, even on a busy one. To check that, simulate a CPU without AVX-512, a CPU without AVX2,
 # and a machine that leaves a tenth of its processor time:
 #
 #   ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 bash dev/test.sh

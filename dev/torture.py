@@ -114,7 +114,7 @@ def launch(kill: Kill, settings: dict[str, Any]) -> None:
 
 
 def judge_end(kill: Kill, code: int, text: str) -> list[str]:
-    """The problems with the end of a process."""
+    """The problems with how a process ended."""
     if "completed:" in text:
         return ["the run was completed before this kill"]
     if kill.signal == signal.SIGKILL or not kill.running:  # without handlers, a signal just kills
@@ -123,7 +123,7 @@ def judge_end(kill: Kill, code: int, text: str) -> list[str]:
 
 
 def judge_resume(kills: Sequence[Kill], after: Kill | None, whole: dict[int, dict[str, Any]]) -> None:
-    """Judge the kills that no launch had resumed from by the launch that now has: that of `after`, a later kill."""
+    """Judge `kills`, after which no launch had resumed the run until the launch of `after`, a later kill."""
     if after is None or after.began is None:
         return
     wrong = [f"step {r['step']} differs" for r in after.lines if "event" not in r

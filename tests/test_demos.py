@@ -54,5 +54,5 @@ def test_a_job_resumes_from_the_newest_step_that_all_processes_saved(tmp_path):
 
 
 def test_bad_input_gets_one_sentence():
-    with pytest.raises(ValueError, match="--data-path is missing: give a folder with one folder of text files"):
+    with pytest.raises(ValueError, match="--data-path is missing: pass a folder with one folder of text files"):
         demo_exactness.main(["dry"])

@@ -106,7 +106,7 @@ def test_a_second_run_does_nothing_and_other_settings_or_missing_shards_are_refu
     with pytest.raises(ValueError, match="delete that folder"):
         main([*args, "--seed", "5"])
     (tmp_path / "out" / "shard_00001.parquet").unlink()
-    with pytest.raises(ValueError, match=r"shard_00001\.parquet.*missing"):
+    with pytest.raises(ValueError, match=r"corpus lacks shard_00001\.parquet"):
         main(args)
 
 

@@ -55,9 +55,9 @@ class TextSettings:
     text_field: str = setting(TEXT_FIELD, "parquet column or jsonl field that holds the text; a.b: field b of a",
                               metavar="NAME", fixed=FIXED)
     min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
-    val_fraction: float = setting(0.0, "share of each file's documents that validates, instead of the last file",
+    val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last file",
                                   metavar="F", fixed=FIXED)
-    strict: bool = setting(False, "stop at a broken line of jsonl instead of skipping it")
+    strict: bool = setting(False, "stop at a broken jsonl line instead of skipping it")
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *names: str) -> None:

@@ -347,8 +347,8 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
     `good_step`: the step of a checkpoint that this process has just written. With `keep_last_k` None, only timed
     checkpoints are deleted, except the newest TIMED_KEPT of them.
 
-    Deletes only folders with a valid seal of the step in their name: a copy, a link or a file of another program
-    stays. A checkpoint that cannot be deleted stays, with a warning."""
+    Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a file of another
+    program stays. A checkpoint that cannot be deleted stays, with a warning."""
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):
@@ -427,7 +427,7 @@ class Saver:
                 return Outcome(f"{reason}; training continues, {kept} is kept (error {self._errors} of {MAX_ERRORS} "
                                f"in a row)")
             reason = (f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
-                      f"permissions, then start the same command again")
+                      f"permissions, then run the same command again")
             return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
             return Outcome(str(e), fatal=e)

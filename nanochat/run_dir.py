@@ -256,7 +256,7 @@ class TrainLog:
         except FileNotFoundError:
             raise
         except OSError as e:
-            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); free some space and start "
+            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); free some space and run "
                                    "the same command again") from e
         self._truncated = False
 
@@ -345,7 +345,7 @@ class RowLosses:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
             raise OSError(e.errno, f"{path}: row losses cannot be written ({e.strerror}); free some space and "
-                                   "start the same command again, or add --no-row-losses") from e
+                                   "run the same command again, or add --no-row-losses") from e
 
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was recorded, ValueError if

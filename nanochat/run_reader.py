@@ -383,5 +383,5 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
     text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} 'cropped %' is a share of emitted + cropped; 'epochs' are those that any lane began.")
+            f"overlap. {verdict} 'cropped %' is a share of emitted + cropped; 'epochs': those that any lane completed.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
-WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with another "
+WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with a different "
           "curriculum (--model-tag=NAME --init-from={tag} --init-data=continue)")
 
 
@@ -521,7 +521,7 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing is saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
-                         f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
+                         f"{settings.device_batch_size}), or add --activation-checkpointing, and run the same "
                          f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
 
 

@@ -50,7 +50,7 @@ FIXED = "decides which tokens come in which order"  # why a run may not change t
 
 @dataclass(frozen=True)
 class TextSettings:
-    """which documents of text files are read"""
+    """which documents to read from text files"""
 
     text_field: str = setting(TEXT_FIELD, "parquet column or jsonl field that holds the text; a.b: field b of a",
                               metavar="NAME", fixed=FIXED)

@@ -15,7 +15,7 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
     rank 3  count 35  step 18                 stopped, or its machine is dead.
 
 - The stated time is the limit, plus up to 30 s in which rank 0 listens, plus up to 30 s to agree and leave. The limit
-  is `timeout_s`, or more: `first_timeout_s` until the second step (compilation), and the patience of the last beat.
+  is `timeout_s` or, if longer, `first_timeout_s` until the second step (compilation) or the last beat's patience.
 - All ranks make the same beats in the same order. Ranks are compared by counts, never by the clocks of two machines.
   A rank that works alone for a long time calls `beat()` without a step, which is not counted.
 - The first verdict in the store counts, and all ranks leave with it: by os._exit(1) if the main thread may be

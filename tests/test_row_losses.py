@@ -102,7 +102,7 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
     assert kept.read(10_001)[0].tolist() == [1.0, 2.0, 3.0]
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match="rows of step 10001 are corrupt"):
+    with pytest.raises(ValueError, match="row losses for step 10001 are corrupt"):
         kept.read(10_001)
     file.write_bytes(data[kept.size:] * 3)  # a valid record of another step
     with pytest.raises(ValueError, match="rows of step 10000 are corrupt"):

@@ -320,8 +320,8 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected finite numbers above 0; to train "
                              "without a path, remove it from --data-path")
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
-            raise ValueError("--init-optimizer, --init-data: apply only to a run that starts from another; name that "
-                             "run with --init-from=RUN")
+            raise ValueError("--init-optimizer, --init-data: apply only to a run that starts from another run; name "
+                             "that other run with --init-from=RUN")
         for name, value in Selection.of(asdict(self)).named().items():
             if self.data_format in ("shards", "megatron"):
                 raise ValueError(f"{flag(name)}={value}: applies to text only, but --data-format is "
@@ -498,7 +498,7 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
                 refused.append(f"{change} ({f.metadata['fixed']})")
             elif f.metadata["note"]:
                 notices.append(f"{change} ({f.metadata['note']})")
-    unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # old name of --tokenizer
+    unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last: now --tokenizer
     refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]
     if refused:

@@ -231,7 +231,7 @@ def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
     """The checkpoint that --init-from names. If this run has begun, `known` describes the checkpoint that it began
     with; ValueError if that checkpoint no longer exists."""
     checkpoint = find_checkpoint(init_from)
-    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # now not the newest
+    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # no longer the newest
         checkpoint = load_checkpoint(checkpoint.path.with_name(known["checkpoint"]))
         if known["checksum"] != checkpoint.trainer_state["checksum"]:
             raise ValueError(f"--init-from={init_from}: this run began with step {known['step']} of {known['run']}, "

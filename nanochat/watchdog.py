@@ -213,7 +213,7 @@ class Watchdog:
     # ---- the timer
 
     def _watch(self) -> None:
-        """Count the seconds in which this process was not stopped, and end it on a verdict."""
+        """Count the seconds in which this process was not stopped, and end the process on a verdict."""
         before = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()

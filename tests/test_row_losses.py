@@ -105,5 +105,5 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
     with pytest.raises(ValueError, match="row losses for step 10001 are corrupt"):
         kept.read(10_001)
     file.write_bytes(data[kept.size:] * 3)  # a valid record of another step
-    with pytest.raises(ValueError, match="rows of step 10000 are corrupt"):
+    with pytest.raises(ValueError, match="row losses for step 10000 are corrupt"):
         kept.read(10_000)

@@ -8,15 +8,15 @@ Checkpoints: written so that a crash at any instant leaves a good one, read so t
       model/config.json               builds the module
       optimizer.bin  scheduler.bin  rng/rank_0.pkl
 
-**The seal.** A checkpoint counts when its seal is valid. The seal holds a BLAKE2b checksum of each file, and one of
-its own bytes, computed with zeros in its place:
+**The seal.** A checkpoint counts only if its seal is valid. The seal holds a BLAKE2b checksum of each file, and one of
+its own bytes, computed with zeros in place of that checksum:
 
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one rename gives the
 checkpoint its name. A good checkpoint of the same step is kept, because the law of the stream makes both equal; a
-corrupt one is replaced. If a run is extended, the `final` of its earlier end becomes the checkpoint of its step. So
-the newest good checkpoint exists at every instant.
+corrupt one is replaced. If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was
+saved at. So the newest good checkpoint exists at every instant.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose every byte matches
 its checksum. States hold only tensors and plain values, and are loaded with `weights_only=True`: nothing is executed.
@@ -29,13 +29,13 @@ waits for the one before it, so a slow disk slows training down instead of filli
                                                   ^ the next step's reduction carries the outcome
 
 **Retention.** A save may delete older checkpoints: those that are neither among the last `keep_last_k` nor at a step
-that `keep_milestone_every` divides. Without `keep_last_k`, it deletes only checkpoints that were saved because time
-had passed, except the newest two. With 2 and 400, and 700 just written:
+that `keep_milestone_every` divides. Without `keep_last_k`, it deletes only checkpoints saved by the 30-minute timer,
+except the newest two. For `keep_last_k` = 2 and `keep_milestone_every` = 400, just after step 700 was saved:
 
     checkpoint-  100   200   300   400   500   600   700   800(corrupt)   final
                   x     x     x     M     x     L     L     ?              F
 
-Files of other programs, and checkpoints newer than the good one, are never touched."""
+Files of other programs, and checkpoints newer than the one just written, are never touched."""
 
 import contextlib
 import errno
@@ -75,7 +75,7 @@ CURSORS_NAME = "dataloader_state/lanes.json.gz"
 MODEL_NAME, MODEL_CONFIG_NAME = "model/pytorch_model.bin", "model/config.json"
 OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
 RNG_NAME = "rng/rank_{}.pkl"
-TIMED_KEPT = 2  # checkpoints saved because time had passed
+TIMED_KEPT = 2  # checkpoints saved by the 30-minute timer
 MAX_ERRORS = 3  # failed saves in a row that end the run
 
 
@@ -98,8 +98,8 @@ def save_plain(state: Any, name: str) -> bytes:
     """A plain state as the bytes of a file. TypeError, which begins with `name` and lists the types, for a state that
     `load_plain` would refuse.
 
-    The bytes are built in memory, because the exception of a full disk must not interrupt torch.save's C++ writer; so
-    a save holds a second copy of its largest file while it writes that."""
+    The bytes are built in memory, because the exception that a full disk raises must not interrupt torch.save's C++
+    writer; so a save holds a second copy of its largest file while it writes that file."""
     data = io.BytesIO()
     torch.save(state, data)
     data.seek(0)
@@ -109,7 +109,7 @@ def save_plain(state: Any, name: str) -> bytes:
 
 
 def load_plain(file: Path) -> Any:
-    """Load a file of `save_plain` without executing anything. Tensors are views of the file on the CPU, read on first
+    """Load a file from `save_plain` without executing anything. Tensors are views of the file on the CPU, read on first
     use. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -164,7 +164,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         write_file(temporary, STATE_NAME, json_bytes({**seal, "checksum": hash_bytes(json_bytes(seal))}))
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
-        if existing_step is not None:  # a good `final` of an earlier end
+        if existing_step is not None:  # a good `final`, from before the run was extended
             numbered = target.with_name(f"checkpoint-{existing_step}")
             if os.path.lexists(numbered):
                 delete_checkpoint(numbered)
@@ -198,7 +198,7 @@ def json_bytes(value: Any) -> bytes:
 
 def read_seal(path: Path) -> dict[str, Any]:
     """The seal of the checkpoint `path`, with a verified checksum and a well-formed list of files. FileNotFoundError
-    if it is missing, ValueError if it is corrupt or of another format; both name the file."""
+    if it is missing, ValueError if it is corrupt or has a different format; both name the file."""
     file = path / STATE_NAME
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing, so this checkpoint was never finished")
@@ -211,7 +211,7 @@ def read_seal(path: Path) -> dict[str, Any]:
     for name, record in seal["files"].items():
         check_shape(record, {"bytes": int, "blake2b": str}, f"{file}: the checksum of {name!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{file}: not a seal of this program ({name!r} is outside the checkpoint)")
+            raise ValueError(f"{file}: not written by this program ({name!r} is outside the checkpoint)")
     return seal
 
 
@@ -269,11 +269,11 @@ class Checkpoint:
             saved = self.model_config
             lines = [f"{name}: the checkpoint has {saved.get(name)!r}, the model has {model_config.get(name)!r}"
                      for name in {**saved, **model_config} if saved.get(name) != model_config.get(name)]
-            raise ValueError(f"{self.path}: another architecture; no weight was loaded. Use the same settings, "
-                             "or --model-tag NAME for a new run.\n  " + "\n  ".join(lines))
+            raise ValueError(f"{self.path}: the checkpoint has a different architecture; no weights were loaded. Use "
+                             "the same settings, or --model-tag NAME for a new run.\n  " + "\n  ".join(lines))
 
     def check_tokenizer(self, fingerprint: str) -> None:
-        """ValueError if the checkpoint was trained with a tokenizer of another fingerprint."""
+        """ValueError if the checkpoint was trained with a different tokenizer, as its fingerprint shows."""
         expected = self.trainer_state.get("tokenizer_fingerprint", fingerprint)
         if fingerprint != expected:
             raise ValueError(f"{self.path}: trained with the tokenizer {expected}, got {fingerprint}; put the "
@@ -289,7 +289,7 @@ def open_verified(path: Path, seal: dict[str, Any]) -> Checkpoint:
     """Read the small files of a verified checkpoint. ValueError if they contradict each other."""
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != seal["step"]:
-        raise ValueError(f"{path / CURSORS_NAME}: holds cursors of step {step}, but {STATE_NAME} is of step "
+        raise ValueError(f"{path / CURSORS_NAME}: holds cursors for step {step}, but {STATE_NAME} is for step "
                          f"{seal['step']}")
     return Checkpoint(path, seal, read_json(path / MODEL_CONFIG_NAME, dict), cursors)
 
@@ -304,7 +304,7 @@ def step_of(path: Path) -> float:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run, good or corrupt, newest step first; `final` comes first among those of one step."""
+    """All checkpoints of a run, good or corrupt, newest step first; at the same step, `final` comes first."""
     return sorted(checkpoint_folders(run_dir).values(), reverse=True,
                   key=lambda path: (step_of(path), path.name == "final", path.name))
 
@@ -344,11 +344,11 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
 def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
           keep_milestone_every: int | None = None) -> list[str]:
     """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns their names.
-    `good_step`: the step of a checkpoint that this process has just written. `keep_last_k` None keeps all but those
-    saved by time, and the newest TIMED_KEPT of these.
+    `good_step`: the step of a checkpoint that this process has just written. With `keep_last_k` None, only timed
+    checkpoints are deleted, except the newest TIMED_KEPT of them.
 
-    Deletes only folders with a valid seal of the step in their name: a copy, a link or a file of another program
-    stays. A checkpoint that cannot be deleted stays, with a warning."""
+    Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a file of another
+    program stays. A checkpoint that cannot be deleted stays, with a warning."""
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):
@@ -373,8 +373,8 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a save: a message; the checkpoint and the duration if it was written; or the error that must end
-    the run."""
+    """The outcome of a save: a message, and either the checkpoint with the duration, the error that must end the run,
+    or neither, if training continues after an error."""
 
     message: str
     path: Path | None = None
@@ -386,8 +386,8 @@ class Saver:
     """Writes checkpoints on rank 0, one at a time, in a thread, and decides whether the run continues after an error.
 
     A full disk is no reason to lose a week while an older good checkpoint exists. So the run survives an OSError,
-    except the third in a row, one without a good checkpoint, and one of the run's last save. Any other error is a
-    bug, and ends the run at once. `good`: a checkpoint of the run that is known to be good, if one exists."""
+    except the third in a row, one while no good checkpoint exists, and one in the run's last save. Any other error is
+    a bug, and ends the run at once. `good`: a checkpoint of the run that is known to be good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
         self._good, self._errors = good, 0  # errors in a row
@@ -395,15 +395,15 @@ class Saver:
         self._pending: Future[Outcome] | None = None
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
-        """Let `write` save a checkpoint in the thread; later steps must not change what it uses. `take` must have
-        returned the outcome of the save before. `last`: the run ends after it, so no later save can repair an
+        """Have `write` save a checkpoint in the thread; later steps must not change what it uses. `take` must have
+        returned the outcome of the previous save. `last`: the run ends after this save, so no later one can repair an
         error."""
         assert self._pending is None, "one save at a time"
         self._pending = self._pool.submit(self._save, write, last)
 
     def take(self, *, wait: bool = False) -> Outcome | None:
-        """The outcome of the save that was started, once. None if there is no such save, or if it has not finished
-        and `wait` is off."""
+        """The outcome of the save in progress; each outcome is returned only once. None if no save is in progress, or
+        if it has not finished and `wait` is off."""
         pending = self._pending
         if pending is None or not (wait or pending.done()):
             return None
@@ -427,7 +427,7 @@ class Saver:
                 return Outcome(f"{reason}; training continues, {kept} is kept (error {self._errors} of {MAX_ERRORS} "
                                f"in a row)")
             reason = (f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
-                      f"permissions, then start the same command again")
+                      f"permissions, then run the same command again")
             return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
             return Outcome(str(e), fatal=e)

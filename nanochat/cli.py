@@ -39,12 +39,12 @@ import yaml
 
 from nanochat.common import LAUNCH, WRITABLE_BASE, StopAsked, get_dist_info, public, refuse_secrets, visible
 
-EXIT_FAILED = 1  # what a script returns after a clear error
+EXIT_FAILED = 1  # exit code after an error that one sentence explains
 EXIT_HALTED = 3  # the user must decide how the run continues
 
 MAX_BYTES = 1 << 19  # PyYAML takes about five seconds for this much
 MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
-MAX_LEVELS = 20  # of lists and mappings inside each other
+MAX_LEVELS = 20  # of nested lists and mappings
 
 
 # ---- settings -----------------------------------------------------------------------------------
@@ -90,9 +90,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but report an unknown flag before a missing one, because it may be that one misspelled.
-        The parser of a subcommand checks its own flags. A URL that may hold a secret is refused before any message
-        shows it."""
+        """Parse like argparse, but report an unknown flag before a missing one, because it may be the missing one,
+        misspelled. The parser of a subcommand checks its own flags. A URL that may hold a secret is refused before any
+        message can show it."""
         given = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word)
                  for word in (sys.argv[1:] if args is None else args)]
         for word in given:
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             del namespace.config
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
-                       f"to take the flags of one")
+                       f"to read its flags")
         return namespace, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
@@ -152,7 +152,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}")
             if is_switch:
                 name = name if value else f"--no-{name[2:]}"
-                words += [name] if name in action.option_strings else []  # to leave a switch off takes no word
+                words += [name] if name in action.option_strings else []  # a switch that stays off needs no word
             elif isinstance(value, list) and action.nargs is not None:
                 words += [name, *map(str, value)]
             else:
@@ -167,7 +167,7 @@ class Parser(argparse.ArgumentParser):
             hint = f"unknown flag{did_you_mean(name, known)}"
             takes_run = any(action.dest == "run" for action in self._get_positional_actions())
             if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
-                hint = f"the name of a run takes no flag; write d12 instead of {name}=d12"
+                hint = f"pass the run's name without a flag: write d12 instead of {name}=d12"
             self.error(f"{name}: {self.instead.get(name, hint)}")
         return known[name]
 
@@ -201,7 +201,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 #
 # Curricula, --config files and an evaluation bundle's core.yaml hold only these plain values. The rest of YAML is
 # refused: a few hundred bytes of nested aliases can take hours or all memory, and tags such as !!float call
-# constructors with errors of their own. A time such as 1:30 stays text instead of becoming the number 90.
+# constructors that raise errors of their own. A time such as 1:30 stays text instead of becoming the number 90.
 
 WORDS = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "false", "off"), False), "null": None}
 INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
@@ -235,7 +235,7 @@ def _yaml_value(event: Any, events: Iterator[Any], level: int = 0) -> Any:
     elif event.tag is not None:
         problem = f"the tag {event.tag.replace('tag:yaml.org,2002:', '!!'):.60}"
     elif level >= MAX_LEVELS:
-        problem = f"more than {MAX_LEVELS} lists and mappings inside each other"
+        problem = f"lists and mappings nested more than {MAX_LEVELS} deep"
     if problem:
         raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are allowed", problem_mark=event.start_mark)
     if isinstance(event, yaml.ScalarEvent):
@@ -287,14 +287,14 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
     with open(path, "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise ValueError(f"more than {max_bytes:,} bytes, which is the limit for such a file")
+        raise ValueError(f"more than {max_bytes:,} bytes, the limit for such a file")
     return data
 
 
 def _check_levels(value: Any, level: int = 0) -> None:
-    """ValueError if a value has more than MAX_LEVELS of lists and mappings inside each other."""
+    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in a value."""
     if level > MAX_LEVELS:
-        raise ValueError(f"more than {MAX_LEVELS} lists and mappings inside each other")
+        raise ValueError(f"lists and mappings nested more than {MAX_LEVELS} deep")
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_levels(inner, level + 1)
 
@@ -314,8 +314,8 @@ class _Aside(logging.StreamHandler):
 
 
 def setup_logging() -> None:
-    """Send to stderr: warnings and errors of every rank, information of rank 0, and the stacks of a process that a
-    signal kills, such as SIGBUS when a mapped file is truncated. Scripts call this once."""
+    """Send these to stderr: warnings and errors from every rank, information from rank 0, and the stacks of a process
+    that a signal kills, such as SIGBUS when a mapped file is truncated. Scripts call this once."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
@@ -323,8 +323,8 @@ def setup_logging() -> None:
 
 def quiet_gc() -> None:
     """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs only once there are
-    100,000 more. For loops whose rounds create no reference cycles: searching for cycles took a tenth of the loader's
-    time."""
+    100,000 more. Call this before a loop that creates no reference cycles: the search for cycles took a tenth of the
+    loader's time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
@@ -341,7 +341,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _base_hint(e: Exception) -> str:
-    """The end of an error about a file below the base directory that cannot be written."""
+    """How to end an error: a remedy if a file below the base directory cannot be written, otherwise ''."""
     if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ""
     base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
@@ -350,9 +350,9 @@ def _base_hint(e: Exception) -> str:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a script and exit with the code that `main()` returns; the last line of every script. Bad input (ValueError,
-    OSError) becomes one sentence on stderr and exit code 1. The script exits quietly when the reader closes the pipe
-    (as with `head`). Any other exception is a bug and keeps its traceback."""
+    """Run a script and exit with the code that `main()` returns. The last line of every script calls this. Bad input
+    (ValueError, OSError) becomes one sentence on stderr and exit code 1. The script exits quietly if the pipe is closed
+    by its reader (as with `head`). Any other exception is a bug and keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")

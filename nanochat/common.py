@@ -1,10 +1,10 @@
 """
 Shared by every module: the base directory, secrets, paths of data, files that a crash cannot leave half-written, JSON,
-hashes, formatting of output, and permutations by counters.
+hashes, formatting of output, and random permutations.
 
-Importing it is fast and has no effects. Environment variables are read when a function is called (`NANOCHAT_BASE_DIR`,
-default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`). PyTorch, which takes seconds to import,
-stays in nanochat/dist.py, so that commands and worker processes that only touch files and text start without it.
+Importing it is fast and has no side effects. Environment variables are read when a function is called
+(`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`). Functions that need
+PyTorch are in nanochat/dist.py, because it takes seconds to import and many commands and workers do without it.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def get_base_dir() -> Path:
 # ---- secrets ------------------------------------------------------------------------------------
 #
 # A URL may hold credentials: in its user information, https://USER:PASSWORD@host, or in its query, ?sig=...
-# Such a URL is refused on input, so that nothing stores it, and masked in messages of libraries.
+# Such a URL is refused on input, so that nothing stores it, and masked in messages from libraries.
 
 SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:/+"
 URL = re.compile(rf"({SCHEME})([^/\s?]*@|[^@\s?]*:[^@\s?]*@)?([^\s?]*)(\?\S*)?")
@@ -110,7 +110,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A path of data: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which behaves like one.
-    ValueError for a URL that may hold credentials; it does not show them."""
+    ValueError for a URL that may hold credentials; the error does not show them."""
     refuse_secrets(os.fspath(path))
     if not is_remote(path):
         return Path(path)
@@ -140,7 +140,7 @@ def make_local_copies(paths: Iterable[Path]) -> None:
 
 
 def etag_of(path: Path) -> dict[str, str]:
-    """{"etag": ...} of an object, {} of a file. Together with size and footer, the ETag pins an object."""
+    """{"etag": ...} for an object, {} for a file. An object is pinned by its ETag together with its size and footer."""
     return {"etag": path.pinned().etag} if is_remote(path) else {}  # type: ignore[attr-defined]
 
 
@@ -179,7 +179,7 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under `path` only when it is complete: temporary name in the same folder,
+    """Open for writing a file that appears under `path` only when it is complete: temporary name in the same folder,
     fsync, rename, fsync of the folder. An exception removes the temporary file and leaves `path` unchanged. The
     temporary file is locked while it is written (see `remove_leftovers`)."""
     path = Path(path)
@@ -204,8 +204,8 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: Path, *, fresh_s: float = 5.0) -> None:
-    """Remove the temporary files that killed processes left in a folder. Those of running processes are locked, or
-    younger than `fresh_s`, because they may not be locked yet."""
+    """Remove the temporary files that killed processes left in a folder. Locked files belong to running processes and
+    are kept, and so are files younger than `fresh_s`, which may not be locked yet."""
     for path in folder.glob(".*.????????.tmp"):
         with contextlib.suppress(OSError), path.open("rb") as f:
             if time.time() - path.stat().st_mtime >= fresh_s:
@@ -263,7 +263,7 @@ KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole numbe
 
 
 def _misfit(value: Any, shape: Any, where: str) -> str | None:
-    """The first field that does not have its shape, and why, as a sentence; None if all do."""
+    """A description of the first field with a wrong shape; None if the whole value has the shape."""
     inside: Iterable[tuple[str, Any, Any]] = ()
     if isinstance(shape, dict) and isinstance(value, dict):
         inside = ((f"{where}.{name}" if where else name, value.get(name, MISSING), inner)
@@ -348,7 +348,7 @@ def visible(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A header and rows as aligned lines: columns of numbers to the right, columns with text to the left."""
+    """A header and rows as aligned lines: columns of numbers on the right, columns with text on the left."""
     columns = list(zip(*rows)) or [()] * len(header)
     cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
     for column, values in zip(cells, columns):
@@ -372,7 +372,7 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {s:02d} s"
 
 
-# ---- blocks, and randomness by counters ---------------------------------------------------------
+# ---- blocks, and random numbers -----------------------------------------------------------------
 
 def block(j: int, m: int, V: int) -> range:
     """Block j of m in range(V): floor(jV/m) .. floor((j+1)V/m) - 1."""

@@ -3,12 +3,12 @@ The settings of a run: one frozen dataclass, its command-line flags, and what a 
 
     warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", fixed=STEP)
 
-This field gives the flag `--warmup-steps`, its line in --help with the default, the entry in config.json, the rule
-for a resume, and a row of the table of settings in docs/reference.md. To add a flag in a fork, add one field here. A
+This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in config.json, its rule
+for a resume, and its row in the table of settings in docs/reference.md. To add a flag in a fork, add one field here. A
 module that owns a default declares its own fields (`ScheduleSettings` in nanochat/schedule.py); its class is listed
 among the bases of `Settings`.
 
-**A run never changes what it is.** The command that starts a run also resumes it. A resume may have other flags,
+**A run never changes what it is.** The command that starts a run also resumes it. A resume may have different flags,
 on purpose or by accident:
 
     the run's settings   {"depth": 12, "save_every": 100, "lanes": 64}
@@ -18,8 +18,8 @@ on purpose or by accident:
 A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume that changes it is
 refused with the reason. A setting that only decides where, how fast and how long the run computes may change; if it
 has a `note`, the change is printed. To train with other settings, start a new run from the old one (--init-from). If
-an old run lacks a setting, its default applies; a setting that this code lacks is refused. Warning instead of refusing
-was rejected, because a job that resumes at night has no one to read its log.
+an old config.json lacks a setting, the default applies; if it has one that this code lacks, the resume is refused.
+Rejected: a warning instead of a refusal. No one reads the log of a job that resumes at night.
 """
 
 import argparse
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 # why a setting is fixed
 SHAPE = "decides the shape of the model"
 STREAM = "decides which tokens come in which order"
-TARGETS = "decides which targets count"
+TARGETS = "decides which targets count in the loss"
 STEP = "decides what a step computes"
 ORIGIN = "decides how the run begins"
 # what a change does
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, but not the same bits: "
 
-MAX_RATE = 10**6  # of learning rates: far above what trains, far below what overflows
+MAX_RATE = 10**6  # largest learning rate: far above useful ones, far below those that overflow
 
 
 def numbers(text: str) -> list[float]:
@@ -69,11 +69,11 @@ class RunSettings:
 
     run: str = setting("dummy", "name of the wandb run; dummy turns wandb off")
     log_to: str = setting(
-        "wandb", "where to draw the logged values, separated by commas: wandb (if --run names a run), tensorboard, "
-        "trackio")
+        "wandb", "where to plot the logged values: wandb (if --run names a run), tensorboard, trackio, or several of "
+        "them separated by commas")
     model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
     resume: str = setting(
-        "auto", "checkpoint to start from: auto (the newest good one of the run, if any) | scratch (none) | path of a "
+        "auto", "checkpoint to start from: auto (the run's newest good one, if any) | scratch (none) | path of a "
         "checkpoint | RUN@STEP")
     force: bool = setting(False, "with --resume=scratch: rename an existing run directory instead of refusing")
     device_type: str = setting("", "cuda | mps | cpu (default: the best available)",
@@ -112,7 +112,7 @@ class ModelSettings:
     max_seq_len: int = setting(
         2048, "T: number of tokens that a row trains on", fixed="decides the length of a row", least=1, most=10**8)
     attention_mode: str = setting(
-        "causal", "kernel of the attention; all but causal confine attention to one document", choices=tuple(MODES),
+        "causal", "attention kernel; all but causal confine attention to one document", choices=tuple(MODES),
         fixed="decides which tokens a token attends to")
     window_pattern: str = setting(
         "SSSL", "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
@@ -125,59 +125,61 @@ class DataSettings:
     """data"""
 
     data_path: str | None = setting(
-        None, "folder of the data, local or in object storage (s3://, gs://, az://, msc://); for Megatron's files also "
-        f"their paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
+        None, "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
+        f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
     val_path: str | None = setting(
-        None, "validation data (default: the last file below --data-path; with --order=megatron the whole documents "
-        "of the valid split)")
+        None, "validation data (default: the last file below --data-path; with --order=megatron, the complete "
+        "documents of the validation split)")
     data_format: str = setting(
         "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
-        "megatron: Megatron's .bin and .idx files | xyz: .xyz files, read by nanochat/source_xyz.py", fixed=STREAM)
+        "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "
+        "nanochat/source_xyz.py", fixed=STREAM)
     tokenizer: str | None = setting(
         None, f"{TOKENIZER_HELP} (default: the folder tokenizer/ beside the data, or <base dir>/tokenizer, where "
         "scripts.tok_train writes it)", also=["--tokenizer-dir"], metavar="NAME")
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
         "", "fingerprint of the tokenizer", flag=False,
-        fixed="decides the tokens of every text; the run's own tokenizer is --tokenizer=RUN/tokenizer")
+        fixed="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer")
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
         None, "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
         metavar="DIR")
     without_documents: str | None = setting(
-        None, "file of documents to exclude from the loss, one FILE:ROW per line (FILE:* for a whole file); the rows "
-        "keep their tokens", metavar="LIST", fixed=TARGETS, of_order="lanes")
+        None, "file of documents to exclude from the loss, one FILE:ROW per line (FILE:* for a whole file); their "
+        "tokens stay in the rows", metavar="LIST", fixed=TARGETS, of_order="lanes")
     packing: str = setting(
         "bestfit", "how documents are packed into rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
     pack: bool = setting(
-        True, "pack several entries into a row (default: on); --no-pack, with --packing=binned: one entry per row",
+        True, "pack several entries into a row (default: on); --no-pack puts one into each, and needs --packing=binned",
         fixed=STREAM, of_order="lanes")
     long_docs: str = setting(
-        "crop", "the rest of a document that does not fit into its row: crop drops it, split trains on it in a later "
-        "row", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
+        "crop", "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
+        "on it in a later row", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
     overlap: int = setting(
-        64, "with --long-docs=split: tokens of context repeated before the rest of a document", fixed=STREAM)
+        64, "with --long-docs=split: number of tokens repeated as context before the rest of a document", fixed=STREAM)
     buffer_size: int = setting(
         128, "number of pending short documents per lane, from which bestfit fills rows", fixed=STREAM)
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
-        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step that is at most 64 and that "
-        "the data can feed", auto=True, least=1, fixed="decides each lane's share of the data")
+        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, for which the "
+        "data suffices", auto=True, least=1, fixed="decides each lane's share of the data")
     leaves: int = setting(
-        -1, "K: number of blocks of a step whose gradients are added in a fixed order; -1: the smallest power of two "
+        -1, "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
     plan: str = setting(
         "error", "what to do when the plan shows the data running out before the last step; off: make no plan",
         choices=("error", "warn", "off"))
     curriculum: dict | None = setting(
         None, "YAML file with the mix of buckets (subfolders of the data) in each phase of the run", metavar="YAML",
-        fixed="decides which bucket each row comes from; notation and duration of the last phase may change",
+        fixed="decides which bucket each row comes from; its notation and the last phase's duration may change",
         of_order="lanes")
     allow_bucket_exhaustion: bool = setting(
-        False, "when a bucket has run dry, continue with the others",
-        note="a lane whose bucket has run dry continues with the others, or halts the run", of_order="lanes")
+        False, "when a bucket has run dry, continue with the other buckets",
+        note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
+        of_order="lanes")
     allow_budget_mismatch: bool = setting(
-        False, "let the run be longer or shorter than the phases of the curriculum together", of_order="lanes")
+        False, "allow a run longer or shorter than all phases of its curriculum together", of_order="lanes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,17 +188,19 @@ class MegatronSettings:
 
     order: str = setting(
         "lanes", "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
-        "the run is sample i (for reset_attention_mask use --attention-mode; reset_position_ids would change nothing)",
+        "the run is sample i (--attention-mode replaces reset_attention_mask; reset_position_ids would have no effect)",
         choices=("lanes", "megatron"), fixed=STREAM)
     split: str | None = setting(
-        None, "shares of training, validation and test (default: 969,30,1; if validation has its own files, all "
-        "documents train)", auto=True, fixed="decides which documents train and which validate", of_order="megatron")
+        None, "shares of training, validation and test (default: 969,30,1; with separate validation files, all "
+        "documents are used for training)", auto=True,
+        fixed="decides which documents are used for training and which for validation", of_order="megatron")
     blend_weights: list | None = setting(
-        None, "weight of each prefix (default: all samples of each prefix once; of a single prefix as many as the run "
-        "needs)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
-    eod_mask_loss: bool = setting(False, "no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
+        None, "weight of each path in --data-path (default: all samples of each path once; with one path, as many as "
+        "the run needs)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
+    eod_mask_loss: bool = setting(
+        False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
     num_samples: int = setting(
-        -1, "samples of the whole run", flag=False, auto=True,
+        -1, "number of samples in the whole run", flag=False, auto=True,
         fixed="decides Megatron's order, which is a shuffle of exactly this many samples")
     index_cache: str | None = setting(
         None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR")
@@ -204,16 +208,17 @@ class MegatronSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HorizonSettings:
-    """horizon (the first one that is set applies; a curriculum comes before the ratio)"""
+    """length of the run (the first one set applies; a curriculum takes precedence over --target-param-data-ratio)"""
 
     num_iterations: int = setting(-1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS)
     target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
-    target_param_data_ratio: float = setting(12.0, "tokens per scaling parameter; -1: not set", note=HORIZON)
+    target_param_data_ratio: float = setting(
+        12.0, "tokens per parameter of the layers and the output head; -1: not set", note=HORIZON)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """optimization (learning rates are for the reference depth and batch size, and are scaled from there)"""
+    """optimization (learning rates are given for the reference depth and batch size, and scaled from there)"""
 
     activation_checkpointing: bool = setting(
         False, "recompute each layer in the backward pass: slower, but needs far less memory",
@@ -222,7 +227,7 @@ class OptimizerSettings:
         -1, "B: rows per forward pass; -1: the largest power of two that fits into memory", auto=True, least=1,
         most=10**6, note=ROUNDING + "sums are grouped differently")
     total_batch_size: int = setting(
-        -1, "tokens per step; -1: from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
+        -1, "tokens per step; -1: derived from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
     embedding_lr: float = setting(0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
     unembedding_lr: float = setting(
         0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
@@ -233,8 +238,8 @@ class OptimizerSettings:
     max_grad_norm: float | None = setting(
         None, "scale larger gradients down to this norm (default: off)", fixed=STEP, above=0)
     skip_spikes: float | None = setting(
-        None, "skip the update of a step whose loss or gradient norm is this many robust deviations above the last 128 "
-        "(default: off)", metavar="SIGMA", fixed=STEP, above=0)
+        None, "skip the update of a step whose loss or gradient norm is this many robust deviations above the median "
+        "of the last 128 steps (default: off)", metavar="SIGMA", fixed=STEP, above=0)
     z_loss: float = setting(
         0.0, "coefficient of the squared logsumexp of the logits, added to the training loss only; reported losses "
         "exclude it", fixed=STEP, least=0)
@@ -242,17 +247,17 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """evaluating and saving (every N steps and at the end; -1: never, or for --save-every: by time)"""
+    """evaluating and saving (every N steps and at the end; -1: never; --save-every=-1: every 30 minutes)"""
 
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
         80 * 524288, "validation tokens per evaluation",
-        note="bits per byte before and after the change measure different amounts of text")
+        note="bits per byte before and after the change are measured on different amounts of text")
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
-    core_metric_max_per_task: int = setting(500, "examples per task of CORE; -1: all")
+    core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all")
     eval_bundle: str | None = setting(
-        None, "folder of the tasks of CORE (default: <base dir>/eval_bundle)", metavar="DIR")
-    sample_every: int = setting(2000, "steps between samples: continuations of validation text")
+        None, "folder of the CORE tasks (default: <base dir>/eval_bundle)", metavar="DIR")
+    sample_every: int = setting(2000, "steps between samples, in which the model continues validation text")
     save_every: int = setting(
         -1, "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end")
     row_losses: bool = setting(
@@ -262,10 +267,10 @@ class EvaluationSettings:
         None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
     sync_save: bool = setting(False, "pause training until each checkpoint is written")
     keep_last_k: int | None = setting(
-        None, "keep only the newest K numbered checkpoints (default: all, but only two of those saved by time)",
-        least=1)
+        None, "keep only the newest N numbered checkpoints (default: all, but only the newest two of those saved every "
+        "30 minutes)", least=1)
     keep_milestone_every: int | None = setting(
-        None, "also keep the checkpoints of steps that this number divides", least=1)
+        None, "also keep the checkpoints of steps divisible by N", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,23 +278,23 @@ class LongRunSettings:
     """long runs, and new runs from old ones"""
 
     max_runtime_seconds: float = setting(
-        -1.0, "time limit, by which the run saves and stops (default: the end of the SLURM job, else "
+        -1.0, "time limit; the run saves and stops before it (default: the end of the SLURM job, else "
         "NANOCHAT_MAX_RUNTIME)")
     walltime_reserve_seconds: float = setting(
         120.0, "minimum time reserved for the last save before the limit", least=0)
     collective_timeout_seconds: float = setting(600.0, "end the run if a rank hangs for this long", above=0)
     init_from: str | None = setting(
         None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
-    init_optimizer: bool = setting(False, "with --init-from: take over the optimizer state, too", fixed=ORIGIN)
-    init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or continue where the "
-                             "other run was", choices=("fresh", "continue"), fixed=ORIGIN)
+    init_optimizer: bool = setting(False, "with --init-from: also load its optimizer state", fixed=ORIGIN)
+    init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or continue where its "
+                             "checkpoint was saved", choices=("fresh", "continue"), fixed=ORIGIN)
     skip_steps: int = setting(0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerSettings, HorizonSettings,
                MegatronSettings, TextSettings, DataSettings, ModelSettings, RunSettings):
-    """All settings of a run. (A dataclass takes the fields of its last base first.) Raises ValueError for values out
+    """All settings of a run. (A dataclass lists the fields of its last base first.) Raises ValueError for values out
     of bounds and for flags that contradict each other."""
 
     def __post_init__(self) -> None:
@@ -313,10 +318,10 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
                              "after the last, such as 10:13")
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
             raise ValueError(f"--blend-weights: got {self.blend_weights}, expected finite numbers above 0; to train "
-                             "without a prefix, remove it from --data-path")
+                             "without a path, remove it from --data-path")
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
-            raise ValueError("--init-optimizer, --init-data: they need a run to take the state from; name it with "
-                             "--init-from=RUN")
+            raise ValueError("--init-optimizer, --init-data: apply only to a run that starts from another run; name "
+                             "that other run with --init-from=RUN")
         for name, value in Selection.of(asdict(self)).named().items():
             if self.data_format in ("shards", "megatron"):
                 raise ValueError(f"{flag(name)}={value}: applies to text only, but --data-format is "
@@ -327,8 +332,8 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
-        """The settings in a run's config.json. A missing setting has its default, other entries are ignored.
-        ValueError for a value that its setting cannot have."""
+        """The settings in a run's config.json. A missing setting gets its default; unknown entries are ignored.
+        ValueError for a value that is invalid for its setting."""
         values = {name: value[name] for name in FIELDS if name in value}
         where = "config.json of the run was damaged or edited; restore it"
         check_shape(values, {name: TYPES[name] for name in values}, where)
@@ -376,7 +381,7 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
 
 
 def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
-    """The curriculum in a file, or in a run's config.json. The module is imported here, because most runs have none."""
+    """The curriculum in a file, or in a run's config.json. The import is here because most runs have no curriculum."""
     from nanochat.curriculum import load
 
     return load(source)
@@ -393,7 +398,7 @@ SECTION = ("gpt-simple's files have sections; here every flag is at the top leve
 ELSEWHERE = {  # flags of other programs
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
                           "from the newest",
-    "--allow-curriculum-change": "a run keeps its curriculum; to continue with another one, start a new run "
+    "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
                                  "(--model-tag) with --init-from=RUN --init-optimizer --init-data=continue",
     "--batch-size": "use --device-batch-size for the rows per forward pass of one process, or --total-batch-size for "
                     "the tokens per step of all processes",
@@ -414,8 +419,8 @@ ELSEWHERE = {  # flags of other programs
 
 
 def flag(name: str) -> str:
-    """The flag of a setting; of a switch that is on by default, the flag that turns it off. A setting without a flag
-    gives its bare name."""
+    """The flag of a setting; for a switch that is on by default, the flag that turns it off; for a setting without a
+    flag, its name."""
     f = FIELDS.get(name)
     if f is not None and not f.metadata.get("flag", True):
         return name
@@ -444,21 +449,22 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
 
 
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a run's config.json that --config takes as flags: all but how a launch started the run."""
+    """The entries of a run's config.json that --config takes as flags: not --resume and --force, which describe one
+    launch."""
     return {name: config[name] for name, f in FIELDS.items()
             if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")}
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
     """The settings of a parsed command line. A curriculum file's two switches become settings of their own, apart
-    from its mix. ValueError or FileNotFoundError for impossible values."""
+    from its mix. ValueError or FileNotFoundError for invalid values."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.order == "megatron" and args.data_path:
         from nanochat.tokens import split_weights
 
         given["data_path"], weights = split_weights(args.data_path)
         if weights and args.blend_weights:
-            raise ValueError(f"--blend-weights: --data-path={args.data_path} has weights, too; give only one of them")
+            raise ValueError(f"--blend-weights: --data-path={args.data_path} also has weights; remove one of the two")
         given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
         inline = args.curriculum.startswith("{")  # from a file of flags
@@ -473,7 +479,7 @@ def from_flags(args: argparse.Namespace) -> Settings:
 # ---- a later launch -----------------------------------------------------------------------------
 
 def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, list[str]]:
-    """(settings, notices) of a command that resumes the run in `run_dir`, whose config.json holds `run`. Automatic
+    """(settings, notices) for a command that resumes the run in `run_dir`, whose config.json holds `run`. Automatic
     settings of the command take the run's values. ValueError lists the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
     notices: list[str] = []
@@ -483,7 +489,7 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
         before, after = getattr(then, name), now[name]
         if f.metadata.get("auto") and after == f.default:
             now[name] = after = before
-        if name == "curriculum":  # compares what it does, not its notation
+        if name == "curriculum":  # compare its effect, not its notation
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
             fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
@@ -492,13 +498,13 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
                 refused.append(f"{change} ({f.metadata['fixed']})")
             elif f.metadata["note"]:
                 notices.append(f"{change} ({f.metadata['note']})")
-    unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last is --tokenizer now
+    unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last: now --tokenizer
     refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
-        weights = f"; --init-from={run_dir.name} starts it with the weights of this one" if fits else ""
-        raise ValueError(f"{path}: the run was started with other settings:\n  {lines}\nuse the settings of the run "
+        weights = f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+        raise ValueError(f"{path}: the run was started with different settings:\n  {lines}\nuse the run's settings "
                          f"(--config={path}), or start a new run with --model-tag=NAME{weights}")
     return Settings(**now), notices
 
@@ -516,8 +522,8 @@ def stream_config(settings: Settings) -> Any:
 
 
 def settings_table() -> str:
-    """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change and
-    nothing is printed."""
+    """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change, and
+    the change is not printed."""
     lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
         if reason := f.metadata["fixed"] or f.metadata["note"]:

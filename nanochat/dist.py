@@ -15,8 +15,8 @@ output users read, and it names rank and host unless all ranks failed:
     rank 1   the file is missing     prints nothing                               exit 1
 
 Any exception other than ValueError and OSError is a bug: the first rank that has it raises it, with its traceback.
-All of these functions are collective, and plain calls in a single process. The watchdog handles errors of one rank
-between collectives.
+All of these functions are collective; in a single process they are plain calls. The watchdog handles an error that one
+rank has between collectives.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 def autodetect_device_type() -> str:
     """'cuda' if it is available, else 'mps', else 'cpu'. ValueError if the machine has GPUs that PyTorch does not see:
-    a run that was meant for them would take weeks."""
+    a run that was meant for them would take weeks on the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and (unseen := unseen_gpus()):
@@ -96,9 +96,9 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
 
 
 def prepare_cuda(deterministic: bool) -> None:
-    """Set what CUDA and the compiler read when they start. Memory comes in segments that grow, which wastes less of it
-    between tensors. If `deterministic`, repeated work gives the same bits: cuBLAS uses one workspace, backward passes
-    add in a fixed order, and Inductor chooses no kernel by timing it."""
+    """Set the options that CUDA and the compiler read when they start. Memory segments can grow, which wastes less
+    memory between tensors. If `deterministic`, repeated work gives the same bits: cuBLAS uses one workspace, backward
+    passes add in a fixed order, and Inductor chooses no kernel by timing it."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
     if deterministic:
@@ -113,8 +113,8 @@ def prepare_cuda(deterministic: bool) -> None:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """The versions that the bits of a step depend on besides code, data and settings. Plain values; None off CUDA,
-    except for PyTorch."""
+    """The versions that, besides code, data and settings, determine the bits of a step. Plain values; off CUDA, all
+    but PyTorch's are None."""
     known: dict[str, Any] = {"torch": str(torch.__version__)}
     names = ("gpu", "cuda", "cudnn", "nccl", "driver", "attention")
     if device.type != "cuda":
@@ -143,13 +143,13 @@ def peak_memory(device: torch.device) -> int | None:
 
 def compute_cleanup() -> None:
     """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's group could then
-    wait for a rank that never comes. The end of the process leaves it, too."""
+    wait for a rank that never comes. A process also leaves the group when it exits."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 
 def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """The dtype of activations and embeddings. `name` is a --dtype flag: bfloat16, float32, or auto, which is bfloat16
+    """The dtype of activations and embeddings. `name` is a --dtype value: bfloat16, float32, or auto, which is bfloat16
     on GPUs that support it (compute capability 8.0 and up) and float32 elsewhere."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -197,10 +197,10 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on every rank, where it may fail on any of them, such as for a bad flag or a
-    missing file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks failed or it alone,
-    otherwise a ValueError that names rank and host; the others exit with code 1. The first rank with an error other
-    than ValueError and OSError raises that one instead."""
+    """Collective. Call `function()` on every rank; it may fail on any of them, such as for a bad flag or a missing
+    file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks failed or only rank 0 did,
+    otherwise a ValueError that names rank and host; the others exit with code 1. If an error is neither ValueError nor
+    OSError, the first rank with such an error raises it instead."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -225,8 +225,7 @@ def agree(function: Callable[[], T]) -> T:
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. Exit as `agree` does unless all ranks have the same settings. Plain values by the names of their
-    flags."""
+    """Collective. Exit as `agree` does unless all ranks have the same settings: {name: plain value}."""
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
@@ -250,9 +249,9 @@ def gather_all(value: T) -> list[T]:
 
 
 def gather_results(function: Callable[[], T]) -> list[T]:
-    """Collective. Call a function without collectives on every rank; returns all ranks' values in rank order. If it
-    raises on any rank, it raises on all of them, so that no rank waits for one that failed: StopAsked if a rank was
-    asked to stop, otherwise an error with the rank and the reason."""
+    """Collective. Call `function()`, which must not use collectives, on every rank; returns all ranks' values in rank
+    order. If it fails on any rank, all ranks raise an error, so that no rank waits for one that failed: StopAsked if a
+    rank was asked to stop, otherwise an error with the rank and the reason."""
     if get_dist_info()[3] == 1:
         return [function()]
     value: Any = None
@@ -275,14 +274,14 @@ def gather_results(function: Callable[[], T]) -> list[T]:
 
 
 def share(tensor: torch.Tensor) -> None:
-    """Collective. Copy rank 0's values into the same contiguous tensor of all ranks. It has equal shape and dtype
-    everywhere, and is on the device of the process group."""
+    """Collective. Copy rank 0's values into the same tensor on all ranks. The tensor is contiguous, has the same shape
+    and dtype everywhere, and is on the device of the process group."""
     if dist.is_initialized() and tensor.numel():
         # bytes: backends do not know every dtype
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
 
 
-# ---- what each rank's GPU is doing: to find a slow rank, a hang, or what takes memory --------------------------------
+# ---- records of each rank's GPU, to find a slow rank, a hang, or what takes memory -----------------------------------
 
 def log_ranks(run: Any, began: float) -> None:
     """Collective, called before the ranks wait for each other. Log how long each rank took for its own rows of the
@@ -296,18 +295,18 @@ def log_ranks(run: Any, began: float) -> None:
 
 
 def write_memory(run_dir: Path, rank: int) -> str:
-    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence about it."""
+    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence, which names the file."""
     path = run_dir / f"memory-rank{rank}.pickle"
     try:
         torch.cuda.memory._dump_snapshot(str(path))
-    except Exception as e:  # it must not hide why the run ends
+    except Exception as e:  # this must not hide why the run ends
         return f"; {path} could not be written ({e})"
     return f"; {path} shows what was allocated (pytorch.org/memory_viz)"
 
 
 def write_collectives(run_dir: Path, rank: int) -> None:
     """Write NCCL's flight recorder, if this launch has one."""
-    with contextlib.suppress(Exception):  # it must not hide why the run ends
+    with contextlib.suppress(Exception):  # this must not hide why the run ends
         if dist.get_backend() == "nccl":
             backend: Any = torch._C._distributed_c10d
             (run_dir / f"nccl-rank{rank}.pickle").write_bytes(backend._dump_nccl_trace())

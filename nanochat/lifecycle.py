@@ -6,23 +6,23 @@ Why a run stops, which launch owns it, and where it stands.
     walltime: every rank --------------------'
 
     RUN/.shutdown_requested    written by scripts.stop; ignored if it is older than this launch
-    RUN/.owner.json            names the launch that owns the run, which holds a lock on this file
+    RUN/.owner.json            names the launch that owns the run; that launch holds a lock on this file
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0
 
 **Stopping.** Each process enters one `StopWatch` before anything slow. A signal never interrupts, because a handler
 that raises would leave a collective unfinished on one rank: the handler only records the signal. The reason to stop
 is part of a sum that all ranks compute anyway, so one rank's signal stops all of them after the same step (for
-torchrun see docs/clusters.md). A run stops for its walltime when the next check would come too late to save:
+torchrun see docs/clusters.md). A run stops because of its walltime when the next check would come too late to save:
 
     started                                     check       next check     deadline
     |---------------------------------------------|--step, work--|--reserve--|
 
-It allows for a step as slow as the slowest recent one, and for each kind of work between steps (an evaluation,
-samples, the copy for a save) as slow as the slowest of this launch.
+Each check allows for a step as slow as the slowest recent one and, for each kind of work between steps (an
+evaluation, samples, the copy for a save), for the slowest of this launch.
 
 **One owner.** Two launches that write the same run would mix two histories. So a launch takes the operating system's
 lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a stopped process keeps
-it. The record proves that the run is the one that the launch inspected:
+it. The record proves that no other launch has owned the run since this one inspected it:
 
     A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
     B  inspects: record X, no lock ........ cannot lock: refused, and record A names the owner
@@ -30,11 +30,13 @@ it. The record proves that the run is the one that the launch inspected:
 
 This module never deletes the file, because another process may be about to lock it. If a user deletes or replaces it
 or the whole run directory, the owner exits at its next check: within seconds, and before it writes another line or
-checkpoint. On a file system without locks, the process (on the same host) or the age of its heartbeat decides. If
-locks do not reach another host, a launch there takes the run over; the first owner finds the new record and exits.
+checkpoint. On a file system without locks, a run counts as owned while its process exists on this host or its heartbeat
+is recent. If locks do not reach another host, a launch there takes over the run; the first owner finds the new record
+and exits.
 
-**Status.** starting -> running -> stopping -> stopped, halted, completed or failed; an active state without a lock is
-dead. The state is written without an fsync, which may take as long as a step, and an error never stops training."""
+**Status.** starting -> running -> stopping -> stopped, halted, completed or failed; a run with an active status but no
+lock is dead. The state is written without an fsync, which may take as long as a step. A failed write never stops
+training."""
 
 import contextlib
 import fcntl
@@ -72,7 +74,7 @@ SAME_CTRL_C_S = 1.0  # SIGINTs closer together than this count as one
 RECENT_STEPS = 16
 SAVE_MARGIN = 1.5  # times the slowest save so far
 HEARTBEAT_S = 10.0
-HEARTBEAT_LIMIT_S = 60.0  # without locks, an older heartbeat counts as dead
+HEARTBEAT_LIMIT_S = 60.0  # without locks, an owner with an older heartbeat counts as dead
 CLOSE_S = 5.0  # how long writing the last state may take
 LOCK_TRIES, LOCK_TRY_S = 10, 0.1  # an inspection holds a shared lock for a moment
 
@@ -81,8 +83,8 @@ LOCK_TRIES, LOCK_TRY_S = 10, 0.1  # an inspection holds a shared lock for a mome
 
 def slurm_end(env: Mapping[str, str]) -> str:
     """When this process's SLURM job ends, as unix seconds in text; empty outside a job and when the end is unknown.
-    SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Rank 0 alone asks, to spare the
-    controller; its stop stops all ranks."""
+    SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Only rank 0 asks, to spare the
+    controller; when it stops, all ranks stop."""
     end = env.get(SLURM_END, "")
     if end or not env.get("SLURM_JOB_ID") or env.get("RANK", "0") != "0":
         return end
@@ -98,10 +100,10 @@ def slurm_end(env: Mapping[str, str]) -> str:
 
 
 def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> float | None:
-    """When this process must have ended, in seconds of the monotonic clock (like `started`); None without a walltime.
+    """The time by which this process must end, on the monotonic clock (like `started`); None without a walltime.
     The first limit that is set counts, and is logged: `max_runtime_seconds` (-1: not set), the end of the SLURM job
     (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for a limit that is not a positive, finite number of
-    seconds, and for an end that has passed."""
+    seconds, or an end that has passed."""
     if max_runtime_seconds != -1:
         name, text = "--max-runtime-seconds", str(max_runtime_seconds)
     elif text := slurm_end(env):
@@ -119,7 +121,7 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
         left_s = 0.0
     if not 0 < left_s < float("inf"):
         raise ValueError(f"{name}: got {text!r}, expected " + (
-            "the unix time at which this job ends (unset it if another job left it)" if is_unix_time else
+            "the unix time at which this job ends (unset it if it is left over from another job)" if is_unix_time else
             "a positive number of seconds"))
     end = left_s + (time.monotonic() if is_unix_time else started)
     log.info("walltime: %s left (%s)", duration(end - time.monotonic()), name)
@@ -127,7 +129,7 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
 
 
 def launch_began() -> float:
-    """When this process, or the torchrun that started it, began, in unix seconds; now, if the system does not say."""
+    """The unix time at which this process, or the torchrun that started it, began; now if the system does not say."""
     ticks = process_start(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
     if ticks is None:
         return time.time()
@@ -137,8 +139,8 @@ def launch_began() -> float:
 
 class StopWatch:
     """Collects the reasons for this process to stop. Inside the context, signals are recorded, and a signal ends a
-    wait for object storage; on exit the previous handlers return. In a thread other than the main one it leaves
-    signals alone (Python's rule)."""
+    wait for object storage; on exit the previous handlers are restored. Signals are left alone if this is not the main
+    thread: Python lets no other thread set handlers."""
 
     ended = 0.0  # when this process left its last StopWatch, unix seconds
 
@@ -173,23 +175,24 @@ class StopWatch:
     def _on_signal(self, number: int, frame: object) -> None:
         """The handler: no locks, no buffered output, no exception."""
         if not self._signals and os.environ.get("RANK", "0") == "0":  # one rank reports it
-            hint = "; press Ctrl-C again after a second to exit at once without saving" * (number == signal.SIGINT)
+            hint = ("; wait one second and press Ctrl-C again to exit immediately without saving"
+                    if number == signal.SIGINT else "")
             os.write(2, f"\n{signal.Signals(number).name}: finishing the step, then saving{hint}\n".encode())
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._first_int is not None and now - self._first_int >= SAME_CTRL_C_S:
-                os.write(2, b"second SIGINT: exiting at once without saving\n")
+                os.write(2, b"second SIGINT: exiting immediately without saving\n")
                 os._exit(130)
             self._first_int = self._first_int or now
         self._signals.append(number)
 
     def ignore_stores(self) -> None:
-        """The run is over: from now on every wait for object storage ends at once."""
+        """The run is over: from now on, every wait for object storage ends immediately."""
         LAUNCH.stop = lambda: True
 
     def check_flag(self, run_dir: Path) -> None:
-        """Check for the flag file, and delete one that an earlier launch left. The owner's heartbeat calls this, so
-        that no step waits for a disk."""
+        """Check for the flag file, and delete it if an earlier launch left it behind. The owner's heartbeat calls this,
+        so that no step waits for a disk."""
         flag, now = run_dir / FLAG_NAME, time.time()
         with contextlib.suppress(OSError):
             if not self._flagged and os.lstat(flag).st_mtime >= self._since:
@@ -223,7 +226,7 @@ class StopWatch:
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
         if not self.requested() and self._deadline is not None:
-            left_s = self._deadline - now  # is it enough for another step, one work of each kind, and the last save?
+            left_s = self._deadline - now  # enough for another step, one task of each kind, and the last save?
             if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
                 self._reason = f"walltime: {left_s:,.0f} s left"
         return self._reason
@@ -237,8 +240,8 @@ def join_reasons(reasons: Sequence[str]) -> str:
 
 
 def request_stop(run_dir: Path) -> None:
-    """Ask a run to stop, whether a launch owns it already or is about to. ValueError if the flag is not a regular
-    file."""
+    """Ask a run to stop, whether a launch already owns it or is about to claim it. ValueError if the flag is not a
+    regular file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
         os.utime(file.fileno(), (time.time(),) * 2)  # our clock, not a file server's
@@ -250,7 +253,7 @@ PROCESS = {"host": str, "pid": int, "start": str | None}  # the shape of `identi
 
 
 def process_start(pid: int) -> str | None:
-    """When a process of this machine started, in clock ticks since the boot; None if it does not exist (or only its
+    """When a process on this machine started, in clock ticks since boot; None if it does not exist (or only its
     zombie does), and on a system without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -344,7 +347,7 @@ def check_free(run_dir: Path) -> bytes:
 def claim(run_dir: Path, before: bytes) -> Owner:
     """Become the owner of a run whose last owner left the record `before` (see `check_free`). ValueError if another
     launch owns the run, or has owned it since."""
-    outdated = ValueError(f"{run_dir}: another launch owned this run a moment ago; start the command again")
+    outdated = ValueError(f"{run_dir}: another launch owned this run a moment ago; run the command again")
     if not before:
         run_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
@@ -415,13 +418,13 @@ def heartbeat_age_s(state: Mapping[str, Any]) -> float:
 
 
 def _seems_alive(state: Mapping[str, Any]) -> bool:
-    """Without a lock: whether rank 0 is visible here, or its heartbeat is young."""
+    """Without a lock: whether rank 0 is visible here, or its heartbeat is recent."""
     return is_alive_here(state["ranks"][0]) or abs(heartbeat_age_s(state)) <= HEARTBEAT_LIMIT_S
 
 
 def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
-    """ended (it has a final status), alive, or dead: its status is active, but no process holds the run's lock, and
-    its heartbeat on another host, which locks may not reach, is not young."""
+    """ended (it has a final status), alive, or dead: its status is active, but no process holds the run's lock. If it
+    ran on another host, which locks may not reach, it is dead only if its heartbeat is old, too."""
     if state["status"] in EXIT_CODES:
         return "ended"
     elsewhere = state["ranks"][0]["host"] != socket.gethostname()
@@ -445,9 +448,10 @@ def _replace(path: Path, value: Any) -> None:
 
 
 class RunState:
-    """Rank 0's writer of the state. Leaving the context without a final status sets failed, with the exception as
-    the reason. `ranks`: the values of `identify` on each rank, in rank order. `stop`: its flag is checked here. Only
-    `refresh` uses the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that no step waits."""
+    """Rank 0's writer of the state. Leaving the context without a final status sets the status "failed", with the
+    exception as the reason. `ranks`: the values of `identify` on each rank, in rank order. `stop`: the StopWatch whose
+    flag file is checked here. Only `refresh` uses the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that
+    no step waits."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], stop: StopWatch | None = None,
                  **news: Any) -> None:
@@ -471,7 +475,7 @@ class RunState:
 
     def refresh(self) -> str:
         """Check the flag file, write the state if it changed or a heartbeat is due, and give up the run after a final
-        status. '' or, if the run is lost, the error to exit with; then nothing is written."""
+        status. Returns '', or the error to exit with if the run is lost; in that case nothing is written."""
         with self._one_writer:
             if self._closed:
                 return ""
@@ -492,8 +496,8 @@ class RunState:
             return lost
 
     def close(self, status: str, reason: str = "") -> None:
-        """Write how the run ended, and give it up. The first final status stays. A disk that does not answer delays
-        this by at most CLOSE_S."""
+        """Write how the run ended, and give up the run. The first final status stays. A disk that does not answer
+        delays this by at most CLOSE_S."""
         self.update(status=status, reason=reason)
         writer = threading.Thread(target=self.refresh, name="last-state", daemon=True)
         writer.start()

@@ -1,8 +1,8 @@
-"""The run directory: one folder that holds everything a training run wrote, and so everything needed to resume it.
+"""The run directory: one folder with everything that a training run writes. A resume needs only this and the data.
 
     runs/d12/
       config.json                 the resolved settings; written once
-      data_manifest.json          the files that it reads
+      data_manifest.json          the data files that the run reads
       tokenizer/                  written once
       logs/train.jsonl            one JSON object per step and per event
       logs/cursors/               the cursors of every save, kept forever
@@ -10,17 +10,17 @@
       checkpoints/                see nanochat/checkpoint.py
 
 **Names in checkpoints/.** `checkpoint-STEP`, `checkpoint-STEP-shutdown` and `final` are checkpoints. Hidden names never
-count: a rename makes a checkpoint appear once it is complete, and another one removes it before any part of it is
-deleted (77 is the process that does it):
+count: one rename makes a complete checkpoint appear, and another hides it before any part of it is deleted (77 is the
+pid of the process):
 
     .tmp-final-77  -->  final  -->  .del-final-77  -->  deleted
 
-**The log only grows.** A run that crashed at step 130 and resumes at step 100 writes the lines of steps 101..130 again:
+**The log only grows.** A run that crashed in step 130 and resumes at step 100 writes the lines of steps 100..130 again:
 
     {"step": 129, "loss": 3.1, "digest": "0f.."}
     {"step": 130, "lo                                    <- truncated by the crash; the next launch adds a newline
     {"event": "resumed", "step": 100}
-    {"step": 101, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 101
+    {"step": 100, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 100
 
 Readers take the last line of each step and skip truncated lines. Rejected: cutting the log at a resume. That looks
 tidier, but destroys evidence: a resumed run is checked against the digests in the log.
@@ -88,8 +88,8 @@ def _has_run(path: Path) -> bool:
 
 
 def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
-    """The run directory of a tag, which is tried first, or a path; None stands for the only run. FileNotFoundError and,
-    for None, ValueError list the existing runs."""
+    """The run directory with this tag (tried first) or path; None stands for the only run. FileNotFoundError and, for
+    None, ValueError list the existing runs."""
     runs, root = list_runs(), get_base_dir() / "runs"
     known = ", ".join(runs) or "none"
     if tag_or_path is None:
@@ -129,8 +129,8 @@ def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that a crash leaves either all of it or only a hidden name. ValueError if the path is not
-    that of a checkpoint."""
+    """Delete a checkpoint so that a crash leaves either all of it or only a hidden name. ValueError if the path does
+    not have the name of a checkpoint."""
     if CHECKPOINT_NAME.fullmatch(path.name) is None or path.parent.name != "checkpoints":
         raise ValueError(f"{path}: not deleted, because this is not the name of a checkpoint")
     doomed = path.with_name(f".del-{path.name}-{os.getpid()}")
@@ -160,7 +160,7 @@ def open_folders(run_dir: Path) -> None:
 
 
 def clean_stale(run_dir: Path) -> None:
-    """Remove unfinished saves and deletions of checkpoints; warn of those that cannot be removed, which never count."""
+    """Remove unfinished saves and deletions of checkpoints; warn about those that cannot be removed."""
     parent = run_dir / "checkpoints"
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         if HIDDEN_NAME.fullmatch(path.name):
@@ -256,7 +256,7 @@ class TrainLog:
         except FileNotFoundError:
             raise
         except OSError as e:
-            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); free some space and start "
+            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); free some space and run "
                                    "the same command again") from e
         self._truncated = False
 
@@ -272,7 +272,7 @@ class TrainLog:
 
 
 def is_step(record: dict[str, Any]) -> bool:
-    """Whether a record of a log is the line of a step, not an event."""
+    """Whether a record in a log is the line of a step, not an event."""
     return "event" not in record and type(record.get("step")) is int
 
 
@@ -288,7 +288,7 @@ def iter_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log in the order of steps: for each step its last line, then all events with its number."""
+    """The records of a log, in the order of steps: for each step, its last line, then all events with its number."""
     records = [record for record in iter_log(path) if type(record.get("step")) is int]
     lines = {record["step"]: record for record in records if is_step(record)}
     events = [record for record in records if "event" in record]
@@ -312,10 +312,10 @@ class RowLosses:
     """The loss of every row of every step, in logs/rows/: one file per 10,000 steps, in which each step has a fixed
     place, so that a repeated step overwrites its record.
 
-        record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: live targets
+        record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: numbers of live targets
 
-    R is the number of rows per step. Live targets are uint32 if T is above 65,535. The checksum includes the number of
-    the step. A record that a crash truncated is overwritten when its step is repeated.
+    R is the number of rows per step. Live targets are uint32 if T is above 65,535. The checksum covers the number of
+    the step, too. A record that a crash truncated is overwritten when its step is repeated.
     """
 
     STEPS = 10_000  # per file
@@ -344,8 +344,8 @@ class RowLosses:
                 if f.write(_checksum(step, data) + data) < self.size:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as e:
-            raise OSError(e.errno, f"{path}: the losses of rows cannot be written ({e.strerror}); free some space and "
-                                   "start the same command again, or add --no-row-losses") from e
+            raise OSError(e.errno, f"{path}: row losses cannot be written ({e.strerror}); free some space and "
+                                   "run the same command again, or add --no-row-losses") from e
 
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was recorded, ValueError if
@@ -357,10 +357,10 @@ class RowLosses:
                 f.seek(offset)
                 data = f.read(self.size)
         if len(data) < self.size or not any(data):
-            raise FileNotFoundError(f"{path}: no losses of the rows of step {step}: the run has not trained that step, "
-                                    "or did so with --no-row-losses")
+            raise FileNotFoundError(f"{path}: no row losses for step {step}: the run has not trained that step, or did "
+                                    "so with --no-row-losses")
         if data[:4] != _checksum(step, data[4:]):
-            raise ValueError(f"{path}: the losses of the rows of step {step} are corrupt (wrong checksum), so they "
+            raise ValueError(f"{path}: the row losses for step {step} are corrupt (wrong checksum), so they "
                              "cannot be shown; training does not need them. Delete the file to hide this message")
         record = np.frombuffer(data[4:], self.record)[0]
         return record["nats"].copy(), record["live"].astype(np.int64)
@@ -373,7 +373,7 @@ def _checksum(step: int, data: bytes) -> bytes:
 # ---- cursors ------------------------------------------------------------------------------------
 
 def pack_cursors(step: int, cursors: list[dict[str, Any]]) -> bytes:
-    """The cursors of all lanes after `step`, compressed; equal cursors give equal bytes (without a time stamp)."""
+    """The cursors of all lanes after `step`, compressed without a time stamp: equal cursors give equal bytes."""
     value = {"format_version": CURSORS_VERSION, "step": step, "cursors": cursors}
     return gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0)
 

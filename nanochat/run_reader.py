@@ -53,7 +53,7 @@ class Launch:
     started: dict[str, Any]  # its first event; older logs lack some fields
     first: int  # number of steps done when it began
     last: int  # number of steps done when it ended
-    end: str = ""  # one of ENDS, "killed" (another launch began), or "" if it is the last and has not ended
+    end: str = ""  # one of ENDS, "killed" (another launch began), or "" if the last launch has not ended
     reason: str = ""  # of the end
     events: list[dict[str, Any]] = field(default_factory=list)  # all other events
 
@@ -115,8 +115,8 @@ class RunReader:
                 for name, rows in manifest.get("without", {}).items()}
 
     def files(self) -> Table:
-        """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are of the
-        user's files before any conversion."""
+        """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are those of
+        the user's files, before any conversion."""
         return [(f"{bucket} ({split})", m["root"], len(m["files"]),
                  sum(f.get("own_size", f["size"]) for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
                 for split, buckets in self.manifests.items() for bucket, m in buckets.items()]
@@ -168,7 +168,7 @@ class RunReader:
         return RowLosses(self.run_dir, num_rows=self.config["total_batch_size"] // max(1, T), T=T)
 
     def newest(self, name: str, step: int) -> dict[str, Any] | None:
-        """The newest event of a name at or before a step, None if there is none."""
+        """The newest event with this name at or before a step, None if there is none."""
         return next((event for event in reversed(self.named(name)) if event["step"] <= step), None)
 
     @cached_property
@@ -204,13 +204,13 @@ class RunReader:
 
     @property
     def horizon(self) -> int | None:
-        """Number of steps after which the last launch was to end. Older logs have only the first launch's horizon."""
+        """Number of steps after which the run should end, as of the last launch (in older logs, the first launch)."""
         last = self.launches[-1].started.get("num_iterations") if self.launches else None
         return last if isinstance(last, int) else self.config["derived"].get("num_iterations")
 
     @property
     def train_time_s(self) -> float:
-        """Seconds in steps."""
+        """Seconds spent in steps."""
         return sum(step["step_s"] for step in self.steps)
 
     def median(self, name: str, last: int = 0) -> float:
@@ -224,11 +224,11 @@ class RunReader:
 
     @cached_property
     def val_bpb(self) -> dict[int, float]:
-        """{steps done: bits per byte} of the validations that have them."""
+        """{steps done: bits per byte} for each validation that has a value."""
         return {event["step"]: event["bpb"] for event in self.named("val") if event["bpb"] is not None}
 
     def axes(self) -> dict[str, list[float]]:
-        """{axis: values}: for each logged step its number, and the tokens, FLOPs and hours of training by its end."""
+        """{axis: values}: the number of each logged step, and the tokens, FLOPs and hours of training up to its end."""
         steps, flops = self.steps, self.config["derived"].get("flops_per_token") or 0
         spent_s = accumulate(step["step_s"] for step in steps)
         return {"steps": [step["step"] for step in steps],
@@ -237,8 +237,8 @@ class RunReader:
                 "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)]}
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: for each logged step, its share of the tokens of the last steps (a fiftieth of the run, but at least
-        20)}; empty for a run with one bucket."""
+        """{bucket: shares}: for each logged step, the bucket's share of the tokens in the steps up to it (a fiftieth of
+        the run, at least 20); empty for a run with one bucket."""
         import numpy as np
 
         columns = sorted({name for step in self.steps for name in step if name.startswith("tokens/")})
@@ -257,7 +257,8 @@ class RunReader:
         return read_json(path, EVALUATION) if path.is_file() else {}
 
     def samples(self) -> dict[str, list[str]]:
-        """{time: texts that the model wrote}, the newest of training first, then those of scripts.base_eval."""
+        """{time: texts that the model wrote}: first those from training, newest first, then those of
+        scripts.base_eval."""
         training = {f"after {event['step']:,} steps": event.get("texts") or []
                     for event in self.named("samples")[::-1]}
         return training | {f"at the evaluation, {kind}": texts
@@ -329,12 +330,12 @@ class RunReader:
                            "checkpoint": self.newest_checkpoint() or state["checkpoint"]}
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes it"
-            status |= {"shown": "dead", "reason": f"its state is {state['status']}, but its process is gone; {remedy}"}
+            status |= {"shown": "dead", "reason": f"its status is {state['status']}, but its process is gone; {remedy}"}
         return status
 
     def damaged_tokens(self) -> str:
-        """The error of the first damaged token file that the run reads, empty if there is none. SIGBUS kills a process
-        that reads a memory map of a truncated file, without a message."""
+        """The error for the first damaged token file that the run reads, '' if there is none. SIGBUS kills, without a
+        message, a process that reads a truncated file through a memory map."""
         from nanochat.tokens import open_tokens
 
         try:
@@ -348,7 +349,7 @@ class RunReader:
         return ""
 
 
-# ---- helpers of several commands ----------------------------------------------------------------
+# ---- helpers for several commands ---------------------------------------------------------------
 
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """(name, number) of all numbers in nested mappings; "/" joins nested names."""
@@ -382,5 +383,5 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
     text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} 'cropped %' is of emitted + cropped; 'epochs' counts those begun by any lane.")
+            f"overlap. {verdict} 'cropped %' is a share of emitted + cropped; 'epochs': those that any lane completed.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

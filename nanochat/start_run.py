@@ -16,7 +16,7 @@ How a run starts or resumes: the path from the command line to the first step.
                              tokenizer/, data_manifest.json, plan.json
 
 The result is a `Start`, whose settings are the only ones from then on. Everything before `claim_run` only reads, so a
-refused command leaves no trace. scripts.validate runs everything before it.
+refused command leaves no trace. scripts.validate runs everything before `claim_run`.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
-WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with another "
+WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with a different "
           "curriculum (--model-tag=NAME --init-from={tag} --init-data=continue)")
 
 
@@ -90,12 +90,12 @@ class Start:
     config: dict[str, Any]  # the content of the run's config.json, {} for a new run
     checkpoint: Checkpoint | None  # the run's own; None for step 0
     origin: Checkpoint | None  # of another run: the one that --init-from names, for a new run at step 0
-    cursors: list[dict[str, Any]] | None  # where the data continues, None for its beginning
+    cursors: list[dict[str, Any]] | None  # where the data continues, None for the beginning of the data
     skip: int  # number of steps whose rows `find_data` skips from there
     notices: tuple[str, ...]  # one sentence for each changed setting
     last_owner: bytes  # the record of the launch that last owned the run
     manifests: Manifests  # the files of a new run with --order=lanes, else {}
-    events: dict[str, dict[str, Any]]  # newest logged event of each name; "completed" only of the last launch
+    events: dict[str, dict[str, Any]]  # newest event of each name; "completed" only if the last launch logged it
 
     @property
     def step(self) -> int:
@@ -108,13 +108,13 @@ class Start:
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
 
     def logged(self, event: str) -> dict[str, Any] | None:
-        """The newest event of a name, if it was logged at the step where this launch begins."""
+        """The newest event with this name, if it was logged at the step where this launch begins."""
         record = self.events.get(event)
         return record if record is not None and record["step"] == self.step else None
 
     def over(self) -> tuple[int, str] | None:
         """(exit code, sentence) for a run that has ended; None for one that can continue, such as one that saved
-        `final` but was killed in its last evaluation."""
+        `final` but was killed during its last evaluation."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
@@ -129,8 +129,8 @@ class Start:
 # ---- the command on this machine -----------------------------------------------------------------
 
 def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
-    """(settings, tokenizer): the settings of a command line, completed with what this machine decides. ValueError and
-    FileNotFoundError for settings that cannot work here."""
+    """(settings, tokenizer): the settings of a command line, completed with those that follow from this machine.
+    ValueError and FileNotFoundError for settings that cannot work here."""
     begin_launch(settings.object_storage_cache)
     data_path = str(as_path(settings.data_path or default_data_dir()).expanduser())
     tokenizer = find_tokenizer(settings, data_path)
@@ -166,8 +166,8 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
 # ---- the existing run ----------------------------------------------------------------------------
 
 def inspect_run(settings: Settings, device: torch.device) -> Start:
-    """Collective. Find out how the run of a command starts or resumes, without changing anything. ValueError if a fixed
-    setting changed, if a run exists and --resume=scratch comes without --force, or if another launch trains the run."""
+    """Collective. Find out how a command's run starts or resumes, without changing anything. ValueError if a fixed
+    setting changed, if a run exists and --resume=scratch lacks --force, or if another launch trains the run."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
@@ -175,9 +175,8 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
 
     def check_shared() -> None:
         if is_run_dir(run_dir) and not at_rank0 and settings.resume != "scratch":
-            raise ValueError(f"{run_dir}: the run is on this machine, but not on that of rank 0; share the directory "
-                             f"between the machines, start this one with --node-rank=0, or start over with "
-                             f"--resume=scratch")
+            raise ValueError(f"{run_dir}: the run is on this machine, but not on rank 0's; share the directory between "
+                             f"the machines, give this machine --node-rank=0, or start over with --resume=scratch")
 
     agree(check_shared)
     return on_rank0(lambda: _inspect(run_dir, settings, device))
@@ -229,15 +228,15 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
 
 
 def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:
-    """The checkpoint that --init-from names. `known` describes the one that this run began with, if it has begun;
-    ValueError if that one no longer exists."""
+    """The checkpoint that --init-from names. If this run has begun, `known` describes the checkpoint that it began
+    with; ValueError if that checkpoint no longer exists."""
     checkpoint = find_checkpoint(init_from)
-    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # that run has newer ones now
+    if known is not None and known["checksum"] != checkpoint.trainer_state["checksum"]:  # no longer the newest
         checkpoint = load_checkpoint(checkpoint.path.with_name(known["checkpoint"]))
         if known["checksum"] != checkpoint.trainer_state["checksum"]:
             raise ValueError(f"--init-from={init_from}: this run began with step {known['step']} of {known['run']}, "
-                             f"but {checkpoint.path} is another checkpoint now; restore the old one, or start a new "
-                             f"run with --model-tag=NAME")
+                             f"but {checkpoint.path} is now a different checkpoint; restore the old one, or start a "
+                             f"new run with --model-tag=NAME")
     return checkpoint
 
 
@@ -253,7 +252,7 @@ def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
 # ---- what follows from the settings --------------------------------------------------------------
 
 def build_model(settings: Settings, depth: int | None = None) -> GPT:
-    """The model on the meta device: shapes and types without data. `depth` replaces that of the settings."""
+    """The model on the meta device: shapes and types without data. `depth` overrides that of the settings."""
     config = GPTConfig.from_depth(settings.depth if depth is None else depth, vocab_size=settings.vocab_size,
                                   sequence_len=settings.max_seq_len, aspect_ratio=settings.aspect_ratio,
                                   head_dim=settings.head_dim, window_pattern=settings.window_pattern)
@@ -268,7 +267,7 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
 
 
 def estimate_memory(settings: Settings) -> dict[str, int]:
-    """{part: bytes} of a GPU's memory for resolved settings, see `GPT.estimate_memory`."""
+    """{part: bytes} of the GPU memory that resolved settings need, see `GPT.estimate_memory`."""
     layout = StepLayout(settings.lanes, settings.total_batch_size // settings.max_seq_len,
                         settings.device_batch_size, 0, settings.world_size, settings.leaves)
     leaves = len(layout.leaves)
@@ -280,8 +279,8 @@ def estimate_memory(settings: Settings) -> dict[str, int]:
 
 
 def device_memory(device: torch.device, world_size: int) -> int | None:
-    """Bytes of a GPU's memory that a step may use: the rest is for CUDA, the allocator's losses and, with several
-    processes, NCCL's buffers. None if the device is not a GPU."""
+    """Bytes of a GPU's memory that a step may use: the rest is for CUDA, fragmentation and, with several processes,
+    NCCL's buffers. None if the device is not a GPU."""
     if device.type != "cuda":
         return None
     return int((FIT_ALONE if world_size == 1 else FIT_TOGETHER) * torch.cuda.get_device_properties(device).total_memory)
@@ -294,10 +293,10 @@ def is_tight(settings: Settings, device: torch.device) -> bool:
 
 
 def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
-    """The largest power of two of rows that is at most a leaf and fits into `room` bytes (None: at most 32 rows), not
-    counting pending sums of leaves, which may be on the host. The largest also keeps a GPU busiest: the deterministic
-    attention kernel runs rows x heads blocks in waves of one block per multiprocessor, and twice as many blocks never
-    leave a larger share of the last wave idle."""
+    """The number of rows per forward pass: the largest power of two that is at most a leaf's rows and fits into `room`
+    bytes (None: at most 32 rows), not counting pending sums of leaves, which may be on the host. The largest also
+    keeps a GPU busiest: the deterministic attention kernel runs rows x heads blocks in waves of one block per
+    multiprocessor, and twice as many blocks never leave a larger share of the last wave idle."""
     rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
@@ -316,7 +315,7 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
             ) -> tuple[Settings, Horizon, GPTConfig]:
     """(settings, horizon, shape of the model) with all automatic settings resolved. ValueError for settings that do not
     fit together. Batch size, horizon and learning rates follow from parameter counts, so the model is built without
-    data first. `room`: see `device_memory`. `train`: training files of a new run, which decide its number of lanes."""
+    data first. `room`: see `device_memory`. `train`: training files of a new run, which limit its number of lanes."""
     model = build_model(settings)
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -344,18 +343,18 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
         settings.mix.phase_rows(settings.max_seq_len, lanes)
         budget, total = settings.curriculum_tokens, horizon.total_tokens
         if abs(total - budget) > horizon.total_batch_size and not settings.allow_budget_mismatch:
-            raise ValueError(f"--curriculum: its phases last {budget:,} tokens, but the run {total:,} "
+            raise ValueError(f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
                              f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
-                             f"--num-iterations to train as long as the curriculum, change its durations, or set "
-                             f"allow_budget_mismatch: true in it (or --allow-budget-mismatch)")
+                             f"--num-iterations to train as long as the curriculum lasts, change its durations, set "
+                             f"allow_budget_mismatch: true in it, or add --allow-budget-mismatch")
     return settings, horizon, model.config
 
 
 # ---- data ----------------------------------------------------------------------------------------
 
 def pin_data(settings: Settings) -> Manifests:
-    """The manifests of the files that a new run trains and validates on. FileNotFoundError or ValueError names a file
-    that is missing or unusable."""
+    """The manifests of a new run's training and validation files. FileNotFoundError or ValueError names a file that is
+    missing or unusable."""
     if settings.order == "megatron":
         from nanochat.integrations.megatron_order import find_pairs
 
@@ -369,8 +368,8 @@ def pin_data(settings: Settings) -> Manifests:
 
 def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
     """Collective. Rank 0 pins the files of a new run, or compares the files of an existing run with its pins; then
-    every rank opens them. Returns the start, with its cursors after the rows to skip, and the data. FileNotFoundError
-    or ValueError names a file that is missing, changed or unusable."""
+    every rank opens them. Returns the start, with its cursors moved past the rows to skip, and the data.
+    FileNotFoundError or ValueError names a file that is missing, changed or unusable."""
     settings = start.settings
 
     def pinned() -> Manifests:
@@ -380,8 +379,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
             bare = {bucket: {k: v for k, v in manifest.items() if k != "without"}
                     for bucket, manifest in manifests["train"].items()}
             if leave_out(bare, settings.without_documents) != manifests["train"]:
-                raise ValueError(f"--without-documents={settings.without_documents}: the file changed since this run "
-                                 f"began; restore it, or start a new run with --model-tag=NAME")
+                raise ValueError(f"--without-documents={settings.without_documents}: the file has changed since "
+                                 f"this run began; restore it, or start a new run with --model-tag=NAME")
         return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
 
     manifests = start.manifests or on_rank0(pinned)
@@ -391,8 +390,8 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
             if rank > 0:
                 check_files(manifests)
         except (OSError, ValueError) as e:
-            raise ValueError(f"{e}; every machine of a launch reads the data itself: copy or mount the same files on "
-                             "this one under the same path") from e
+            raise ValueError(f"{e}; every machine of a launch reads the data itself: copy or mount the same files "
+                             "under the same path on this machine") from e
         return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)
@@ -401,9 +400,9 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
-    """The cursors of all lanes where this launch begins to read, None for the beginning of the data. They continue
-    those of another run (--init-data=continue) and skip rows by packing them (--skip-steps). ValueError if the data or
-    the other run does not fit the settings."""
+    """The cursors of all lanes where this launch begins to read, None for the beginning of the data. For
+    --init-data=continue, they come from the other run; for --skip-steps, the skipped rows are packed here. ValueError
+    if the data or the other run does not fit the settings."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
     open_stream(config, data.train, [], tokenizer=fingerprint)  # checks that the data fits the settings
     if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
@@ -422,13 +421,13 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     with contextlib.closing(stream):
         for _ in range(start.skip):
             if len(stream.next_rows(rows)) < rows * config.V:
-                raise ValueError(f"--skip-steps={start.skip}: the data has fewer steps; skip fewer")
+                raise ValueError(f"--skip-steps={start.skip}: the data ends before that; skip fewer steps")
         return stream.cursors()
 
 
 def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     """(data, stream settings, resolved settings) of a run, from its directory alone. The files on disk are compared
-    with their pins first. FileNotFoundError if the run has pinned none."""
+    with their pins first. FileNotFoundError if the run has pinned no files."""
     settings, manifests = Settings.from_json(read_config(run_dir)), read_manifests(run_dir / DATA_MANIFEST)
     begin_launch(settings.object_storage_cache)
     if not manifests:
@@ -441,9 +440,9 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
 # ---- the first files are written -----------------------------------------------------------------
 
 def claim_run(start: Start, data: RunData) -> Owner:
-    """Rank 0: make and print the plan, become the run's owner, and write its directory. ValueError, before anything is
-    written, if the plan shows that the run would halt, unless --plan=warn. config.json, written last, holds the
-    resolved settings and, for readers, the figures derived from them."""
+    """Rank 0: make and print the plan, become the run's owner, and write its directory. Unless --plan=warn, ValueError
+    before anything is written if the plan shows that the run would halt. config.json, written last, holds the resolved
+    settings and, for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
     # planning `binned` rows finds entries that are longer than a row now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
@@ -453,7 +452,7 @@ def claim_run(start: Start, data: RunData) -> Owner:
         plan = rehearse(start, data)
     elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
         warn_about_data(start, data)
-    # this shuffles Megatron's order, once for all ranks, which then read the tables in the index cache
+    # shuffles Megatron's order once for all ranks, which then read its tables from the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
     if settings.resume == "scratch" and is_run_dir(run_dir):
@@ -494,7 +493,7 @@ def warn_about_data(start: Start, data: RunData) -> None:
 
 
 def derive(start: Start) -> dict[str, Any]:
-    """{name: figure} of the figures that follow from the settings."""
+    """{name: figure} for the figures that follow from the settings."""
     model, horizon = build_model(start.settings), start.horizon
     flops = model.estimate_flops()
     return {"num_iterations": horizon.num_iterations, "total_tokens": horizon.total_tokens,
@@ -522,14 +521,14 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing is saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
-                         f"{settings.device_batch_size}), or add --activation-checkpointing, and start the same "
+                         f"{settings.device_batch_size}), or add --activation-checkpointing, and run the same "
                          f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
 
 
 def print_split(start: Start, data: RunData) -> None:
-    """Print which files validate, which train, and about how often this run reads them."""
+    """Print the validation files, the training files, and about how many times this run goes through the latter."""
     settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
-    if any("documents" in manifest for manifest in val.values()):  # both are parts of the same files
+    if any("documents" in manifest for manifest in val.values()):  # both splits are in the same files
         print0(f"data: {len(files_of(train))} .bin file(s), whose documents --split={settings.split} divides into "
                f"training, validation and test")
         return
@@ -545,8 +544,8 @@ def print_split(start: Start, data: RunData) -> None:
 
 
 def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
-    """Print what is about to run: the settings on the command line or in its --config file (`typed`) that are not
-    defaults, and the values that follow from them, the data and this machine."""
+    """Print what is about to run: settings from the command line or its --config file (`typed`) that differ from the
+    defaults, and the values that follow from these, the data and this machine."""
     settings = start.settings.differing()
     print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
     worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
@@ -560,14 +559,14 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but not the "
-               f"same bits as with a number that does (--leaves is chosen when a run starts)")
+               f"same bits as with a number of processes that does (--leaves is fixed when a run starts)")
     if layout.dead_share > 0.1:
-        print0(f"note: {layout.dead_share:.0%} of the computed rows are dead; a --device-batch-size that divides the "
-               f"{layout.rows_per_step // layout.num_blocks} rows of a leaf wastes none")
+        print0(f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
+               f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf")
     if start.settings.data_format in ("shards", "megatron") and not is_remote(start.settings.data_path or ""):
-        print0(f"note: token files are read through memory maps; if SIGBUS kills this process, a file was truncated: "
-               f"scripts.status {start.run_dir.name} and the next launch name it, and NANOCHAT_READER=pread turns it "
-               f"into an ordinary error")
+        print0(f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
+               f"scripts.status {start.run_dir.name} and the next launch name the file. NANOCHAT_READER=pread turns "
+               f"the signal into an ordinary error")
     for notice in start.notices:
         print0(f"changed: {notice}")
     if start.checkpoint is not None:

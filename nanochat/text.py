@@ -50,14 +50,14 @@ FIXED = "decides which tokens come in which order"  # why a run may not change t
 
 @dataclass(frozen=True)
 class TextSettings:
-    """which documents of text files are read"""
+    """which documents to read from text files"""
 
     text_field: str = setting(TEXT_FIELD, "parquet column or jsonl field that holds the text; a.b: field b of a",
                               metavar="NAME", fixed=FIXED)
     min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
-    val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last "
-                                       "file", metavar="F", fixed=FIXED)
-    strict: bool = setting(False, "stop at a broken line of jsonl instead of skipping it")
+    val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last file",
+                                  metavar="F", fixed=FIXED)
+    strict: bool = setting(False, "stop at a broken jsonl line instead of skipping it")
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *names: str) -> None:

@@ -77,8 +77,8 @@ FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 TRIAL = "a text, 1\n"  # encoded once when a tokenizer is opened
 MAX_IDS = 1 << 24  # tables have one entry per id, so a forged size must not fill memory
-TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json of Hugging Face; .model of SentencePiece; tokenizer.pkl of "
-                  "nanochat; a name of tiktoken's (gpt2, ...); ids:VOCAB:EOD for token files alone")
+TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json from Hugging Face; .model from SentencePiece; tokenizer.pkl "
+                  "from nanochat; name of a tiktoken encoding (gpt2, ...); ids:VOCAB:EOD if there are only token files")
 EOD_HELP = "the token that separates documents (text or id), if the tokenizer's files do not name it"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str}  # of every tokenizer.json

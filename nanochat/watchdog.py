@@ -8,18 +8,18 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
     heartbeat      each second: publishes {count, at, late} in the launch's store and reads the verdict;
                    on rank 0 it also judges, writes the run's state, and checks that the run is still ours
     timer          ends the process on a verdict, or if the main thread and rank 0's heartbeat both hang.
-                   It uses neither disk nor store, so nothing stops it
+                   It uses neither disk nor store, so nothing can block it
 
     rank 0  count 36  step 18 (reduction)     rank 3 has the smallest count and is late, so it hangs, and the
-    rank 1  count 36  step 18 (reduction)     others wait for it. A rank that publishes nothing any more is
+    rank 1  count 36  step 18 (reduction)     others wait for it. If a rank no longer publishes anything, it is
     rank 3  count 35  step 18                 stopped, or its machine is dead.
 
-- The stated time: the limit, up to 30 s while rank 0 listens, and up to 30 s to agree and leave. The limit
-  is `timeout_s`; `first_timeout_s` until the second step (compilation); or the patience of the last beat.
+- The stated time is the limit, plus up to 30 s in which rank 0 listens, plus up to 30 s to agree and leave. The limit
+  is `timeout_s` or, if longer, `first_timeout_s` until the second step (compilation) or the last beat's patience.
 - All ranks make the same beats in the same order. Ranks are compared by counts, never by the clocks of two machines.
   A rank that works alone for a long time calls `beat()` without a step, which is not counted.
 - The first verdict in the store counts, and all ranks leave with it: by os._exit(1) if the main thread may be
-  anywhere. Rank 0 prints and records it (rank 1 prints it if it blames rank 0); a rank that hangs prints its stacks.
+  anywhere. Rank 0 prints and records it (rank 1 prints one that blames rank 0); a rank that hangs prints its stacks.
   A rank that fails with an exception leaves its error as the verdict.
 
 Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was stopped, so `fg`
@@ -43,12 +43,12 @@ VERDICT = "verdict"
 ANSWER_S = 10.0  # how long the store may take to answer
 LATE_S = 30.0  # how much later than rank 0 another rank may reach the end of a run
 PAUSED_S = 10.0  # how late the timer may wake up on a busy machine
-UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # stands for a rank that never published
+UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # for a rank that has not published
 
 
 def open_store(world_size: int) -> Any:
-    """A client of this launch's store (MASTER_ADDR, MASTER_PORT), or None for a single process. Called after the
-    process group exists; its own client will not do, because the main thread may lock it."""
+    """A client of this launch's store (MASTER_ADDR, MASTER_PORT), or None for a single process. Call it once the
+    process group exists. The group's own client will not do, because the main thread may hold its lock."""
     if world_size == 1:
         return None
     import torch.distributed as dist
@@ -62,7 +62,7 @@ class Watchdog:
     """One per rank; a context around all of training.
 
     store: from `open_store`. ranks: the values of `lifecycle.identify` on each rank, in rank order.
-    refresh: the heartbeat calls it about once a second; it may use the disk. '' or why the launch must end.
+    refresh: called by the heartbeat about once a second; may use the disk. Returns '', or why the launch must end.
     on_failure: called with the verdict on each rank, from any thread, before the process ends.
     """
 
@@ -88,8 +88,8 @@ class Watchdog:
     # ---- the main thread
 
     def beat(self, step: int | None = None, where: str = "", patience_s: float = 0.0) -> None:
-        """The main thread is alive and, with a step, has reached a new point that all ranks reach. The way to the next
-        point may take `patience_s`, or the limit if that is more."""
+        """Report that the main thread is alive and, if `step` is given, at a new point that all ranks reach. It may
+        take `patience_s` to the next point, or the limit if that is longer."""
         if step is not None:
             self._first_step = step if self._count == 0 else self._first_step
             self._count += 1
@@ -104,8 +104,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """The end of training, good or bad. An error of one rank of several becomes a verdict, which is printed once;
-        only a bug keeps its traceback."""
+        """The end of training, good or bad. If there are several ranks, an error becomes a verdict, which is printed
+        once; only a bug keeps its traceback."""
         self._over.set()
         self._timer.join()  # ends the process if it has reached a verdict
         if not isinstance(error, Exception) or len(self.ranks) == 1:
@@ -127,8 +127,8 @@ class Watchdog:
     # ---- the heartbeat
 
     def _heartbeat(self) -> None:
-        """Rounds, until this rank has left. Rank 0, whose process may host the store, stays until the others have left
-        or are gone."""
+        """Repeat rounds until this rank has left. Rank 0, whose process may host the store, stays until the others
+        have left or are gone."""
         while not self._round():
             self._ours = self._ours or self._refresh() or self._judge()
             self._last_round = time.monotonic()
@@ -136,7 +136,7 @@ class Watchdog:
             self._wake.clear()
 
     def _round(self) -> bool:
-        """Publish this rank's record, read the others', and settle the verdict. Whether this was the last round."""
+        """Publish this rank's record, read the others', and settle the verdict. Returns whether this was the last."""
         self._published[self.rank] = {"count": self._count, "at": self._at, "late": self._idle() > self._limit(),
                                       "left": self._left}, self._clock
         if self._store is not None:
@@ -154,13 +154,13 @@ class Watchdog:
         return self._left
 
     def _exchange(self, store: Any) -> bool:
-        """`_round` with a store. A rank reads another's record only if that process is gone, if rank 0 waits for it to
-        leave, or, where one of the two is rank 0, if this rank is late itself."""
+        """`_round` with a store. This rank reads another's record only if that process is gone, if this is rank 0 and
+        waits for the others to leave, or if this rank is late and one of the two is rank 0."""
         ours, num_present = self._published[self.rank][0], 0
         left, late = ours["left"], ours["late"]
         store.set(f"rank/{self.rank}", json.dumps({**ours, "clock": time.monotonic()}))
         for rank, process in enumerate(self.ranks):
-            gone = rank in self._local and not is_alive_here(process)  # asked before the store: it may leave in between
+            gone = rank in self._local and not is_alive_here(process)  # before the store: it may leave in between
             listens = gone or (self.rank == 0 and left) or (late and 0 in (rank, self.rank))
             if rank == self.rank or not listens:
                 continue
@@ -179,8 +179,8 @@ class Watchdog:
         return left and (self.rank > 0 or not num_present)
 
     def _judge(self) -> str:
-        """On rank 0, once its main thread has been over its limit for `silence_s`, while it listened to the others:
-        which rank is to blame? '' if it waits for ranks that work."""
+        """The verdict: which rank is to blame; '' if rank 0 waits for ranks that work. Only rank 0 judges, and only
+        after its main thread has been over its limit for `silence_s`, while it listened to the others."""
         now, idle, world_size = self._clock, self._idle(), len(self.ranks)
         if self.rank > 0 or idle <= self._limit() + self.silence_s or (self._store is None and world_size > 1):
             return ""
@@ -213,7 +213,7 @@ class Watchdog:
     # ---- the timer
 
     def _watch(self) -> None:
-        """Count the seconds in which this process ran, and end it if it must end."""
+        """Count the seconds in which this process was not stopped, and end the process on a verdict."""
         before = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()
@@ -246,7 +246,7 @@ class Watchdog:
         return verdict
 
     def _leave(self, within_s: float) -> None:
-        """Wait until the heartbeat has published that this rank leaves, or hangs."""
+        """Wait until the heartbeat has published that this rank leaves, or until the heartbeat hangs."""
         self._left, end = True, time.monotonic() + within_s
         self._wake.set()
         while self._heart.is_alive() and time.monotonic() < min(end, self._last_round + ANSWER_S):

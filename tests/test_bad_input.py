@@ -124,7 +124,7 @@ DATA = [  # (command line, files, words)
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "dat"}, ("'dat'", "did you mean data?")),
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "data" + "\nallow: 1"}, ("mix.yaml", "unknown key")),
     ("base_train --curriculum=mix.yaml --num-iterations=10", {"mix.yaml": MIX % "data"},
-     ("its phases last 4,096 tokens, but the run 5,120", "allow_budget_mismatch: true")),
+     ("its phases add up to 4,096 tokens, but the run trains on 5,120", "allow_budget_mismatch: true")),
     ("validate --lanes=5", {}, ("lanes",)),
     ("validate --tokenizer=data", {}, ("tokenizer",)),
 ]
@@ -173,8 +173,8 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("d12", ("d12: not a flag; use --model-tag=d12 to name a run",)),
     ("--init-from=nobody", ("nobody", "run")),
     ("--init-from=run@5", ("'5'", "checkpoint-6, checkpoint-4")),
-    ("--init-from=run --depth=3", ("another architecture", "no weight was loaded", "--model-tag", "n_layer")),
-    ("--init-from=run --head-dim=6", ("another architecture", "n_head")),
+    ("--init-from=run --depth=3", ("a different architecture", "no weights were loaded", "--model-tag", "n_layer")),
+    ("--init-from=run --head-dim=6", ("a different architecture", "n_head")),
     ("--init-from=run --lanes=8 --init-data=continue", ("--init-data=continue", "another stream", "--init-data=fresh")),
     ("--init-from=run --long-docs=split --init-data=continue", ("--init-data=continue", "long_docs")),
 ]] + [
@@ -200,7 +200,7 @@ RESUMED = [  # an unfinished run that is not resumed
 ]
 
 READERS = [
-    *((f"{script} --run=d12", {}, ("--run: the name of a run takes no flag; write d12 instead of --run=d12",))
+    *((f"{script} --run=d12", {}, ("--run: pass the run's name without a flag: write d12 instead of --run=d12",))
       for script in ("sample", "base_eval", "report", "infer_bench", "status")),
     ("status d2", {}, ("no run 'd2'",)),
     ("status run", {STATE: "{"}, ("run_state.json: not valid JSON",)),
@@ -451,7 +451,7 @@ def test_a_mapped_file_that_is_truncated_under_a_run_is_named_by_its_status_and_
                            num_iterations=2000)
     assert group.wait() == [-signal.SIGBUS]
     output = group.text()
-    assert "a file was truncated: scripts.status new and the next launch name it" in output
+    assert "a file was truncated: scripts.status new and the next launch name the file" in output
     assert "Fatal Python error: Bus error" in output and "nanochat/tokens.py" in output
     assert status.main(["new"]) == 0 and f"its process is gone; {path}: " in capsys.readouterr().out
     assert str(path) in training.refuse(**flags)

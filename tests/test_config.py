@@ -58,7 +58,7 @@ def test_help_shows_each_flag_with_its_default():
 
 
 @pytest.mark.parametrize(("argv", "error"), [
-    (["--init-optimizer"], "name it with --init-from=RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
+    (["--init-optimizer"], "name that other run with --init-from=RUN"), (["--skip-steps=-1"], "--skip-steps: got -1"),
     (["--max-grad-norm=0"], "--max-grad-norm: got 0.0"),
     (["--walltime-reserve-seconds=-1"], "--walltime-reserve-seconds: got -1.0, expected at least 0"),
     (["--collective-timeout-seconds=0"], "--collective-timeout-seconds: got 0.0, expected a number above 0"),
@@ -144,12 +144,12 @@ BAD_YAML = [
     ("config: b", "--config: unknown flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
     ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
     ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),
-    ("[" * 100_000, "more than 20 lists and mappings"), ("a" * 2**20, "more than 524,288 bytes"),
+    ("[" * 100_000, "lists and mappings nested more than 20"), ("a" * 2**20, "more than 524,288 bytes"),
     ("depth: 1:00", "--depth: invalid int value: '1:00'"), (LAUGHS, "the alias *a"), (f"depth: 3\n{LAUGHS}", "alias"),
     ("- " + LAUGHS.replace("\n", "\n  "), "the alias *a"),
     (None, "No such file or directory; expected a file of flags")]
 BAD_TOML = [
-    ("depth" + ".a" * 3000 + " = 1", "more than 20 lists and mappings"), ("depth = " + "[" * 9000, "recursion"),
+    ("depth" + ".a" * 3000 + " = 1", "lists and mappings nested more than 20"), ("depth = " + "[" * 9000, "recursion"),
     ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"), ("depth = 2020-01-01", "invalid int value"),
     ("depth 3", "expected YAML, or TOML in a .toml file"), ("depth.a.a = 1", "--depth: invalid int value")]
 
@@ -204,7 +204,7 @@ def test_a_refusal_lists_the_differences_and_the_remedies():
     assert "--init-from" not in text, "weights of another shape do not fit"
     assert "--depth: the run has 20, this launch 6 (decides the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
-    with pytest.raises(ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this one"):
+    with pytest.raises(ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this run"):
         resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
 
 

@@ -168,7 +168,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
 
 @pytest.mark.parametrize("text, message", [
     ("", "the file: expected an object, got null"), ("curriculum:\n  - [unclosed\n", "not valid YAML"),
-    (b"curriculum: \xff\xfe", "not valid YAML"), ("[" * 200_000, "more than 20 lists"),
+    (b"curriculum: \xff\xfe", "not valid YAML"), ("[" * 200_000, "nested more than 20 deep"),
     (ONE + "---\n" + ONE, "not valid YAML"),
     ("curriculum: !!bool [1]", "not valid YAML"), ("curriculum: !!python/object:os.system {}", "not valid YAML"),
     ("curriculum: !!int ''\n", "not valid YAML .*the tag !!int"), ("a: &a [1]\nb: *a\n", "line 2: the alias"),

@@ -189,7 +189,7 @@ def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):
-        refuse(mix, f"its phases last {5 * STEP:,} tokens, but the run {steps_ * STEP:,}",
+        refuse(mix, f"its phases add up to {5 * STEP:,} tokens, but the run trains on {steps_ * STEP:,}",
                "allow_budget_mismatch: true", num_iterations=steps_)
     allowed = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="allowed.yaml", allow_budget_mismatch="true")
     succeed(mix, num_iterations=1, allow_budget_mismatch=True, model_tag="by-flag")

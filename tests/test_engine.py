@@ -191,7 +191,7 @@ def test_load_model_refuses_mismatched_and_missing_files(run):
     config = json.loads((final / MODEL_CONFIG_NAME).read_text())
     (final / MODEL_CONFIG_NAME).write_text(json.dumps({**config, "n_embd": 36}))
     reseal(final)
-    with pytest.raises(ValueError, match="another architecture"):
+    with pytest.raises(ValueError, match="a different architecture"):
         load_model(final, "cpu")
     with pytest.raises(FileNotFoundError, match="existing runs: run"):
         load_model("huge", "cpu")

@@ -183,7 +183,7 @@ def test_corrupt_or_missing_losses_are_one_sentence(caplog):
     data[-1] ^= 1
     file.write_bytes(data)
     last = f"--step={STEPS - 1}"
-    with pytest.raises(ValueError, match=f"losses of the rows of step {STEPS - 1} are corrupt"):
+    with pytest.raises(ValueError, match=f"row losses for step {STEPS - 1} are corrupt"):
         inspect_data.main(["rows", "text", last, "--sort=loss"])
     [use, *_] = json_lines("rows", "text", last)[0]["documents"]
     [found] = json_lines("find", "text", f"--document={use['file']}:{use['document']}")

@@ -104,8 +104,9 @@ def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == [130]
     err = capfd.readouterr().err
-    assert "; press Ctrl-C again after a second to exit at once without saving\n" in err
-    assert err.count("finishing the step") == 1 and err.endswith("\nsecond SIGINT: exiting at once without saving\n")
+    assert "; wait one second and press Ctrl-C again to exit immediately without saving\n" in err
+    assert err.count("finishing the step") == 1
+    assert err.endswith("\nsecond SIGINT: exiting immediately without saving\n")
 
 
 # ---- walltime and the flag file --------------------------------------------------------------------------------------
@@ -555,7 +556,7 @@ def test_however_launches_interleave_an_owner_has_the_run_that_it_inspected(acti
                     version = versions
                 except ValueError as e:
                     assert current or (inspected_version != version
-                                       and "owned this run a moment ago; start the command again" in str(e)), e
+                                       and "owned this run a moment ago; run the command again" in str(e)), e
                     assert fingerprint(run_dir) == before and run_dir.exists() == bool(before)
             elif action == "end" and actor in owners:
                 owners.pop(actor).release()

@@ -134,7 +134,7 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
     """Regression: Megatron's own list, 30,PREFIX,70,PREFIX, was rejected with the flags to write instead."""
     first, second = workplace["data_path"].split(",")
     both = {**workplace, "data_path": f"30,{first},70.0,{second}"}
-    assert "has weights, too; give only one of them" in training.refuse(**both)
+    assert "also has weights; remove one of the two" in training.refuse(**both)
     succeed(**{**both, "blend_weights": None, "num_iterations": 2, "eval_every": -1})
     config = read_json(run_dir() / "config.json")
     assert (config["data_path"], config["blend_weights"]) == (workplace["data_path"], [30, 70])

@@ -169,8 +169,8 @@ def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace)
     shutil.copytree(training.run_dir(), other(workplace) / "runs" / "run")
     shutil.rmtree(training.run_dir())
     assert error_of(start(workplace, other(workplace), **paths(workplace), **SHORT)) == (
-        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is on this machine, but not on that of rank 0; "
-        "share the directory between the machines, start this one with --node-rank=0, or start over with "
+        f"rank 1 on host {HOST}: {other(workplace)}/runs/run: the run is on this machine, but not on rank 0's; "
+        "share the directory between the machines, give this machine --node-rank=0, or start over with "
         "--resume=scratch")
     assert not training.run_dir().exists()
 

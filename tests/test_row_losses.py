@@ -69,7 +69,7 @@ def test_verify_checks_the_losses_of_every_logged_step(capsys):
     file.write_bytes(data)
     assert verify.main(["verified"]) == 1
     out = capsys.readouterr().out
-    assert f"PROBLEM {file}: the losses of the rows of step {STEPS - 1} are corrupt" in out
+    assert f"PROBLEM {file}: the row losses for step {STEPS - 1} are corrupt" in out
     assert f"losses of the rows of {STEPS - 1} steps OK" in out
 
 
@@ -77,7 +77,7 @@ def test_a_run_without_losses_of_rows_has_the_same_weights():
     training.succeed(model_tag="with")
     training.succeed(model_tag="without", row_losses=False)
     assert weights("with") == weights("without")
-    with pytest.raises(FileNotFoundError, match=r"no losses of the rows of step 0.*--no-row-losses"):
+    with pytest.raises(FileNotFoundError, match=r"no row losses for step 0.*--no-row-losses"):
         losses("without").read(0)
 
 
@@ -91,7 +91,7 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
         nats, live = kept.read(step)
         assert nats.tolist() == [step, 0.5, 2.0] and live.tolist() == [70_000, 0, 1]
     for step in (1, 10_000, 10_002, 30_000):  # between two records, before the first, after the last, no file
-        with pytest.raises(FileNotFoundError, match=f"no losses of the rows of step {step}: "):
+        with pytest.raises(FileNotFoundError, match=f"no row losses for step {step}: "):
             kept.read(step)
     file = kept.folder / "step-00010000.bin"
     data = bytearray(file.read_bytes())
@@ -102,8 +102,8 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
     assert kept.read(10_001)[0].tolist() == [1.0, 2.0, 3.0]
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match="rows of step 10001 are corrupt"):
+    with pytest.raises(ValueError, match="row losses for step 10001 are corrupt"):
         kept.read(10_001)
     file.write_bytes(data[kept.size:] * 3)  # a valid record of another step
-    with pytest.raises(ValueError, match="rows of step 10000 are corrupt"):
+    with pytest.raises(ValueError, match="row losses for step 10000 are corrupt"):
         kept.read(10_000)

@@ -191,7 +191,7 @@ def test_exit_codes_and_json_agree(base, capsys, name, start, code):
     process = identify() if start is None else {**identify(), "start": start}
     path = fake_run(base, "d1", name, reason="why not", ranks=[process])
     assert status.main(["d1", "--exit-code"]) == code
-    assert (f"its state is {name}" if start else "why not") in capsys.readouterr().out
+    assert (f"its status is {name}" if start else "why not") in capsys.readouterr().out
     assert status.main([str(path), "--json"]) == 0
     entry = json.loads(capsys.readouterr().out)
     assert (entry["status"], entry["exit_code"], entry["run"]) == (name, code, str(path))

@@ -241,7 +241,7 @@ def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained
     truncate(kept / "step-00000004.json.gz", 9)
     keep_cursors(trained, 6, pack_cursors(7, []))
     assert run(capsys, trained)[:2] == (1, [
-        f"{folder}/final/{lanes}: holds cursors of step 4, but trainer_state.json is of step 8",
+        f"{folder}/final/{lanes}: holds cursors for step 4, but trainer_state.json is for step 8",
         f"{kept}/step-00000004.json.gz: corrupt or truncated (EOFError)",
         f"{kept}/step-00000006.json.gz: it holds the cursors of step 7; delete it"])
 

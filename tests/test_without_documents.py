@@ -83,7 +83,7 @@ def test_the_list_is_pinned_with_the_data_and_bad_lines_are_one_sentence(tmp_pat
     pinned = json.loads((training.run_dir() / "data_manifest.json").read_text())["train"]["data"]["without"]
     assert pinned == {name: None}
     path.write_text(f"{name}:3\n")
-    assert "the file changed since this run began" in training.refuse(num_iterations=4, without_documents=path)
+    assert "the file has changed since this run began" in training.refuse(num_iterations=4, without_documents=path)
     path.unlink()
     training.succeed(num_iterations=4, without_documents=path)
     assert "--without-documents" in training.refuse(num_iterations=6), "the run has a list of its own"

@@ -82,7 +82,7 @@ class GPTConfig:
     @classmethod
     def from_depth(cls, depth: int, *, vocab_size: int, sequence_len: int, aspect_ratio: int = 64,
                    head_dim: int = 128, window_pattern: str = "SSSL") -> "GPTConfig":
-        """The shape for a depth, the one dial: width = depth * aspect_ratio, rounded up to whole heads."""
+        """The shape for a given depth, the one dial: width = depth * aspect_ratio, rounded up to whole heads."""
         if min(depth, aspect_ratio, head_dim) < 1:
             raise ValueError(f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, {head_dim}, expected >= 1")
         n_embd = _round_up(depth * aspect_ratio, head_dim)
@@ -426,7 +426,7 @@ class GPT(nn.Module):
 
     def estimate_flops(self) -> int:
         """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a matrix product
-        (embeddings have none), and for attention 12 per layer, channel and visible token."""
+        (so none for embeddings), and for attention 12 per layer, channel and visible token."""
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         visible = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
         return 6 * matmuls + 12 * self.config.n_embd * visible

@@ -73,9 +73,9 @@ VARIANCE_FLOOR = 1e-10
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     """The approximate orthogonal polar factor of G: U V^T for G = U S V^T.
 
-    G: (rows, cols), float32 or bfloat16, any scale; returns the same shape and dtype, computed in that dtype. After 5
-    steps, singular values above 1e-3 of the Frobenius norm are within 0.14 of 1. Steps beyond the table repeat its last
-    row.
+    G: (rows, cols), float32 or bfloat16, of any scale. The result has the same shape and dtype, and is computed in that
+    dtype. After 5 steps, singular values above 1e-3 of the Frobenius norm are within 0.14 of 1. Further steps repeat
+    the last row of the table.
     """
     tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # so the Gram matrix below is the smaller of the two
@@ -118,8 +118,8 @@ def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_mom
                 lr: float | Tensor, momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
                 grad_scale: Tensor, live: Tensor, ns_steps: int = 5,
                 polar_dtype: torch.dtype = torch.float32) -> None:
-    """One Muon step for one matrix, in place on `param` and both buffers; it depends on its arguments alone. Source:
-    https://kellerjordan.github.io/posts/muon/ and the papers cited above for its steps.
+    """One Muon step for one matrix, in place on `param` and both buffers; a pure function of its arguments. Source:
+    https://kellerjordan.github.io/posts/muon/ and the papers cited above.
 
     param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32; second_momentum_buffer: see
     `reduce_variance`. The gradient is multiplied by `grad_scale`. If `live` is 0, nothing changes.
@@ -154,7 +154,7 @@ def adamw_rates(*, lr: float, betas: tuple[float, float], eps: float, weight_dec
 def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
                  weight1: Tensor, weight2: Tensor, bias2: Tensor, eps: Tensor, keep: Tensor,
                  rate: Tensor, grad_scale: Tensor, live: Tensor) -> None:
-    """One AdamW step, in place on `param` and both averages; it depends on its arguments alone. Source: arXiv
+    """One AdamW step, in place on `param` and both averages; a pure function of its arguments. Source: arXiv
     1711.05101, with the formula of torch.optim.AdamW.
 
     param: any shape, float32 or bfloat16; the other three tensors: the same shape, float32. The gradient is multiplied
@@ -204,10 +204,9 @@ class MuonAdamW(torch.optim.Optimizer):
     param_1, ...). `lr`, `weight_decay` and Muon's `momentum` may change at any time; `initial_lr` is the lr at
     construction unless given. Create the process group first, and pass the same groups on every rank.
 
-    reduce: how gradients are added over ranks (default: inside each node of the torchrun launch, then across nodes).
-    compiled: fuse each update with torch.compile (default: on CUDA); a model that needs more graphs than torch caches
-    raises an error instead of slowing down. polar_dtype: the dtype of `polar_express`. Raises ValueError for an
-    incomplete group.
+    reduce: how gradients are added over ranks (default: inside torchrun's nodes, then across them). compiled: fuse each
+    update with torch.compile (default: on CUDA); a model that needs more graphs than torch caches raises an error
+    instead of slowing down. polar_dtype: the dtype of `polar_express`. Raises ValueError for an incomplete group.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,

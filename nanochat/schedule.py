@@ -18,7 +18,7 @@ The scaling rules and their constants are those of nanochat's scripts/base_train
   - the best batch size grows as D^0.383 with the number of tokens D (arxiv.org/abs/2505.13738);
   - the learning rate for batches of B tokens is multiplied by sqrt(B / B_ref);
   - to keep the time scale of weight decay, B / (lr * wd * D), the decay is multiplied by sqrt(B / B_ref) * D_ref / D
-    (arxiv.org/abs/2405.13698). D_ref / D is computed from numbers of parameters, of which D is a multiple.
+    (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts, because D is a multiple of the count.
 
 If warmup and warmdown overlap (short runs), the lower curve counts. If warmup won until its last step, the curve would
 jump there, and a run shorter than its warmup would end at a high rate.
@@ -165,5 +165,5 @@ class Schedule(ScheduleSettings):
                 group["weight_decay"] = self.peak_weight_decay * self.weight_decay(step)
 
     def state(self) -> dict[str, Any]:
-        """The schedule as plain values. Checkpoints have them for reference: a resumed run uses its settings."""
+        """The schedule as plain values. They are saved for reference only: a resumed run uses its settings."""
         return {"format_version": 1, **asdict(self)}

@@ -4,7 +4,7 @@ Training outside the loop: step totals, saves, the log, and the state that a run
     a step     each rank has: the gradients of its rows, the loss and live targets of each row, its part of the digest,
                and flags: out of rows, stop requested, the last save failed, a save is due
                one small reduction adds up all of this except the gradients
-               loss of the step = sum of losses / live targets, over all ranks: the same bits for any split of leaves
+               loss of the step = sum of losses / live targets, over all ranks: the same bits wherever the leaves run
 
 So all ranks agree after every step on whether to continue, at the price of a reduction that the loss needs anyway. The
 host reads the result only after it has launched the update, so a GPU never waits for Python:
@@ -72,7 +72,7 @@ SAVE_EVERY_S = 1800.0  # with --save-every=-1: the most training time that a cra
 
 
 class Stop(Exception):
-    """Ends the run before its horizon. All ranks raise it together, after the same step. `status`: "stopped" on
+    """Ends the run before its horizon. All ranks raise this together, after the same step. `status`: "stopped" on
     request, "halted" if a person must decide how to continue. `more`: extra entries for the run's last checkpoint."""
 
     def __init__(self, reason: str, status: str = "stopped", **more: Any) -> None:

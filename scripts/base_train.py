@@ -119,9 +119,8 @@ def loop(run: Trainer) -> int:
             raise SystemExit(1) from e  # rank 0 prints the error
         checkpoints = list_checkpoints(run.start.run_dir)
         kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
-        raise ValueError(f"{e}. The run stopped without applying this step, and {kept}. Start a new run with lower "
-                         f"learning rates (--model-tag NAME), or one that skips these rows (--init-from, "
-                         f"--skip-steps)") from e
+        raise ValueError(f"{e}. The step was not applied, and {kept}. Start a new run with lower learning rates "
+                         f"(--model-tag NAME), or one that skips these rows (--init-from, --skip-steps)") from e
     run.journal.end("completed")
     peak = peak_memory(run.loader.device)
     memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"

@@ -21,7 +21,7 @@ is the step taken after k others; checkpoint k is saved after k steps. For two d
 and bits per byte at the same numbers of tokens.
 
 **Equal** means equal bits; for everything else the size of the difference is printed. The exit code is 0 if everything
-that both runs have is equal, else 1, even if the same rows only came from different files (a text and its shards).
+that both runs have is equal, else 1, even if only the files behind equal rows differ (a text and its shards).
 """
 
 import argparse
@@ -246,7 +246,7 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     corrupt = sum(note.startswith("skipped") for note in notes)
     end = f"; {corrupt} corrupt file(s) skipped" if corrupt else ""
     if parts[0].name == "digests" and {of_files(gap) for part in parts for gap in part.gaps} == {True}:
-        return False, "the same rows from different files: everything is equal except the files in cursors" + end
+        return False, "the same rows from different files: all is equal except the files that cursors name" + end
     for part in parts:
         if part.gaps:  # all parts before this one are equal
             same = "same data; " * (parts[0].kind == "data" and part.kind != "data")

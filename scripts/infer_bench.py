@@ -35,7 +35,7 @@ ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list) 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
     ask_for_model(p)
-    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="rows to generate")
+    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="rows per batch")
     p.add_argument("--prompt-tokens", type=whole(1, also=-1), default=-1,
                    help="length of the prompt; -1: half a training row")
     p.add_argument("--decode-tokens", type=whole(2), default=128, help="tokens to generate for each row")

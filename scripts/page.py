@@ -314,7 +314,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
              "data": embed({"charts": charts, "buckets": buckets, "runs": data}),
              "plotly": get_plotlyjs(), "written": f"{now}. {thinned}",
              "differing": card("What differs", differ) if differ else "",
-             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # in all runs
+             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # all runs have it
              "digests": "", "curves": "", "mix": "", "timeline": ""}
     for run in runs:
         cells = f'<td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td>'

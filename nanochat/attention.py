@@ -19,19 +19,19 @@ model, one for each window size. Padding is a document of its own:
 A model uses one of four modes:
 
 - `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full windows, and takes
-  a boolean band for short ones. The band costs as much as the full square: fine on a CPU and for a few decoded tokens.
-  On CUDA, short windows use `varlen_attn` (`flash`) instead: the FlashAttention-2 kernels of the PyTorch wheel. They
-  take the window as a number and skip the blocks outside it, in bfloat16 and float16 only.
-- `sdpa_mask`: an explicit (B, 1, T, T) mask, B T^2 bytes for each window. Runs everywhere.
+  a boolean band for short ones. The band costs as much as the full square, which is fine on a CPU and for a few
+  decoded tokens. On CUDA, short windows use `varlen_attn` (`flash`) instead: the FlashAttention-2 kernels of the
+  PyTorch wheel. They take the window as a number and skip the blocks outside it, in bfloat16 and float16 only.
+- `sdpa_mask`: an explicit (B, 1, T, T) mask, B T^2 bytes for each window. It runs everywhere.
 - `varlen`: `varlen_attn` on documents laid end to end, which it separates by their edges, without any T x T tensor.
-  CUDA only, bfloat16 and float16 only.
-- `flex`: FlexAttention with a block mask, which skips the blocks that no query sees. For CUDA; on a CPU it runs the
-  forward pass only, uncompiled, for tests.
+  It runs on CUDA only, in bfloat16 and float16 only.
+- `flex`: FlexAttention with a block mask, which skips the blocks that no query sees. It is for CUDA; on a CPU only the
+  forward pass runs, uncompiled, for tests.
 
-Rejected: `flex` for everything. It is fast only when compiled, and recompiles for minutes for unusual shapes such as
-those of generation. `flash` is an ordinary operator that torch.compile keeps in one graph.
+Rejected: `flex` for everything. It is fast only when compiled, and compiling it for an unusual shape, such as those of
+generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 
-`flash` and `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it by version 3 or 4 from a
+`flash` and `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it with version 3 or 4 from a
 separate package.
 
 Exactness: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
@@ -57,7 +57,7 @@ PACKAGES = {  # how to install the kernels that PyTorch's wheel lacks
 }
 KERNELS = ("wheel", *PACKAGES)
 MAX_FLASH_HEAD_DIM = 256
-NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"  # older varlen_attn takes grouped heads without the flag
+NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"  # older versions of varlen_attn accept grouped heads without it
 
 
 class DocMasks(NamedTuple):
@@ -65,7 +65,7 @@ class DocMasks(NamedTuple):
 
     same_doc: (B, T) bool, whether the previous token belongs to the same document; False for the first token of a row.
     by_window: the mask of each window size: (B, 1, T, T) bool, True where visible; a BlockMask; or, for `varlen`, the
-    positions among the B T where documents begin, int32, followed by B T.
+    positions among the B T tokens where documents begin, int32, followed by B T.
     """
 
     same_doc: Tensor
@@ -75,7 +75,7 @@ class DocMasks(NamedTuple):
 def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str, num_docs: int | None = None) -> DocMasks:
     """The masks of a batch for some window sizes, on the device of doc_ids.
 
-    doc_ids: (B, T) integers, equal inside a document and different for all others in its row. mode: sdpa_mask, varlen
+    doc_ids: (B, T) integers, equal inside a document and different for each document of a row. mode: sdpa_mask, varlen
     or flex. num_docs: the number of documents in all rows; without it `varlen` counts them, which waits for the device.
     """
     T = doc_ids.size(1)
@@ -92,8 +92,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
     """Softmax attention, scaled by 1/sqrt(D). Returns (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h // (H / Hkv)). The
-    queries are the last Tq of the Tk positions: Tk > Tq continues from a cache. window: the number of tokens before
-    itself that a query sees, -1 for all. mask: the mask of `make_masks` for this window; requires Tq == Tk.
+    queries are the last Tq of the Tk positions: Tk > Tq continues from a cache. window: how many earlier tokens a query
+    sees, -1 for all. mask: the mask from `make_masks` for this window; requires Tq == Tk.
     """
     Tq, Tk = q.size(1), k.size(1)
     assert Tk >= Tq and q.size(2) % k.size(2) == 0, (q.shape, k.shape)
@@ -108,7 +108,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = 
 
 
 def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
-    """Whether the window lets the kernel skip blocks, and the kernel accepts such tensors."""
+    """Whether the window lets the kernel skip blocks and the kernel accepts these tensors."""
     if not q.is_cuda or window < 0 or q.size(1) != k.size(1):
         return False
     is_half = q.dtype in (torch.bfloat16, torch.float16)
@@ -131,7 +131,7 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # CUDA's flash kernel accepts neither masks nor float32, and the other fast kernel no grouped heads
+        # CUDA's flash kernel accepts neither masks nor float32, and the other fast kernel rejects grouped heads
         k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
@@ -170,7 +170,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = 
 
 
 def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
-    """(documents + 1,) int32: the position of each document's start among the B T, then B T. starts: (B, T) bool.
+    """(documents + 1,) int32: where each document starts among the B T tokens, then B T. starts: (B, T) bool.
     A compiled model treats this length as dynamic, so one graph serves any number of documents."""
     num_docs = int(starts.sum()) if num_docs is None else num_docs
     flat = starts.flatten()
@@ -181,8 +181,8 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
     """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process. ValueError if its package
-    is missing, does not run on this GPU or, in deterministic mode, changes bits when a backward pass is repeated, as
-    FlashAttention-3 before September 2025 does with windows."""
+    is missing, if it does not run on this GPU or, in deterministic mode, if repeating a backward pass changes its bits
+    (FlashAttention-3 from before September 2025 does, with windows)."""
     if device_type != "cuda":
         if kernel != "wheel":
             raise ValueError(f"--attention-kernel={kernel}: this kernel needs a GPU; omit the flag")
@@ -191,7 +191,7 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     if kernel == "wheel":
         if deterministic and capability[0] == 9:
             log.info("note: the deterministic attention kernel of PyTorch's wheel costs 6 to 9 %% of a step on this "
-                     "GPU; a new run with --attention-kernel=fa3 does without (%s)", PACKAGES["fa3"])
+                     "GPU; a new run with --attention-kernel=fa3 avoids that (%s)", PACKAGES["fa3"])
         return
     if capability[0] not in {"fa3": (9,), "fa4": (9, 10)}[kernel]:
         raise ValueError(f"--attention-kernel={kernel}: this kernel does not run on {torch.cuda.get_device_name()} "
@@ -204,12 +204,12 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
         raise ValueError(f"--attention-kernel={kernel}: its package is not installed or too old ({e}); run "
                          f"{PACKAGES[kernel]}") from e
     if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
-        raise ValueError(f"--attention-kernel={kernel}: repeating a backward pass changes bits, so runs would not be "
+        raise ValueError(f"--attention-kernel={kernel}: repeating a backward pass changes its bits, so runs are not "
                          f"reproducible; install a newer package ({PACKAGES[kernel]}) or add --no-deterministic")
 
 
 def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
-    """Whether repeated forward and backward passes of attention have equal bits, with short and full windows."""
+    """Whether repeated forward and backward passes of attention return equal bits, with short and full windows."""
     generator = torch.Generator().manual_seed(0)
     *inputs, grad = (torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype) for _ in range(4))
     inputs = [tensor.requires_grad_() for tensor in inputs]
@@ -232,7 +232,7 @@ _compiled: Any = functools.cache(torch.compile)
 def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
     from torch.nn.attention.flex_attention import flex_attention
 
-    if q.is_cuda and not torch.compiler.is_compiling():  # eager code holds all (T, T) scores
+    if q.is_cuda and not torch.compiler.is_compiling():  # eager code would store all (T, T) scores
         flex_attention = _compiled(flex_attention)
     y = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=block_mask,
                        enable_gqa=q.size(2) != k.size(2))
@@ -293,7 +293,7 @@ class KVCache:
         return self.k[layer, :, :end], self.v[layer, :, :end]
 
     def advance(self, num_tokens: int) -> None:
-        """Move the position, after `num_tokens` tokens were appended to every layer."""
+        """Advance the position after `num_tokens` tokens have been appended to every layer."""
         self.pos += num_tokens
 
     def prefill(self, other: "KVCache") -> None:

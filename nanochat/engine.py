@@ -4,11 +4,11 @@ Generation with a KV cache: each token costs one position of compute, because ea
     prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens per step
 
 Decoding gives the same logits as the full forward, position by position, for chunks of any length: the cache only
-stores, and the model does all arithmetic. Rows that reached a stop token are still computed, so that shapes stay the
-same; `generate_batch` drops their tokens.
+stores, and the model does all arithmetic. Rows that have reached a stop token are still computed, so that shapes stay
+the same; `generate_batch` drops their tokens.
 
-The samples of a seed depend on num_samples (all rows draw from one generator) and, for ties, on the device. There is no
-calculator tool, because no model here is trained to call it.
+The samples for a seed depend on num_samples (all rows draw from one generator) and, for ties, on the device. There is
+no calculator tool, because no model here is trained to call it.
 """
 
 import os
@@ -64,8 +64,8 @@ class Engine:
 
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
-        # Not cuDNN's kernel, which makes a plan for every length: that takes longer than the token. Not the plain one,
-        # which writes all scores to memory, unless it is the only one on CUDA: a head size that 8 does not divide.
+        # Avoid cuDNN's kernel: it makes a plan for every length, which takes longer than the token. Avoid the plain
+        # kernel, which writes all scores to memory, unless 8 does not divide the head size: then CUDA has no other.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with sdpa_kernel(kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels):
             return self.model(tokens, kv_cache=cache)[:, -1]
@@ -122,18 +122,18 @@ class Engine:
 
 def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, *,
                compute_dtype: torch.dtype | None = None) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """Load model (in eval mode) and tokenizer from the checkpoint that `checkpoint.find_checkpoint` finds for `path`.
+    """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint` finds for `path`.
 
     compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path, step, model_config,
     trainer_state. Raises ValueError for a corrupt checkpoint, an architecture that differs from the saved one or is
-    unknown to this code, and a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
+    unknown to this code, or a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
     """
     device = torch.device(device)
     checkpoint = find_checkpoint(path)
     checkpoint.check_architecture(checkpoint.model_config)
     if unknown := checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}:
         raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
-                         f"{', '.join(sorted(unknown))}; use the code that trained it")
+                         f"{', '.join(sorted(unknown))}; use the code that trained the model")
     tokenizer = get_tokenizer(checkpoint.path.absolute().parent.parent / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
     with torch.device("meta"):

@@ -6,9 +6,9 @@ FP8: a model's matrix products in eight bits, for GPUs that compute them twice a
                dW = g^T x      g in e5m2, x in e4m3
 
 Each tensor has one scale, which maps its largest magnitude to the largest number of its dtype (tensorwise scaling). A
-scale depends only on the tensors of one micro-batch, and a maximum is exact in any order, so a step has the same bits
-for every W that divides the number of leaves. Masters, sums and the optimizer do not change, nor do evaluation and
-generation, which need no gradients. Only runs with --fp8 import this module.
+scale depends only on the tensors of one micro-batch, and a maximum is the same in any order, so a step has the same
+bits for every number of ranks that divides the number of leaves. Master weights, sums and the optimizer stay the same,
+as do evaluation and generation, which need no gradients. Only runs with --fp8 import this module.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanochat.gpt import GPT, Linear
 
-MULTIPLE = 16  # the kernels require that it divides every dimension
+MULTIPLE = 16  # the kernels require every dimension to be a multiple of this
 SMALLEST = 1e-12  # lower bound of a tensor's largest magnitude, so that zeros stay zeros
 
 
@@ -31,7 +31,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def multiply(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, *,
              fast: bool = False) -> Tensor:
-    """a (M, K) @ b (K, N) of FP8 tensors, as (M, N) in `dtype`. On CUDA, `fast` accumulates in fewer bits."""
+    """The product of FP8 tensors, a (M, K) @ b (K, N), in `dtype`. On CUDA, `fast` accumulates in fewer bits."""
     return torch._scaled_mm(a.contiguous(), b.t().contiguous().t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype,
                             use_fast_accum=fast)
 

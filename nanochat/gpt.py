@@ -14,9 +14,9 @@ smear and backout come from the modded-nanogpt speedruns. The model has no biase
 are not tied.
 
 Matrices are float32 masters and are cast to the dtype of the activations where they are used, without autocast. `wte`
-and the value embeddings are stored in the compute dtype, and their dtype is that of the model.
+and the value embeddings are stored in the compute dtype; `GPT.compute_dtype` reads it from `wte`.
 
-Documents in a row see each other, unless masks restrict attention and smear to each document:
+Documents in a row see the ones before them, unless masks restrict attention and smear to each document:
 
     masks = model.masks(doc_ids);  loss = model(inputs, targets, masks=masks)
 """
@@ -55,8 +55,8 @@ def _round_up(n: int, multiple: int) -> int:
 class GPTConfig:
     """The shape of a model. Raises ValueError for an impossible one.
 
-    `window_pattern` is tiled over the layers. A token in an S layer sees a quarter of sequence_len (rounded up to whole
-    tiles) before itself, in an L layer sequence_len, which is all of a training row. The last layer is always L.
+    `window_pattern` is tiled over the layers. In an S layer, a token sees a quarter of sequence_len (rounded up to
+    whole tiles) before itself; in an L layer, all of sequence_len, a training row. The last layer is always L.
     """
 
     sequence_len: int = 2048
@@ -82,7 +82,7 @@ class GPTConfig:
     @classmethod
     def from_depth(cls, depth: int, *, vocab_size: int, sequence_len: int, aspect_ratio: int = 64,
                    head_dim: int = 128, window_pattern: str = "SSSL") -> "GPTConfig":
-        """The one dial: width = depth * aspect_ratio, rounded up to whole heads."""
+        """The shape for a given depth, the one dial: width = depth * aspect_ratio, rounded up to whole heads."""
         if min(depth, aspect_ratio, head_dim) < 1:
             raise ValueError(f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, {head_dim}, expected >= 1")
         n_embd = _round_up(depth * aspect_ratio, head_dim)
@@ -101,7 +101,7 @@ class GPTConfig:
 
     @property
     def window_sizes(self) -> list[int]:
-        """The number of tokens before itself that a token sees, for each layer."""
+        """For each layer, how many earlier tokens a token sees."""
         long, pattern = self.sequence_len, self.window_pattern
         short = _round_up(math.ceil(long / 4), SHORT_WINDOW_MULTIPLE)
         sizes = [short if pattern[i % len(pattern)] == "S" else long for i in range(self.n_layer)]
@@ -131,7 +131,7 @@ def recompute(function: Any, *args: Any) -> Any:
 
 
 class Linear(nn.Linear):
-    """A float32 master without bias, cast to the dtype of its input."""
+    """A linear layer without bias; its float32 master weight is cast to the dtype of the input."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -153,8 +153,8 @@ def _(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding that keeps the eager backward pass in compiled code. Inductor's own adds with atomics, in any order;
-    if that is forbidden, it sorts separately for each embedding."""
+    """An embedding that keeps the eager backward pass in compiled code. Inductor's own backward pass adds with atomics,
+    in any order; if that is forbidden, it sorts separately for each embedding."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
@@ -230,8 +230,8 @@ class Block(nn.Module):
 def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> Tensor:
     """The initial value of one parameter: float32 on the CPU, a pure function of the arguments.
 
-    Each parameter has its own generator. So its bits are the same on every device, for every number of processes, and
-    independent of the other parameters: adding a layer does not change the others.
+    Each parameter has its own generator. So its bits are the same on every device and for every number of processes,
+    and they do not depend on other parameters: adding a layer leaves the matrices of the others unchanged.
 
     By default, a matrix is uniform (no outliers) with standard deviation 1/sqrt(n_embd). Matrices that write to the
     residual stream are called `c_proj` and start at zero, so every block starts as the identity.
@@ -239,7 +239,7 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     rng = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)  # a seed has 63 bits
     weight = torch.empty(shape, dtype=torch.float32)
-    bound = (3 / n_embd) ** 0.5  # a uniform distribution up to it has that standard deviation
+    bound = (3 / n_embd) ** 0.5  # the uniform distribution from -bound to bound has that standard deviation
     depth = torch.arange(shape[0]) / max(shape[0] - 1, 1)  # 0 is the first layer, 1 the last
     match name.removesuffix(".weight").split(".")[-1]:
         case "wte":
@@ -265,13 +265,13 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
 # ---- the model -----------------------------------------------------------------------------------
 
 class GPT(nn.Module):
-    """Build the model on any device, or on `meta` followed by `to_empty(device=...)`. Then call `init_weights`, or
-    `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
+    """The model. Build it on any device, or on `meta` and then call `to_empty(device=...)`. Then call `init_weights`,
+    or `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
     attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere), `varlen` or `flex`
     (fast on CUDA). activation_checkpointing: keep only the input of each layer, and recompute the layer in the backward
-    pass: a third more time, far less memory. z_loss: weight of the squared logsumexp of a token's logits in the
-    gradient, which keeps logits from drifting (PaLM, 2204.02311). The returned loss does not include it.
+    pass, which takes a third more time and far less memory. z_loss: weight of the z-loss, the squared logsumexp of a
+    token's logits, which keeps logits from drifting (PaLM, 2204.02311). It affects gradients, not the returned loss.
     """
 
     def __init__(self, config: GPTConfig, *, attention_mode: str = "causal",
@@ -336,7 +336,7 @@ class GPT(nn.Module):
                 kv_cache: KVCache | None = None, loss_reduction: str = "mean") -> Tensor:
         """Without targets, returns logits (B, T, vocab_size) float32; with targets, the loss in nats, float32.
 
-        idx, targets: (B, T) int64; a target of -100 turns the loss off. masks: see `masks`. kv_cache: idx (one token or
+        idx, targets: (B, T) int64; a target of -100 turns its loss off. masks: see `masks`. kv_cache: idx (one token or
         more) continues the positions in the cache and is added to it; not together with masks. loss_reduction: 'mean'
         over live targets (NaN without any), 'sum' (0 without any) or 'none' ((B, T), 0 where off). Raises ValueError
         past the end of the rotary tables.
@@ -363,7 +363,7 @@ class GPT(nn.Module):
         if targets is None:
             return self._logits(x)
         x, flat = x.flatten(0, 1), targets.flatten()
-        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():  # compiled code never holds logits in float32
+        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():  # compiled code never stores float32 logits
             loss = self._loss(x, flat, loss_reduction)
         else:
             chunks = zip(x.split(LOSS_CHUNK), flat.split(LOSS_CHUNK))
@@ -425,8 +425,8 @@ class GPT(nn.Module):
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a matrix product, which
-        leaves out embeddings, and for attention 12 per layer, channel and visible token."""
+        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a matrix product
+        (so none for embeddings), and for attention 12 per layer, channel and visible token."""
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         visible = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
         return 6 * matmuls + 12 * self.config.n_embd * visible
@@ -434,23 +434,23 @@ class GPT(nn.Module):
     def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,
                         num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
         """Peak memory of a step on one of `world_size` GPUs, in bytes by part. dtype: the compute dtype; num_leaves,
-        micro_batches: the numbers of a rank in a step. For compiled code, the sizes of a layer and of the logits are
-        fitted to traces in bfloat16 (T = 2048, depths 12 to 24: within 2 %); for eager code, they are counted from the
-        tensors that autograd keeps. Neither has been measured on a GPU."""
+        micro_batches: how many of each a rank has in a step. For compiled code, the sizes of a layer and of the logits
+        are fitted to traces in bfloat16 (T = 2048, depths 12 to 24: within 2 %); for eager code, they are counted from
+        the tensors that autograd keeps. Neither has been measured on a GPU."""
         counts, config = self.num_scaling_params(), self.config
         tokens, size, total = batch_size * config.sequence_len, dtype.itemsize, counts["total"]
         embeddings, matrices = counts["wte"] + counts["value_embeds"], counts["transformer_matrices"]
         weights = size * embeddings + 4 * (total - embeddings)
         of_layer = tokens * config.n_embd * size * (22 if compiled else 24)
         layers, logits = 1.0 * config.n_layer * of_layer, 3.3 * tokens * config.vocab_size
-        if self.activation_checkpointing:  # the inputs of all layers, and everything of one
+        if self.activation_checkpointing:  # the inputs of all layers, and all tensors of one layer
             layers = config.n_layer * tokens * config.n_embd * size * 2.5 + of_layer
         elif not compiled and size < 4:
             layers += size * matrices  # cast copies of the matrices
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
-        # float32 sums in the backward pass: dq of attention, one for each group of blocks that share a head; and one
-        # embedding's gradient, for segments of ten tokens and for the ids
+        # float32 sums in the backward pass: attention's dq, in as many copies as there are thread blocks per head; and
+        # one embedding's gradient, for segments of ten tokens and for the ids
         splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
         dq = 4 * tokens * config.n_embd * splits
         sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))

@@ -1,17 +1,17 @@
 """
-Bits per byte: how many bits the model needs per byte of text. Models with different tokenizers can be compared by it.
+Bits per byte: how many bits a model needs per byte of text, which makes models with different tokenizers comparable.
 
     bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
 
-A target counts if its loss is on (not -100) and its token has bytes of text, which special tokens do not. If a
-tokenizer inserts a space at the start of every document, `token_bytes` of BOS is -1, which subtracts that byte from the
-next target. Bits per byte is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend
-on how rows are dealt to batches and ranks. With 1 byte for every token it is bits per token, see `in_nats`.
+A target counts if its loss is on (not -100) and its token has bytes of text, unlike special tokens. If a tokenizer
+inserts a space at the start of every document, `token_bytes` of BOS is -1, which subtracts that byte from the next
+target. Bits per byte is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on how
+rows are dealt to batches and ranks. With 1 byte for every token, the result is bits per token, see `in_nats`.
 
 The sums do not depend on order either: each row is summed separately in float64 on the CPU, and `math.fsum` adds the
-rows and rounds the true sum once. So order, batch size and number of ranks do not change a single bit. For that, ranks
-exchange the sums of all rows: one number for thousands of tokens. Losses stay on the device until the end, 4 bytes per
-token, so the host waits for it once per pass.
+rows and rounds the true sum once. So order, batch size and number of ranks do not change a single bit. To that end,
+ranks exchange the sums of all rows, one number per row. Losses stay on the device until the end (4 bytes per token), so
+the host waits for the device once per pass.
 """
 
 import math
@@ -29,15 +29,15 @@ from nanochat.lifecycle import join_reasons
 
 
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over `steps` batches (None: all) of every rank together.
+    """Bits per byte of `model` over the batches of all ranks together: the first `steps` of each rank (None: all).
 
     model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`
     also with masks=model.masks(doc_ids). batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T)
-    int64, where a target of -100 is off. token_bytes: (vocab_size,) integers, the bytes of each token's text, 0 for
-    special tokens; a negative entry is added to the bytes of the next target.
+    int64, where a target of -100 does not count. token_bytes: (vocab_size,) integers, the bytes of each token's text, 0
+    for special tokens; a negative entry is added to the bytes of the next target.
 
     Collective if torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
-    ValueError on all ranks if no rank has a byte. Does not change the model's train or eval mode.
+    ValueError on all ranks if no target has bytes. Does not change the model's train or eval mode.
     """
     together, _ = evaluate_buckets(model, {"": islice(batches, steps)}, token_bytes)
     return together
@@ -83,7 +83,7 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[
         # bytes that the previous token subtracts (negative entries)
         corrections = torch.where(target_bytes > 0, token_bytes[x], 0).clamp(max=0)
         sizes.append(target_bytes.sum() + corrections.sum())
-    # wait for the device only here: inside the loop, it would sit idle until the next batch
+    # wait for the device only here: after a wait inside the loop, it would be idle until the next batch
     row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
     return row_nats, sum(map(int, sizes))
 

@@ -1,44 +1,44 @@
 """
-MuonAdamW: Muon for matrices, AdamW for everything else, one class for one process and for many.
+MuonAdamW: Muon for matrices and AdamW for everything else, in one class for any number of processes.
 
-**Muon** replaces the momentum of a matrix by the nearest semi-orthogonal matrix (all singular values become 1), so
+**Muon** replaces the momentum of a matrix with the nearest semi-orthogonal matrix (all singular values become 1), so
 every direction is learned at the same speed. The steps are Nesterov momentum -> row equilibration -> Polar Express ->
 renormalization -> per-neuron variance reduction -> update with cautious weight decay. Row equilibration (every row gets
 the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) stay
 because nanochat's learning rates were tuned with them.
 
 **Sharding** (ZeRO, arXiv 1910.02054; reduce.py draws the layout). Flattened tensors are laid out in messages of W equal
-chunks. Rank r owns chunk r of every message: only rank r keeps its optimizer state and computes its update. A matrix is
-never cut, a large tensor of AdamW is.
+chunks. Rank r owns chunk r of every message: only rank r keeps its optimizer state and computes its update. A large
+AdamW tensor is cut between ranks, a matrix never is.
 
     step:  gradients -> reduce (sum) each message -> norm -> update own chunk -> all-gather
-           all reductions are in flight while the next is packed; gathers run during other updates
+           reductions run while later messages are packed; gathers run during later updates
 
 The update waits for all reductions because the global norm guards it: if any gradient is NaN or infinite, no weight and
-no state changes, and the caller finds the last good weights. The guard is a 0-dim tensor `live` (1 or 0) that
-multiplies every rate, and the gradient is zeroed. So the host never waits for the device: it has launched the whole
-step while the backward pass still runs. To skip a step, the caller scales the gradient by NaN. On several ranks, a step
-needs memory for one copy of the gradients.
+no state changes, and the caller keeps the last good weights. The guard is a 0-dim tensor `live` that multiplies every
+rate: it is 1, or 0 if the step is skipped, which also zeroes the gradient. So the host never waits for the device: it
+launches the whole step while the backward pass is still running. To skip a step, the caller scales the gradient by NaN.
+On several ranks, a step needs memory for one more copy of the gradients.
 
 **Compiled** (on CUDA), each matrix shape is one graph, and AdamW has three graphs for all groups (float32, bfloat16, a
 single element; a fourth on a rank whose parts begin inside a message), because values that differ between groups are
-passed as 0-dim tensors. Anything but multiplication, division and square roots is computed outside the graphs, once per
-group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a
-sum to one FMA, divide approximately and flush denormals. So compiled AdamW has the bits of eager AdamW, except for the
-last bit of roots on a CPU, which eager code takes from MKL. Compiled Muon does not have eager bits: it adds norms and
-means in another order, and on CUDA it contracts. No promise about W depends on this, because every rank compiles the
-same code.
+passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs, once
+per group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product
+and a sum into one FMA, divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW,
+except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon differs from eager
+Muon: it adds norms and means in a different order, and on CUDA it uses FMAs. No promise about W depends on this,
+because every rank compiles the same code.
 
 **Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes the order of sums, a
 matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms
 round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**, which chunks never cut: a
-grain is 1/64 of a tensor that may be cut, and all of any other. Each rank enters the sums of squares of its own grains
-in a table, the tables are added exactly (x + 0), and the table is summed in one order.
+grain is 1/64 of a tensor that may be cut; any other tensor is one grain. Each rank enters the sums of squares of its
+own grains into a table, the tables are added exactly (x + 0), and the entries of the sum are added in a fixed order.
 
-State and arithmetic are float32, except that a model with bfloat16 compute runs `polar_express` in bfloat16. bfloat16
-parameters are rounded when they are written back. For a bfloat16 embedding, float32 state costs 8 bytes per element
-instead of 4, divided by W, and lets exp_avg_sq change: its relative change per step, 1 - beta2, is often below
-bfloat16's resolution of 2**-8.
+State and arithmetic are float32, except that a model that computes in bfloat16 runs `polar_express` in bfloat16.
+bfloat16 parameters are rounded when they are written back. For a bfloat16 embedding, float32 state costs 8 bytes per
+element instead of 4, divided by W, but bfloat16 would often leave exp_avg_sq unchanged: its relative change per step,
+1 - beta2, is often below bfloat16's resolution of 2**-8.
 """
 
 import math
@@ -63,9 +63,9 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Floors of the norms in divisions: a zero matrix stays zero instead of NaN. For gradients of this size (small gates
-# have them), they also decide how far singular values are evened out, so they are nanochat's, whose learning rates fit
-# them.
+# Lower bounds of the norms in divisions, so that a zero matrix stays zero instead of becoming NaN. For gradients of
+# about this size (small gates have them), the bounds also decide how far singular values are evened out. So they are
+# nanochat's, like the learning rates.
 NORM_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-10
 
@@ -73,9 +73,9 @@ VARIANCE_FLOOR = 1e-10
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     """The approximate orthogonal polar factor of G: U V^T for G = U S V^T.
 
-    G: (rows, cols), float32 or bfloat16, any scale; returns the same shape and dtype, computed in that dtype. After 5
-    steps, singular values above 1e-3 of the Frobenius norm are within 0.14 of 1. Steps beyond the table repeat its last
-    row.
+    G: (rows, cols), float32 or bfloat16, of any scale. The result has the same shape and dtype, and is computed in that
+    dtype. After 5 steps, singular values above 1e-3 of the Frobenius norm are within 0.14 of 1. Further steps repeat
+    the last row of the table.
     """
     tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # so the Gram matrix below is the smaller of the two
@@ -99,7 +99,7 @@ def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: f
     Source: NorMuon, arXiv 2510.05491.
 
     update: (rows, cols) float32. A neuron is a row if rows >= cols, else a column. The buffer, (rows, 1) or (1, cols)
-    float32, holds the running mean squares, and is moved in place towards the new ones by `weight` (1 - beta2).
+    float32, holds the running mean squares; it moves in place towards the new ones by `weight` (1 - beta2).
     """
     dim = 1 if second_momentum_buffer.size(1) == 1 else 0
     mean_square = update.square().mean(dim=dim, keepdim=True)
@@ -119,7 +119,7 @@ def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_mom
                 grad_scale: Tensor, live: Tensor, ns_steps: int = 5,
                 polar_dtype: torch.dtype = torch.float32) -> None:
     """One Muon step for one matrix, in place on `param` and both buffers; a pure function of its arguments. Source:
-    https://kellerjordan.github.io/posts/muon/ and the papers of its steps.
+    https://kellerjordan.github.io/posts/muon/ and the papers cited above.
 
     param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32; second_momentum_buffer: see
     `reduce_variance`. The gradient is multiplied by `grad_scale`. If `live` is 0, nothing changes.
@@ -155,7 +155,7 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
                  weight1: Tensor, weight2: Tensor, bias2: Tensor, eps: Tensor, keep: Tensor,
                  rate: Tensor, grad_scale: Tensor, live: Tensor) -> None:
     """One AdamW step, in place on `param` and both averages; a pure function of its arguments. Source: arXiv
-    1711.05101, the same formula as torch.optim.AdamW.
+    1711.05101, with the formula of torch.optim.AdamW.
 
     param: any shape, float32 or bfloat16; the other three tensors: the same shape, float32. The gradient is multiplied
     by `grad_scale`; the other scalars come from `adamw_rates`.
@@ -204,7 +204,7 @@ class MuonAdamW(torch.optim.Optimizer):
     param_1, ...). `lr`, `weight_decay` and Muon's `momentum` may change at any time; `initial_lr` is the lr at
     construction unless given. Create the process group first, and pass the same groups on every rank.
 
-    reduce: how gradients are added over ranks (default: by the nodes of the torchrun launch). compiled: fuse each
+    reduce: how gradients are added over ranks (default: inside torchrun's nodes, then across them). compiled: fuse each
     update with torch.compile (default: on CUDA); a model that needs more graphs than torch caches raises an error
     instead of slowing down. polar_dtype: the dtype of `polar_express`. Raises ValueError for an incomplete group.
     """
@@ -241,7 +241,7 @@ class MuonAdamW(torch.optim.Optimizer):
             group.setdefault("initial_lr", group["lr"])
             for name, param in zip(group["names"], params, strict=True):
                 if kind == "muon" and param.ndim != 2:
-                    raise ValueError(f"{name}: Muon takes matrices, got shape {tuple(param.shape)}; put it in adamw")
+                    raise ValueError(f"{name}: Muon takes matrices, got shape {tuple(param.shape)}; use AdamW")
                 if name in parts:
                     raise ValueError(f"parameter names are not unique: {name}")
                 if not param.is_contiguous():
@@ -256,9 +256,9 @@ class MuonAdamW(torch.optim.Optimizer):
              max_norm: float = math.inf, limit: float | Tensor = math.inf) -> Tensor:
         """Add up the ranks' gradients, multiply them by `grad_scale`, and update all parameters. Collective.
 
-        Returns the L2 norm of the scaled gradient over all parameters: 0-dim float32, the same on every rank. A longer
-        gradient than `max_norm` is clipped to that norm. If the norm is NaN, infinite or above `limit`, no parameter,
-        state or step count changes. A gradient of None counts as zeros.
+        Returns the L2 norm of the scaled gradient over all parameters: 0-dim float32, the same on every rank. A
+        gradient whose norm exceeds `max_norm` is clipped to it. If the norm is NaN, infinite or above `limit`, no
+        parameter, state or step count changes. A gradient of None counts as zeros.
         """
         rank, world_size = self._rank, self._world_size
         # launch the sums of all messages, then wait for this rank's chunks; each pop frees the received parts
@@ -297,7 +297,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return num_grains, torch.tensor(mine, dtype=torch.int64, device=self._device)
 
     def _norm(self, chunks: list[Tensor]) -> Tensor:
-        """The L2 norm over the chunks of all ranks, summed in float64 if the device has it."""
+        """The L2 norm over the chunks of all ranks, summed in float64 if the device supports it."""
         wide = wide_dtype(self._device)
         table = torch.zeros(self._num_grains, dtype=wide, device=self._device)
         grains = [grain for part, chunk in zip(self._mine, chunks) if part
@@ -317,7 +317,7 @@ class MuonAdamW(torch.optim.Optimizer):
         return values | {key: torch.full_like(live, values[key]) for key in ("lr", "momentum", "weight_decay")}
 
     def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
-        """Update a matrix, or this rank's elements of a tensor of AdamW. `param` and `grad` are flat."""
+        """Update a matrix, or this rank's elements of an AdamW tensor. `param` and `grad` are flat."""
         shape, state = part.param.shape, self.state[part.param]
         if part.group["kind"] == "muon":
             self._muon_update(param.view(shape), grad.view(shape), *state.values(), **scalars,
@@ -326,14 +326,14 @@ class MuonAdamW(torch.optim.Optimizer):
         tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):
-            # .data drops a view's link to its base; each kind of link would compile another graph
+            # .data drops a view's link to its base; torch would compile another graph for each kind of link
             self._adamw_update(*(tensor.data for tensor in blocks), **scalars)
 
     # -- saving and loading --
 
     @torch.no_grad()
     def gather_state(self) -> dict[str, Any]:
-        """Collective. Returns the whole state on the CPU, the same for every W, on rank 0, and {} on other ranks.
+        """Collective. On rank 0, returns the whole state on the CPU, the same for every W; on other ranks, {}.
 
         {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}}, "groups": [hyper-parameters
         and names]}. Tensors and plain values only; AdamW's tensors have the shape of their parameter.
@@ -366,8 +366,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Collective. Restore rank 0's `state`, from `gather_state` with any W. Its tensors are sent one by one, so
-        other ranks hold at most their own parts and one tensor.
+        """Collective. Restore rank 0's `state`, which `gather_state` returned with any W. Its tensors are sent one by
+        one, so other ranks hold at most their own parts and one tensor.
 
         Sets tensors and the step count, but not hyper-parameters. Raises ValueError, before any change, with a list of
         names and shapes that differ.
@@ -388,7 +388,7 @@ class MuonAdamW(torch.optim.Optimizer):
         share(self._steps)
 
     def _check(self, state: dict[str, Any]) -> None:
-        """ValueError for the state of other parameters."""
+        """ValueError if the state belongs to different parameters."""
         if state.get("format") != 1:
             raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
         expected = {f"{whole.name}.{key}": shape for whole in self._params

@@ -3,7 +3,7 @@ The order in which the gradients of a step are added: a fixed binary tree over K
 
 float32 addition commutes (a + b and b + a have the same bits) but is not associative: (a + b) + c and a + (b + c)
 differ in the last bit, and after a thousand steps the models differ. So the brackets are fixed when a run starts, and
-each of W processes computes a part of the same tree. Leaf j is block j of K; K = 8:
+each of W processes computes a part of the same tree. Leaf j is the gradient of block j of a step's K blocks; K = 8:
 
     0   1   2   3   4   5   6   7        W = 1: one process adds all of it
      \ /     \ /     \ /     \ /         W = 2: {0 1 2 3} and {4 5 6 7} inside a rank, the last + across
@@ -16,17 +16,17 @@ each of W processes computes a part of the same tree. Leaf j is block j of K; K 
 **In a leaf**, `backward` adds the micro-batches in order: `.grad` is the first one's gradient (not 0 + gradient), and
 each later gradient is added to it.
 
-**Inside a rank**, finished leaves are added like a binary counter: a sum of 2^i leaves is pending until the next sum of
-2^i leaves is complete. With m = K / W = 4 leaves, the pending sums after each leaf are:
+**Inside a rank**, finished leaves are added as a binary counter carries: a sum of 2^i leaves is pending until the next
+sum of 2^i leaves is complete. With m = K / W = 4 leaves, the pending sums after each leaf are:
 
     leaf 0 -> [0]     leaf 1 -> [01]     leaf 2 -> [01, 2]     leaf 3 -> [01, 23] -> [0123] -> .grad
 
 While leaf j is computed, as many sums are pending as j has 1-bits: at most log2(m) tensors per parameter. With m = 1
-there are none, and nothing is added. A pending sum is not a copy: it is the tensor that `.grad` was.
+no sum is pending, and nothing is added. A pending sum is not a copy: it is the tensor that was `.grad`.
 
 **Across ranks**, each message of W equal chunks goes through an all-to-all: rank r receives chunk r of every rank's
-message, in rank order, and adds the W parts as the upper rows of the tree. Each rank sends and receives as much as in a
-reduce-scatter, (W - 1) / W of a message. The extra cost is memory for the received parts, as large as the message.
+message, in rank order, and adds the W parts as in the lower part of the drawing. Each rank sends and receives as much
+as in a reduce-scatter, (W - 1) / W of a message. The extra cost is memory for the received parts, one whole message.
 
 **Across nodes**, the same sum takes two stages, so that a network card carries 1/L of what the L ranks of its node
 hold. Two nodes of L = 2 ranks (each digit is a chunk of the message):
@@ -35,23 +35,23 @@ hold. Two nodes of L = 2 ranks (each digit is a chunk of the message):
     ranks 2 and 3   0123  0123                  rank 2 adds chunks 0 and 2, rank 3 adds 1 and 3
                                  across nodes: 0 and 2 exchange their 02, 1 and 3 their 13
 
-If L is a power of two, the tree is the same, because a node is one of its branches. Any other L uses the single
-all-to-all.
+If L is a power of two, the tree is the same, because a node is one of its branches. With any other L, there is only
+the one all-to-all.
 
 All sums are float32: the gradients of a bfloat16 parameter are widened (exactly) before they are added, in a leaf (by
-`grad_dtype`), inside a rank and across ranks. So a step of many micro-batches on one GPU has the arithmetic of a step
-on eight. A rank with a single micro-batch has nothing to add: its gradients travel as bfloat16 and are widened on
-arrival. A gradient of None counts as +0.0 inside a rank and across ranks; since -0.0 + 0.0 is 0.0, it is added and not
-skipped.
+`grad_dtype`), inside a rank and across ranks. So a step of many micro-batches on one GPU has the same arithmetic as a
+step on eight. A rank with a single micro-batch has nothing to add: its gradients travel as bfloat16 and are widened on
+arrival. A gradient of None counts as +0.0 inside a rank and across ranks; since -0.0 + 0.0 is 0.0, this zero is added
+and not skipped.
 
 If W does not divide K, each rank owns one block (dataloader.StepLayout). The ranks' parts are then added in pairs, and
-an odd part is carried up: the sum is reproducible for this W, but not equal to that of another W.
+a leftover part is carried up: the sum is reproducible for this W, but differs from that of another W.
 
 **Messages.** Flattened tensors are laid out in messages of W equal chunks, and rank r owns chunk r of every message.
-With W = 2 (`.` is padding), an embedding E, matrices A B C, small tensors s and t:
+With W = 2 (`.` is padding), an embedding E, matrices A B C, and small tensors s and t:
 
                  rank 0         rank 1
-    message 1  | E E E E E E | E E E E E E |   a large tensor of AdamW is cut between its grains
+    message 1  | E E E E E E | E E E E E E |   a large AdamW tensor is cut between its grains (runs that stay whole)
     message 2  | A A A A A   | B B B B .   |   whole tensors are dealt out, the largest first, each to
     message 3  | .           | C C         |   the rank that has the least; a matrix is never cut
     message 4  | s s s .     | t t t t     |   small tensors are dealt out in the same way
@@ -90,7 +90,7 @@ class LeafAccumulator:
 
     num_leaves: the rank's number of leaves in a step. Raises ValueError unless it is a power of two. Every `.grad` must
     be None when a step begins. If several micro-batches are added, `.grad` is float32 even for a bfloat16 parameter.
-    on_host: keep pending sums in host memory (pinned, for a GPU). That costs two copies, and the bits are the same.
+    on_host: keep pending sums in host memory (pinned, for a GPU). That costs two copies, but changes no bit.
     """
 
     def __init__(self, params: Iterable[Tensor], num_leaves: int, *, micro_batches_per_leaf: int,
@@ -100,8 +100,8 @@ class LeafAccumulator:
                              f"number of processes so that one divides the other")
         self.num_leaves, self._on_host = num_leaves, on_host
         self._params = list(params)
-        self._done = 0  # leaves of this step
-        # a stack of sums, of fewer and fewer leaves; each has one gradient (or None) per parameter
+        self._done = 0  # finished leaves of this step
+        # a stack of sums, each of fewer leaves than the one below; a sum has one gradient (or None) per parameter
         self._pending: list[list[Tensor | None]] = []
         for param in self._params if num_leaves * micro_batches_per_leaf > 1 else ():
             param.grad_dtype = torch.float32
@@ -113,7 +113,7 @@ class LeafAccumulator:
             return
         self._done += 1
         last = self._done == self.num_leaves
-        # Counting the leaf carries as often as the count has trailing zeros: first a pending sum of one leaf is
+        # Counting the leaf carries once for each trailing zero of the count: first a pending sum of one leaf is
         # added, then one of two leaves, of four, ... These sums are on top of the stack, in this order.
         carries = (self._done & -self._done).bit_length() - 1
         carried = [self._pending.pop() for _ in range(carries)]
@@ -137,8 +137,8 @@ class LeafAccumulator:
 
 
 def add_in_tree_order(parts: Tensor) -> Tensor:
-    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; an odd last row is carried up. Overwrites
-    `parts`: on a CPU, adding in place takes a fifth of the time that fresh memory does."""
+    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; a leftover last row is carried up.
+    Overwrites `parts`: on a CPU, adding in place takes a fifth of the time of adding into fresh memory."""
     while len(parts) > 2:
         parts[0:len(parts) // 2 * 2:2].add_(parts[1::2])
         parts = parts[0::2]
@@ -166,8 +166,8 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
 
 
 def reduce_over_nodes(ranks_per_node: int) -> Reduce:
-    """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then across nodes. It has
-    the bits of `tree_reduce`, and returns that function if two stages gain nothing or would add in another order.
+    """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then across nodes. The
+    bits are the same. If two stages gain nothing or would add in a different order, returns `tree_reduce` itself.
     Collective: it creates process groups."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [ranks_per_node] * world_size
@@ -178,7 +178,7 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
         return tree_reduce
     ranks = torch.arange(world_size).view(nodes, L)
     inside, across = (
-        # the watchdog reports a rank that hangs long before this timeout
+        # long before this timeout, the watchdog reports a rank that hangs
         dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(hours=1))[0]
         for groups in (ranks, ranks.T))
 
@@ -240,26 +240,26 @@ class Message:
     chunk: int
 
     def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
-        """Each part with its elements in a message (W * chunk,)."""
+        """Each part, with the elements of a message (W * chunk,) that belong to it."""
         return [(part, chunk[:part.stop - part.start])
                 for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
 
     def gradients(self) -> Tensor:
-        """(W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for a gradient of None. Read only."""
+        """The gradients, (W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for None. Read only."""
         return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
-        """(W * chunk,) in the parameters' dtype."""
+        """The parameters, (W * chunk,) in their dtype."""
         return self._pack(lambda param: param, self.first.param.dtype)
 
     @property
     def first(self) -> Part:
-        """The first part. All parts of a message have the same kind and dtype, and matrices the same group and
+        """The first part. All parts of a message have the same kind and dtype; matrices also have the same group and
         shape."""
         return next(part for part in self.parts if part)
 
     def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Copy all parts into one message. A message that is exactly one tensor is that tensor, not a copy."""
+        """Copy all parts into one message. A tensor that fills the message alone is not copied: it is the message."""
         numel, first = self.chunk * len(self.parts), self.first.param
         alone = of(first) if first.numel() == numel else None
         if alone is not None:
@@ -291,12 +291,12 @@ class Message:
 
 
 def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """Lay out whole parameters in messages. The largest comes first, so that only a small all-gather has no update to
-    overlap with.
+    """Lay out whole parameters in messages. The largest message comes first, so that only the all-gather of a small one
+    has no update to overlap with.
 
     Parameters of a single grain are dealt out, separately for each group and shape of matrices: the W largest, one to
     each rank, then the next W, and so on. In each deal, larger parameters go to the ranks with fewer elements so far.
-    Every other parameter is cut into a message of its own, with equally many grains for each rank (fewer for the last).
+    Every other parameter is a message of its own, with the same number of grains for each rank (fewer for the last).
     """
     messages = []
     decks: dict[Any, list[Part]] = {}

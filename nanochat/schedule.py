@@ -14,17 +14,17 @@ Both parts are pure functions:
 
 The scaling rules and their constants are those of nanochat's scripts/base_train.py:
 
-  - the number of tokens is a fixed multiple of the parameters (matrices and output head);
+  - the number of tokens is a fixed multiple of the number of parameters (matrices and output head);
   - the best batch size grows as D^0.383 with the number of tokens D (arxiv.org/abs/2505.13738);
   - the learning rate for batches of B tokens is multiplied by sqrt(B / B_ref);
   - to keep the time scale of weight decay, B / (lr * wd * D), the decay is multiplied by sqrt(B / B_ref) * D_ref / D
-    (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameters, because tokens are a multiple of them.
+    (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts, because D is a multiple of the count.
 
 If warmup and warmdown overlap (short runs), the lower curve counts. If warmup won until its last step, the curve would
 jump there, and a run shorter than its warmup would end at a high rate.
 
 **Another schedule.** Add a field to `ScheduleSettings`, and use it in `Schedule.lr`. The field becomes a flag of
-scripts.base_train and a setting of the run; runs that began without it have its default.
+scripts.base_train and a setting of the run; runs that began without it use its default.
 """
 
 import math
@@ -65,14 +65,14 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
                     curriculum_tokens: int = 0) -> Horizon:
     """Compute steps, batch size and scaling from the flags of the same names. -1 turns a horizon off, and makes the
     batch size automatic. The first horizon that is set counts: iterations, FLOPs, curriculum, data:parameter ratio.
-    Raises ValueError that names the flag.
+    Raises a ValueError that names the flag.
 
     scaling_params: parameters in the model's transformer matrices and output head. reference_scaling_params: those of
     the same model at REFERENCE_DEPTH. curriculum_tokens: the length of all phases (0: no curriculum).
     """
     size_ratio = scaling_params / reference_scaling_params
     if total_batch_size == -1:
-        # the nearest power of two rows (in the logarithm), so that the usual numbers of lanes divide it
+        # a power of two rows, the nearest on a log scale, so that the usual numbers of lanes divide it
         tokens = REFERENCE_BATCH_TOKENS * size_ratio**BATCH_EXPONENT
         total_batch_size = sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
     if total_batch_size <= 0 or total_batch_size % sequence_len:
@@ -165,5 +165,5 @@ class Schedule(ScheduleSettings):
                 group["weight_decay"] = self.peak_weight_decay * self.weight_decay(step)
 
     def state(self) -> dict[str, Any]:
-        """The schedule as plain values in a checkpoint, for reference: a resume uses the run's settings."""
+        """The schedule as plain values. They are saved for reference only: a resumed run uses its settings."""
         return {"format_version": 1, **asdict(self)}

@@ -1,5 +1,5 @@
 """
-Spikes: steps that are not applied, because their loss or gradient norm is far above that of recent steps.
+Spikes: steps that are not applied because their loss or gradient norm is far above that of recent steps.
 
     loss    3.1  3.0  3.1  9.7  3.0  2.9 ...
                            ^ more than SIGMA deviations above the median of the last 128 applied steps
@@ -9,9 +9,9 @@ For normal values, 1.4826 times the median absolute deviation is the standard de
 is not a spike.
 
 All ranks have the same totals of every step, so they have the same window and the same limits. The limits are known
-before the step: the device compares, and the host waits only once. The window is saved in checkpoints, so a resumed run
-decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high, every step is
-skipped, until the run ends as diverged.
+before the step, so the device compares, and the host waits only once. The window is saved in checkpoints, so a resumed
+run decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high, every step is
+skipped, until the run ends because it has diverged.
 """
 
 import math
@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Sequence
 
 WINDOW = 128  # recent applied steps in the window
-ENOUGH = 16  # with fewer steps in the window, no step is a spike
+ENOUGH = 16  # with fewer steps in the window, no step counts as a spike
 MOST_IN_A_ROW = 10  # after this many skipped steps in a row the run ends
 NORMAL = 1.4826  # standard deviation / median absolute deviation of normal values
 

@@ -1,18 +1,18 @@
 """
-Training outside the loop: the totals of a step, the state that a run carries between launches, saves and the log.
+Training outside the loop: step totals, saves, the log, and the state that a run carries from launch to launch.
 
     a step     each rank has: the gradients of its rows, the loss and live targets of each row, its part of the digest,
                and flags: out of rows, stop requested, the last save failed, a save is due
                one small reduction adds up all of this except the gradients
-               loss of the step = sum of losses / live targets, over all ranks: the same bits wherever the leaves are
+               loss of the step = sum of losses / live targets, over all ranks: the same bits wherever the leaves run
 
-So all ranks agree after every step whether to continue, at the price of a reduction that the loss needs anyway. The
-host reads its result only after it has launched the update, so a GPU never waits for Python:
+So all ranks agree after every step on whether to continue, at the price of a reduction that the loss needs anyway. The
+host reads the result only after it has launched the update, so a GPU never waits for Python:
 
     host    ... launch backward | reduction | factor, update | wait, read, log | next step ...
     GPU        ... backward ............. reduction | update |
 
-The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step three times: a printed
+The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step in three places: a printed
 line, a line of JSON in the log, and wandb or TensorBoard for a run with trackers (nanochat/integrations/trackers.py).
 On a terminal, printed lines scroll above a progress bar.
 """
@@ -72,8 +72,8 @@ SAVE_EVERY_S = 1800.0  # with --save-every=-1: the most training time that a cra
 
 
 class Stop(Exception):
-    """The run ends before its horizon. All ranks raise it together, after the same step. `status`: "stopped" on
-    request, "halted" if a person must decide how to continue. `more`: extra entries for its last checkpoint."""
+    """Ends the run before its horizon. All ranks raise this together, after the same step. `status`: "stopped" on
+    request, "halted" if a person must decide how to continue. `more`: extra entries for the run's last checkpoint."""
 
     def __init__(self, reason: str, status: str = "stopped", **more: Any) -> None:
         super().__init__(reason)
@@ -84,23 +84,23 @@ class Stop(Exception):
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The totals of a step over all ranks: the same on every rank, and for every W that divides K. `nats`, `live`
-    and `buckets` have one entry for each of the step's R rows."""
+    """The totals of a step over all ranks: the same on every rank, and for every number of ranks that divides the
+    number of leaves. `nats`, `live` and `buckets` have one entry for each of the step's R rows."""
 
     digest: str  # 16 hex digits
     dry: bool  # a rank did not have all of its rows
     stop: bool  # a rank was asked to stop
     unsaved: bool  # the last save failed, and the run must end
-    save: bool  # a save is due by a rank's clock
-    dropped: list[int]  # the number of lanes that have dropped each bucket
-    nats: list[float]  # the sum of a row's token losses
-    live: list[int]  # the live targets of a row
-    buckets: list[int]  # the bucket of a row
+    save: bool  # a save is due according to a rank's clock
+    dropped: list[int]  # for each bucket, the number of lanes that have dropped it
+    nats: list[float]  # the sum of each row's token losses
+    live: list[int]  # the number of each row's live targets
+    buckets: list[int]  # the index of each row's bucket
     spiked: bool = False  # the step was a spike and was not applied
 
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
-        """The totals in the message of `add_up`, after `fetch`."""
+        """The totals in a message from `add_up`, copied by `fetch`."""
         counts, rows = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
         return cls(
             digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
@@ -109,11 +109,11 @@ class StepTotals:
 
     @property
     def loss(self) -> float:
-        """Mean loss of a live target in nats; NaN if the step has none."""
+        """Mean loss per live target, in nats; NaN if the step has no live target."""
         return self._mean(range(len(self.nats)))[0]
 
     def of_bucket(self, bucket: int) -> tuple[float, int]:
-        """(mean loss of a live target, number of live targets) of a bucket's rows."""
+        """(mean loss per live target, number of live targets) of a bucket's rows."""
         return self._mean([row for row, number in enumerate(self.buckets) if number == bucket])
 
     def _mean(self, rows: Sequence[int]) -> tuple[float, int]:
@@ -122,24 +122,24 @@ class StepTotals:
 
 
 def new_row_table(layout: StepLayout, device: torch.device) -> torch.Tensor:
-    """(R, 3) zeros, one row of the table for each row of a step: the sum of its token losses, its live targets and the
-    number of its bucket. Each rank fills in its own rows."""
+    """(R, 3) zeros, a table with one entry for each row of a step: the sum of its token losses, the number of its live
+    targets and the index of its bucket. Each rank fills in its own rows."""
     return torch.zeros((layout.rows_per_step, 3), dtype=wide_dtype(device), device=device)
 
 
 def add_up(rows: torch.Tensor, *, dropped: Sequence[int], digest: int, world_size: int = 1, dry: bool = False,
            stop: bool = False, unsaved: bool = False, save: bool = False) -> torch.Tensor:
-    """Collective. Add up the ranks' messages of a step, without any rounding. Returns the sum on the device, for
+    """Collective. Add up the ranks' messages about a step, without any rounding. Returns the sum on the device, for
     `grad_scale` and `StepTotals.read`.
 
-    rows: the rank's table, see `new_row_table`. dropped: the number of its lanes that have dropped each bucket.
-    digest: its part of the batch digest. dry: it did not have all of its rows. stop: it was asked to stop. unsaved:
-    its save failed, and the run must end. save: a save is due by its clock.
+    rows: the rank's table, see `new_row_table`. dropped: for each bucket, the number of the rank's lanes that have
+    dropped it. digest: the rank's part of the batch digest. dry: it did not have all of its rows. stop: it was asked to
+    stop. unsaved: its save failed, and the run must end. save: a save is due according to its clock.
     """
-    # the digest as four 16-bit parts, then flags and counts: integers, small enough to be added exactly
+    # the digest (as four 16-bit parts), the flags and the counts are integers small enough to be added exactly
     flags = torch.tensor([*(digest >> 16 * i & 0xFFFF for i in range(4)), dry, stop, unsaved, save, *dropped],
                          dtype=rows.dtype, pin_memory=rows.is_cuda)
-    # then the table: exactly one rank has filled in a row, and x + 0 is exact
+    # the table follows: each row was filled in by exactly one rank, and x + 0 is exact
     message = torch.cat([flags.to(rows.device, non_blocking=True), rows.view(-1)])
     if world_size > 1:
         dist.all_reduce(message)
@@ -147,9 +147,9 @@ def add_up(rows: torch.Tensor, *, dropped: Sequence[int], digest: int, world_siz
 
 
 def grad_scale(message: torch.Tensor, num_buckets: int, num_targets: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(factor, mean loss) of a step, from the message of `add_up`. The factor turns the gradient of
-    (sum of losses / num_targets) into that of the mean loss. It is NaN, so that the optimizer takes no step, if a rank
-    is dry or the loss is NaN or infinite."""
+    """(factor, mean loss) of a step, from the message that `add_up` returns. The factor turns the gradient of
+    (sum of losses / num_targets) into the gradient of the mean loss. If a rank is dry, or the loss is NaN or infinite,
+    the factor is NaN, so that the optimizer takes no step."""
     nats, live, _ = message[FLAGS + num_buckets:].view(-1, 3).sum(dim=0)
     good = (message[DRY] == 0) & nats.isfinite() & (live > 0)
     return torch.where(good, torch.full_like(live, num_targets) / live, math.nan), nats / live
@@ -165,7 +165,7 @@ def fetch(values: torch.Tensor) -> list[float]:
     return on_host.tolist()
 
 
-# ---- what a run carries --------------------------------------------------------------------------
+# ---- the state of a run --------------------------------------------------------------------------
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Progress:
     val_bpb: float | None = None
     first_val_bpb: float | None = None
     min_val_bpb: float | None = None
-    dropped: dict[str, int] = field(default_factory=dict)  # bucket: the number of lanes that have dropped it
+    dropped: dict[str, int] = field(default_factory=dict)  # {bucket: number of lanes that have dropped it}
     window: Window = field(default_factory=list)  # with --skip-spikes: recent applied steps, see spikes.py
     skipped: int = 0  # steps that were not applied, because they were spikes
     skipped_in_a_row: int = 0
@@ -201,7 +201,7 @@ class Progress:
 
 
 def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[GPT, MuonAdamW, Progress]:
-    """Collective. Model, optimizer and progress of a run: new, with another run's weights, or from its checkpoint."""
+    """Collective. Model, optimizer and progress of a run: new, from another run's weights, or from its checkpoint."""
     settings, scale = start.settings, start.horizon.batch_lr_scale
     model = build_model(settings).to_empty(device=device)
     model.init_weights(seed=settings.seed, compute_dtype=getattr(torch, settings.dtype))
@@ -221,13 +221,13 @@ def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[
     if (val := start.logged("val")) is not None and val.get("bpb") is not None:
         progress.record_val(val["bpb"])  # measured after the save
     if progress.step > 0:
-        schedule.apply(optimizer, progress.step - 1)  # a checkpoint stores the rates of its last step
+        schedule.apply(optimizer, progress.step - 1)  # a checkpoint stores the rates of the last step before it
     return model, optimizer, progress
 
 
 @dataclass
 class Trainer:
-    """The parts of a run in training, and how it saves."""
+    """The parts of a run during training, and its saves."""
 
     start: Start
     data: RunData
@@ -242,8 +242,8 @@ class Trainer:
     dog: Watchdog
     stop: StopWatch
     saver: Saver
-    saved_at: float = field(default_factory=time.monotonic)  # this rank's time of the last save, or of the launch
-    all_agreed_to_save: bool = False  # the totals of the last step have `save`
+    saved_at: float = field(default_factory=time.monotonic)  # last save, or the launch, on this rank's clock
+    all_agreed_to_save: bool = False  # the totals of the last step had `save` set
 
     @property
     def settings(self) -> Settings:
@@ -262,16 +262,16 @@ class Trainer:
         return self.model.estimate_flops()
 
     def due(self, every: int, event: str) -> bool:
-        """Whether an evaluation with a period of `every` steps is due. At the first step of a launch it is not repeated
-        if the previous launch has logged it, under the name `event`."""
+        """Whether an evaluation that takes place every `every` steps is due. At the first step of a launch, it is not
+        due if the previous launch has logged it as `event`."""
         step = self.progress.step
         is_due = every > 0 and (step >= self.schedule.num_iterations or step % every == 0)
         return is_due and (step > self.start.step or self.start.logged(event) is None)
 
     def between_steps(self, what: str, function: Callable[["Trainer"], None]) -> None:
-        """Run an evaluation, and record its duration, for which a run with a walltime reserves time. If it fails, the
-        reason is logged and the run continues: only a step can fail a run. `function` either raises on all ranks, or
-        has no collective after the point where it raises."""
+        """Run an evaluation, and record how long it took, so that a run with a walltime can reserve that time. If the
+        evaluation fails, the reason is logged and the run continues: only a step can fail a run. `function` must raise
+        on all ranks, or have no collective after the point where it raises."""
         began = time.perf_counter()
         try:
             function(self)
@@ -284,7 +284,7 @@ class Trainer:
         self.stop.note(what, time.perf_counter() - began)
 
     def time_to_save(self) -> bool:
-        """Whether a save is due by this rank's clock, with --save-every=-1."""
+        """Whether a save is due according to this rank's clock, with --save-every=-1."""
         return self.settings.save_every < 0 and time.monotonic() - self.saved_at >= SAVE_EVERY_S
 
     def save_is_due(self) -> bool:
@@ -294,12 +294,12 @@ class Trainer:
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Copy all ranks' state to rank 0's memory, and write it as the checkpoint `name` in the
-        background. With `last`, wait for the write; rank 0 raises OSError if it fails."""
+        background. With `last`, wait for the write; rank 0 raises OSError if the write fails."""
         p, settings, run_dir = self.progress, self.settings, self.start.run_dir
         began, step, by_time = time.perf_counter(), p.step, self.all_agreed_to_save and not last
         self.saved_at, self.all_agreed_to_save = time.monotonic(), False
         self.dog.beat(step, "save", LONG_S)
-        on_rank0(self.finish_save)  # so memory holds at most one copy of the state
+        on_rank0(self.finish_save)  # the previous one, so that memory holds at most one copy of the state
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
         cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
         next_digest = self.next_digest(NEXT_STEP_S)
@@ -334,14 +334,14 @@ class Trainer:
 
     def check_next_step(self) -> None:
         """Collective. Compare the digest of the next step with the one that the checkpoint predicts. ValueError if they
-        differ. After a clean stop no step is repeated, so nothing else would notice a change."""
+        differ. After a clean stop no step is repeated, so nothing else would notice that the data has changed."""
         saved = self.start.state.get("next_digest")
         digest = None if saved is None else self.next_digest()
         on_rank0(lambda: check_digest(self.start.run_dir, self.progress.step, digest, saved))
 
     def report_save(self, *, wait: bool = False) -> Exception | None:
-        """On rank 0: print and log the outcome of the save in flight once it has ended; `wait` for that. Returns the
-        error that must end the run, if any."""
+        """On rank 0: print and log the outcome of the save in progress if it has ended; with `wait`, wait for its end
+        first. Returns the error that must end the run, if any."""
         outcome = self.saver.take(wait=wait)
         if outcome is None:
             return None
@@ -355,8 +355,8 @@ class Trainer:
         return outcome.fatal
 
     def check_totals(self, totals: StepTotals, grad_norm: float) -> None:
-        """Warn if lanes have dropped a bucket or the step was skipped as a spike, and update what spikes are judged by.
-        ArithmeticError after too many spikes in a row."""
+        """Warn if lanes have dropped a bucket or the step was skipped as a spike, and update the statistics that spikes
+        are measured against. ArithmeticError after too many spikes in a row."""
         p, self.all_agreed_to_save = self.progress, totals.save
         for bucket, lanes in zip(self.loader.buckets, totals.dropped):
             if lanes > p.dropped.get(bucket, 0):
@@ -368,7 +368,7 @@ class Trainer:
             p.window = remember(p.window, totals.loss, grad_norm) if self.settings.skip_spikes is not None else []
             return
         p.skipped += 1
-        print0(f"warning: step {p.step} is a spike beyond --skip-spikes and is not applied: loss {totals.loss:.6f}, "
+        print0(f"warning: step {p.step} exceeds the --skip-spikes limit and was not applied: loss {totals.loss:.6f}, "
                f"gradient norm {grad_norm:.4f}; {p.skipped} step(s) skipped so far")
         self.journal.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
         if p.skipped_in_a_row == MOST_IN_A_ROW:
@@ -376,7 +376,7 @@ class Trainer:
                                   f"run has diverged")
 
     def finish_save(self) -> None:
-        """Wait for the save in flight. Raises the error that must end the run, if any."""
+        """Wait for the save in progress. Raises the error that must end the run, if any."""
         if (error := self.report_save(wait=True)) is not None:
             raise error
 
@@ -401,16 +401,16 @@ def take_step(run: Trainer, rows: torch.Tensor, *, dry: bool, stop: bool, unsave
     limit = torch.full_like(loss, math.inf)
     if settings.skip_spikes is not None:
         loss_limit, norm_limit = limits(run.progress.window, settings.skip_spikes)
-        # a loss above its limit: every norm exceeds -1, so the step is not applied
+        # if the loss exceeds its limit, the norm's limit is -1, which every norm exceeds: the step is not applied
         limit = torch.where(loss > loss_limit, -1.0, torch.full_like(loss, norm_limit))
-    # launch the update, and forget the gradients
+    # launch the update, and drop the gradients
     norm = run.optimizer.step(scale, max_norm=settings.max_grad_norm or math.inf, limit=limit)
     run.model.zero_grad(set_to_none=True)
-    # wait for the device: the only time in a step
+    # wait for the device: the only wait in a step
     *values, grad_norm, limited = fetch(torch.cat([message, torch.stack([norm.to(limit.dtype), limit])]))
     totals = StepTotals.read(values, num_buckets)
     if totals.dry and step > 0:
-        run.schedule.apply(run.optimizer, step - 1)  # not applied: a checkpoint stores the rates of its last step
+        run.schedule.apply(run.optimizer, step - 1)  # a checkpoint stores the rates of the last step that was applied
     # the same comparison as on the device; while the limit is infinite, a NaN or infinite value is not a spike
     return replace(totals, spiked=limited < math.inf and not grad_norm <= limited), grad_norm
 
@@ -418,16 +418,16 @@ def take_step(run: Trainer, rows: torch.Tensor, *, dry: bool, stop: bool, unsave
 # ---- the log -------------------------------------------------------------------------------------
 
 def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | None) -> None:
-    """ValueError if the batch of a step has another digest than the run recorded for it. None: not known."""
+    """ValueError if the batch of a step has a different digest from the one the run recorded. None: unknown."""
     if None not in (digest, expected) and digest != expected:
         raise ValueError(f"step {step}: its batch has digest {digest}, but this run recorded {expected} for it: data "
-                         f"or code changed. Restore them, or start a new run (--model-tag NAME "
+                         f"or code has changed. Restore it, or start a new run (--model-tag NAME "
                          f"--init-from={run_dir.name})")
 
 
 class Silence:
-    """Accepts every call and does nothing: the journal and the state on ranks other than 0, and the trackers of a run
-    without any."""
+    """Accepts every call and does nothing. It replaces the journal and the state on ranks other than 0, and the
+    trackers of a run that has none."""
 
     wandb_id: str | None = None
 
@@ -446,7 +446,7 @@ class Silence:
     def lost(self) -> str:
         return ""
 
-    refresh = lost  # of a `RunState`
+    refresh = lost  # a method of `RunState`
 
     def log(self, values: Mapping[str, Any]) -> None: ...
 
@@ -505,8 +505,8 @@ class Journal:
 
     def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
         """Report the step that was just counted: print `line` (every --log-every steps), write `record` to the log and
-        the trackers, the losses of rows in `totals` to their file, and `state` to scripts.status and the bar.
-        ValueError if the run took this step before with another digest."""
+        the trackers, write the row losses in `totals` to their file, and show `state` in scripts.status and the bar.
+        ValueError if the run took this step before with a different digest."""
         p, last = self.progress, self.start.horizon.num_iterations
         check_digest(self.start.run_dir, p.step - 1, record["digest"], self.log.digest_of(p.step - 1))
         if p.step % self.start.settings.log_every == 0 or p.step == last:

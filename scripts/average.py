@@ -4,8 +4,8 @@ Average the weights of a run's last checkpoints into a new run, for evaluation a
     python -m scripts.average d12 --last=5               # runs/d12-average-5
     python -m scripts.base_eval d12-average-5
 
-Near the end of a run, weights move around an optimum. Their mean is often better than any of them, above all while the
-learning rate is high (arXiv 1803.05407, 2306.03241). Sums are float64 and rounded once.
+Near the end of a run, weights move around an optimum. Their mean is often better than any one of them, especially while
+the learning rate is high (arXiv 1803.05407, 2306.03241). Sums are float64 and rounded once.
 
 The new run has the settings, tokenizer and pinned data of the old one, and one checkpoint, `final`, at the newest
 averaged step. It has no optimizer state, so it cannot be resumed, but a new run can start from it (--init-from). It
@@ -29,21 +29,21 @@ from scripts.export import new_folder
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
     p.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
-    p.add_argument("--last", type=whole(2), default=5, help="number of checkpoints to average, from the newest back")
+    p.add_argument("--last", type=whole(2), default=5, help="number of checkpoints to average, the newest ones")
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
     return p.parse_args(argv)
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
-    """The newest good checkpoints of `number` different steps, newest first. ValueError if there are fewer."""
+    """The newest good checkpoints for `number` different steps, newest first. ValueError if there are fewer."""
     checkpoints: list[Checkpoint] = []
     paths = list_checkpoints(run_dir)
     while len(checkpoints) < number:
         checkpoint = first_good(paths)
         if checkpoint is None:
             steps = ", ".join(str(c.step) for c in checkpoints) or "none"
-            raise ValueError(f"--last {number}: {run_dir} has good checkpoints of {len(checkpoints)} step(s) "
-                             f"({steps}); give a smaller number, or train with --save-every")
+            raise ValueError(f"--last {number}: {run_dir} has good checkpoints for {len(checkpoints)} step(s) "
+                             f"({steps}); pass a smaller number, or train with --save-every")
         checkpoints.append(checkpoint)
         paths = [path for path in paths if step_of(path) < checkpoint.step]
     return checkpoints

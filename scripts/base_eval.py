@@ -7,9 +7,9 @@ Evaluate a trained model: bits per byte on validation and training data, samples
     python -m scripts.base_eval d12@1000 --json eval.json
 
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens, the validation result
-equals the one that training printed at that step. It is compared with a unigram model, which only knows how often each
-token occurs in the first rows of training. CORE needs the eval_bundle folder, and only model and tokenizer of the run
-(nanochat/integrations/core_eval.py). The result is written to RUN/eval.json, and CORE's table to RUN/eval.csv.
+equals the one that training printed at that step. A unigram model, which only knows how frequent each token is in the
+first rows of training, is evaluated for comparison. CORE needs only the run's model and tokenizer, and the eval_bundle
+folder (nanochat/integrations/core_eval.py). Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
 """
 
 import argparse
@@ -49,9 +49,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--max-per-task", type=whole(1, also=-1), default=-1, help="items per task of CORE; -1: all")
     p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
     p.add_argument("--eval-tokens", type=whole(1, also=-1), default=-1,
-                   help="tokens of each split; -1: the run's --eval-tokens")
+                   help="tokens to evaluate from each split; -1: the run's --eval-tokens")
     p.add_argument("--unigram-tokens", type=whole(1), default=2**22,
-                   help="training tokens that the unigram model counts")
+                   help="number of training tokens that the unigram model counts")
     p.add_argument("--device-batch-size", type=whole(1, also=-1), default=-1,
                    help="rows per forward pass; -1: the run's --device-batch-size")
     p.add_argument("--json", type=Path, help="file for the result (default: RUN/eval.json)")
@@ -74,7 +74,7 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> 
 
 def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
     """The loss of each token under the unigram model, (vocab_size,) float32. Counts targets in the first rows of the
-    run's stream, equally many from each lane, at least `num_tokens` tokens together; every count starts at 1."""
+    run's stream, the same number of rows from each lane, at least `num_tokens` tokens in all; counts start at 1."""
     counts = torch.ones(data.tokenizer.get_vocab_size(), dtype=torch.int64)
     steps = -(-num_tokens // (config.V * config.T))
     with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
@@ -86,9 +86,9 @@ def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
 
 def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
                   ) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation data and on equally many tokens of each training bucket, and
-    of the unigram model on the validation data. Nats per token, under other keys, if the tokenizer does not know
-    bytes."""
+    """Collective. Bits per byte of the model on validation data and on the same number of tokens of each training
+    bucket, and of the unigram model on the validation data. If the tokenizer does not know bytes, nats per token under
+    other keys."""
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = opened
     tokenizer = stored.tokenizer
@@ -135,7 +135,7 @@ def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]
 
 
 def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Collective. Run the evaluations of --eval."""
+    """Collective. Run the evaluations that --eval names."""
     began, run_dir = time.perf_counter(), checkpoint.parent.parent
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     _, rank, _, world_size = get_dist_info()

@@ -119,8 +119,8 @@ def loop(run: Trainer) -> int:
             raise SystemExit(1) from e  # rank 0 prints the error
         checkpoints = list_checkpoints(run.start.run_dir)
         kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
-        raise ValueError(f"{e}. The run stopped without applying this step, and {kept}. Start a new run: with lower "
-                         f"learning rates (--model-tag NAME), or after these rows (--init-from, --skip-steps)") from e
+        raise ValueError(f"{e}. The step was not applied, and {kept}. Start a new run with lower learning rates "
+                         f"(--model-tag NAME), or one that skips these rows (--init-from, --skip-steps)") from e
     run.journal.end("completed")
     peak = peak_memory(run.loader.device)
     memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
@@ -148,7 +148,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
             # the leaf's last micro-batch: add the finished leaf to the rank's tree of leaves
             if at + 1 == per_leaf:
                 run.leaves.leaf_done()
-            # enter the loss, live targets and bucket of each row; the dead rows at the end of a batch have no place
+            # enter each row's loss, live targets and bucket; the padding rows at the end of a batch have no entry
             rows = loader.layout.rows_of(leaf, at)
             values = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1)  # (B, 3)
             table[rows.start:rows.stop] = values[:len(rows)]
@@ -168,7 +168,7 @@ def one_step(run: Trainer) -> None:
     if (p.step + 1) % RANKS_EVERY == 0:
         log_ranks(run, began)
 
-    # One small reduction carries what all ranks must agree on; then the weights are updated.
+    # One small reduction carries everything that all ranks must agree on; then the weights are updated.
     reason = run.stop.check()
     unsaved = run.report_save()
     totals, grad_norm = take_step(run, rows, dry=not complete, stop=bool(reason), unsaved=unsaved is not None,
@@ -217,7 +217,7 @@ def log_step(run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: floa
 # ---- set-up --------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start or resume a run. Returns the exit code (README). Raises ValueError and OSError for bad input."""
+    """Start or resume a run. Returns the exit code (docs/reference.md). ValueError and OSError for bad input."""
     settings = from_flags(parse_args(argv))
     words = sys.argv[1:] if argv is None else argv
     launch = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
@@ -243,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], rank: int, world_size: int,
           device: torch.device) -> int:
-    """Claim the run, build its parts and enter the loop. `launch`, for the log: the "command", and the names of the
-    settings it changed as "typed"."""
+    """Claim the run, build its parts and enter the loop. `launch` goes into the log: "command" is the command line,
+    "typed" the names of the settings it changed."""
     settings, horizon, num_steps = start.settings, start.horizon, start.horizon.num_iterations
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
     owner: Any = agree(lambda: claim_run(start, data) if rank == 0 else None)
@@ -277,7 +277,7 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
             num_leaves=settings.leaves, cursors=start.cursors, start_step=progress.step,
             num_threads=settings.tokenizer_threads, with_doc_ids=settings.attention_mode != "causal",
             drop_dry=settings.allow_bucket_exhaustion))
-        stack.callback(stop.ignore_stores)  # runs before the loader closes, which waits for its threads
+        stack.callback(stop.ignore_stores)  # runs before the loader closes, because closing waits for its threads
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
         print_summary(start, loader.layout, device, launch["typed"])

@@ -1,27 +1,27 @@
 """
-Compare two runs: are they equal to the bit, and if not, where do they diverge?
+Compare two runs: are they equal bit for bit, and if not, where do they diverge?
 
     python -m scripts.compare_runs mine@50 mine@100         # two checkpoints, or their paths
     python -m scripts.compare_runs d12 d12-again            # names or folders of runs
     python -m scripts.compare_runs d12 d24 --tensors        # list every tensor that differs
 
-Only parts that both runs have are compared: averaged and imported weights, for example, have no optimizer state. Runs
-diverge in this order, and each kind of difference has typical causes:
+Only parts that both runs have are compared: averaged and imported weights, for example, have no optimizer state.
+Differences appear in this order, and each kind has typical causes:
 
-    data           digests, token counts, cursors                  other data, seed or stream
-    steps          losses, learning rates, gradients, validation   other settings or order of additions
-    checkpoints    architecture, cursors, weights, optimizer       follows from the steps
+    data           digests, token counts, cursors                  different data, seed or stream
+    steps          losses, learning rates, gradients, validation   different settings or order of additions
+    checkpoints    architecture, cursors, weights, optimizer       different steps
 
     step         0    1    2    3         digests      = = = =     same data
     losses a   5.1  4.9  4.7  4.6         losses       = = # #     differ from step 2 on
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, not after 4
 
 Each of these is a plain state of nested dicts and lists, and one function compares them leaf by leaf. Step k of a log
-is the step after k steps; checkpoint k is taken after k steps. For two different experiments, a table shows loss and
-bits per byte at the same numbers of tokens.
+is the step taken after k others; checkpoint k is saved after k steps. For two different experiments, a table shows loss
+and bits per byte at the same numbers of tokens.
 
 **Equal** means equal bits; for everything else the size of the difference is printed. The exit code is 0 if everything
-that both runs have is equal, else 1, also if only the files differ that the same rows came from (text and its shards).
+that both runs have is equal, else 1, even if only the files behind equal rows differ (a text and its shards).
 """
 
 import argparse
@@ -52,7 +52,7 @@ DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
 SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
           "bpb": "validation results", "buckets": "validation results"}
 SMOOTH = "smooth_loss"
-WIDEST = 50  # characters shown of a setting
+WIDEST = 50  # maximum number of characters shown of a setting
 TABLE_ROWS = 8  # about as many rows as the table of two experiments has
 
 
@@ -116,7 +116,7 @@ def compare_states(a: Any, b: Any) -> Iterator[Gap]:
 
 
 def of_files(gap: Gap) -> bool:
-    """Whether only the identity of the data's files differs, which cursors contain."""
+    """Whether the gap is only in the identity of the data files, which cursors contain."""
     return ".stream.data " in gap.where
 
 
@@ -165,8 +165,8 @@ class Side:
 
 
 def open_side(name: str, notes: list[str]) -> Side:
-    """The run or checkpoint of a name. FileNotFoundError and ValueError as `find_run`, `RunReader` and
-    `find_checkpoint` raise them."""
+    """The run or checkpoint with this name. FileNotFoundError and ValueError from `find_run`, `RunReader` and
+    `find_checkpoint`."""
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
@@ -236,7 +236,7 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
         gaps = list(compare_states(one, other))
         parts.append(Part("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps))
     if not parts:
-        nothing = "nothing to compare: the two have no step of the log and no checkpoint in common"
+        nothing = "nothing to compare: the two have no logged step and no checkpoint in common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))
     return parts
 
@@ -246,7 +246,7 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     corrupt = sum(note.startswith("skipped") for note in notes)
     end = f"; {corrupt} corrupt file(s) skipped" if corrupt else ""
     if parts[0].name == "digests" and {of_files(gap) for part in parts for gap in part.gaps} == {True}:
-        return False, "the same rows from other files: everything is equal except the files that cursors name" + end
+        return False, "the same rows from different files: all is equal except the files that cursors name" + end
     for part in parts:
         if part.gaps:  # all parts before this one are equal
             same = "same data; " * (parts[0].kind == "data" and part.kind != "data")
@@ -274,8 +274,8 @@ def explain_left_out(names: Sequence[str], step: int) -> str:
                 if left_out[0] != left_out[1]:
                     return (f"as expected: step {step} is the first with a document that {names[left_out[1]]} leaves "
                             f"out ({place['file']}:{place['document']})")
-    return (f"unexpected: no row of step {step}, where they first differ, has a document that only one of them leaves "
-            f"out, so something else differs")
+    return (f"unexpected: the runs first differ at step {step}, but no row of it has a document that only one of them "
+            f"leaves out, so something else differs")
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path")
-    parser.add_argument("b", metavar="B", help="another one")
+    parser.add_argument("b", metavar="B", help="the run or checkpoint to compare it with")
     parser.add_argument("--tensors", action="store_true", help="list everything that differs in checkpoints")
     return parser.parse_args(argv)
 

@@ -5,10 +5,10 @@ Measure how fast a model generates, and how much memory it needs.
 
 *Prefill* computes the whole prompt at once, in large matrix products. It is limited by arithmetic, and determines the
 time to the first token. *Decoding* computes one position per row and step, and reads all weights and the whole cache
-each time. It is limited by memory bandwidth, so many rows take hardly longer than one. The prompt is computed once, and
-its cache is copied to all B rows (nanochat/engine.py). After nanochat's scripts/infer_bench.py.
+each time. It is limited by memory bandwidth, so a step takes hardly longer for many rows than for one. The prompt is
+computed once, and its cache is copied to all B rows (nanochat/engine.py). The script follows nanochat's.
 
-Each line is the median of --rounds rounds, after a warm-up round. The last line is a JSON object.
+Each line shows the medians of --rounds rounds, after a warm-up round. The last line is a JSON object.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list) 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
     ask_for_model(p)
-    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="numbers of rows")
+    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="rows per batch")
     p.add_argument("--prompt-tokens", type=whole(1, also=-1), default=-1,
                    help="length of the prompt; -1: half a training row")
     p.add_argument("--decode-tokens", type=whole(2), default=128, help="tokens to generate for each row")
@@ -71,7 +71,7 @@ def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, ro
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print. Raises ValueError for bad flags, and what `load_model` raises."""
+    """Measure and print. Raises ValueError for bad flags, and the errors of `load_model`."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, _, meta = load_model(args.run, device, compute_dtype=dtype)

@@ -10,8 +10,8 @@ Draw runs as one HTML page that works offline: curves, mix, time line, ledger, s
 
 Every number in a log line of a step becomes a curve, every number in an event a curve of points, and every other event
 a mark on the time line. A value that you add to the log therefore needs no change here. The page is scripts/page.html
-with its placeholders filled in. plotly is embedded, and a content policy keeps the browser from loading anything. If a
-run is too long for the page, each block of steps is drawn as its step with the highest loss, so spikes stay visible.
+with its placeholders filled in. plotly is embedded, and a content policy keeps the browser from loading anything else.
+If a run is too long for the page, only the step with the highest loss in each block is drawn, so spikes stay visible.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from scripts.report import summarize
 
 ROOM = 1_000_000  # bytes of JSON; the whole page stays below 6 MB
 WATCH_EVERY_S = 10
-BAND_POINTS = 500  # steps at most for which the band of row losses is drawn
+BAND_POINTS = 500  # maximum number of steps for which the band of row losses is drawn
 AXES = ("steps", "tokens", "FLOPs", "hours")
 LOSS, BPB, BUCKETS = "Loss, nats per token", "Validation bits per byte", "Loss by bucket, smoothed"
 WAIT = "Data wait, ms per step"
-# {number of a log line: (title of its chart, factor)}; any other number has a chart of its own name
+# {number in a log line: (title of its chart, factor)}; any other number has a chart with its own name as the title
 CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, relative to its peak", 1),
           "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1),
           "mfu": ("Model FLOPs utilization, %", 100), "wait_s": (WAIT, 1000),
@@ -141,7 +141,7 @@ def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
         return
     tenths: dict[int, tuple[float, float]] = {}
     for step in run.steps[::max(1, -(-len(run.steps) // BAND_POINTS))]:
-        with contextlib.suppress(FileNotFoundError):  # recorded by no launch, because of --no-row-losses
+        with contextlib.suppress(FileNotFoundError):  # not recorded, because of --no-row-losses
             nats, live = run.row_losses.read(step["step"])
             low, high = np.quantile(nats[live > 0] / live[live > 0], [0.1, 0.9]) if live.any() else (np.nan, np.nan)
             if np.isfinite([low, high]).all():
@@ -167,7 +167,7 @@ def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str,
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
-    """The values with six digits, which is all that a chart shows."""
+    """The values with six digits; a chart shows no more."""
     return [float(f"{value:.6g}") if isinstance(value, float) else value for value in values]
 
 
@@ -181,7 +181,7 @@ def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
 
 
 def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
-    """The data that page.html draws for a run, thinned to one of `stride` steps. With `several` runs, which have one
+    """The data that page.html draws for a run, thinned to one in `stride` steps. With `several` runs, which have one
     color each, every bucket gets its own chart."""
     axes, kept = run.axes(), kept_steps(run.steps, stride)
     pick = lambda values: rounded([values[i] for i in kept])
@@ -314,7 +314,7 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
              "data": embed({"charts": charts, "buckets": buckets, "runs": data}),
              "plotly": get_plotlyjs(), "written": f"{now}. {thinned}",
              "differing": card("What differs", differ) if differ else "",
-             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # that all runs have
+             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # all runs have it
              "digests": "", "curves": "", "mix": "", "timeline": ""}
     for run in runs:
         cells = f'<td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td>'
@@ -333,7 +333,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("page.html"), help="where to write the page")
-    parser.add_argument("--watch", action="store_true", help="rewrite it every ten seconds while a run is alive")
+    parser.add_argument("--watch", action="store_true", help="rewrite the page every ten seconds while a run is alive")
     return parser.parse_args(argv)
 
 

@@ -5,21 +5,21 @@ Train one configuration with several seeds, and report whether a change exceeds 
     python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02
 
 The flags after `--` are those of scripts.base_train. Each run is called NAME-seedS. Finished runs are reused and
-unfinished ones are resumed, so the command can be repeated at any time, also with more seeds.
+unfinished ones are resumed, so the command can be repeated at any time, even with more seeds.
 
-    --vary=weights    each run has its own --seed (of the weights); all have the same order of data
+    --vary=weights    each run has its own --seed (of the weights); all read the data in the same order
     --vary=data       each run has its own --data-seed; all start from the same weights
     --vary=both       both
 
 The first command reports the mean of the final validation bits per byte, their standard deviation s with its 95 %
-interval, and the smallest difference that n seeds can show at 5 % (Student's t):
+interval, and the smallest difference that n seeds can show at the 5 % level (Student's t):
 
     unpaired    t(2n - 2) s sqrt(2 / n)           paired    t(n - 1) s_d / sqrt(n)
 
-s_d is the standard deviation of the differences between runs with equal seeds. Without a change to compare, it is taken
-as s sqrt(2), as if runs with equal seeds were independent. `--against` trains the change with the seeds of BASE and
-reports the mean difference, its 95 % interval, and the exact p of the sign-flip permutation test: the share of all 2^n
-choices of signs for the differences whose mean is at least as far from 0. With 5 seeds, p is at least 2 / 32.
+s_d is the standard deviation of the differences between runs with equal seeds. Without `--against`, it is estimated as
+s sqrt(2), as if runs with equal seeds were independent. `--against` trains the change with BASE's seeds and reports the
+mean difference, its 95 % interval, and the exact p-value of the sign-flip permutation test: of all 2^n ways to flip the
+signs of the differences, the share whose mean is at least as far from 0. With 5 seeds, p is at least 2 / 32.
 
     <base dir>/repeats/NAME.json    results, seeds, flags        NAME.png    a dot for each run, means and intervals
 """
@@ -86,12 +86,12 @@ def deviation_interval(s: float, n: int) -> tuple[float, float]:
 
 
 def smallest_difference(s: float, s_d: float, n: int) -> tuple[float, float]:
-    """(unpaired, paired): the smallest difference of means that n seeds can show at 5 %."""
+    """(unpaired, paired): the smallest difference of means that n seeds can show at the 5 % level."""
     return (student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n), student_t(0.975, n - 1) * s_d / math.sqrt(n))
 
 
 def sign_flip_p(differences: Sequence[float]) -> float:
-    """The exact two-sided p of the sign-flip permutation test of paired differences."""
+    """The exact two-sided p-value of the sign-flip permutation test of paired differences."""
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
     sums = np.abs(signs @ np.array(differences))
     return float(np.mean(sums >= abs(sum(differences)) * (1 - 1e-12)))
@@ -125,7 +125,7 @@ def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 
 def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
               ) -> list[float]:
-    """Train with every seed. Returns the final validation bits per byte of each run. ValueError names a failed run."""
+    """Train with every seed. Returns the final validation bits per byte of each run. ValueError if a run fails."""
     settings = from_flags(base_train.parse_args(flags))
     launcher = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
                                         if nproc > 1 else [])]
@@ -144,7 +144,7 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
             raise ValueError(f"{tag}: the run ended with exit code {code} before its last step"
                              f"{f', see {log}' if jobs > 1 else ''}; repeat this command to resume it")
         if not run.val_bpb:
-            raise ValueError(f"{tag}: the run has no validation bits per byte; give --eval-every=N and a new --name")
+            raise ValueError(f"{tag}: the run has no validation bits per byte; pass --eval-every=N and a new --name")
         return list(run.val_bpb.values())[-1]
 
     (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
         results = record["against"]
         low, high = results["interval"]
         p = "" if results["p"] is None else f", sign-flip p = {results['p']:.4f}"
-        print0(f"mean difference to {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
+        print0(f"mean difference from {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
                f"{high:+.6f}{p}, {n} pairs)")
     smallest = results["smallest_difference"]
     rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
@@ -215,8 +215,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     p.add_argument("--against", metavar="BASE", help="compare with the configuration BASE, using its seeds")
     p.add_argument("--rerun", action="store_true", help="train the first seed once more, and report the difference, "
                    "which must be 0")
-    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="number of runs at the same time; if N > 1, "
-                   "their output goes to files in <base dir>/repeats")
+    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="number of runs to train at the same time; if "
+                   "N > 1, their output goes to files in <base dir>/repeats")
     p.add_argument("--nproc", type=whole(1), default=1, metavar="N", help="processes per run, started by torchrun")
     return p.parse_args(words[:at]), words[at + 1:]
 
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                     f"with --name={args.against}")
         base = read_json(path, RECORD, remedy="train that configuration again with --name")
         if args.against == args.name:
-            raise ValueError(f"--against={args.against}: --name has the same value; give the change another --name")
+            raise ValueError(f"--against={args.against}: --name has the same value; choose a different --name")
         seeds, vary = base["seeds"], base["vary"]
     values = train_all(args.name, flags, seeds, vary, jobs=args.jobs, nproc=args.nproc)
     record = {"name": args.name, "vary": vary, "seeds": seeds, "flags": flags, "bits_per_byte": values,

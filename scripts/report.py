@@ -4,11 +4,11 @@ Write a markdown report of a run: results, commands, settings, machine, data, sa
     python -m scripts.report mine                     # writes RUN/report.md and RUN/report-*.png
     python -m scripts.report mine --stages=FILE       # includes the times of speedrun.sh's stages
 
-The command reads the run directory (nanochat/run_reader.py) and only adds files, so it works at any time, also for an
+The command reads the run directory (nanochat/run_reader.py) and only adds files, so it works at any time, even for an
 unfinished run: a part whose file is missing becomes one sentence. matplotlib draws the pictures; it needs no display.
 
-speedrun.sh writes FILE: a line `name <tab> seconds <tab> exit code <tab> command` for each stage that ended. Times of
-a stage that ran several times are added up.
+speedrun.sh writes FILE: a line `name <tab> seconds <tab> exit code <tab> command` for each stage that ended. If a stage
+ran several times, its times are added up.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def read_stages(path: Path) -> list[Stage]:
 # ---- markdown -----------------------------------------------------------------------------------
 
 def escape_html(text: str) -> str:
-    """Text without HTML, for a markdown renderer."""
+    """Text with its HTML escaped, for a markdown renderer."""
     return escape(text, quote=False)
 
 
@@ -88,7 +88,7 @@ def summarize(run: RunReader) -> list[str]:
 
 
 def result_part(run: RunReader) -> list[str]:
-    """The most important figures. Two runs with equal digests saw equal data."""
+    """The most important figures. Runs with equal digests saw the same data."""
     val, evaluation, steps = run.val_bpb, run.evaluation, run.steps
     rows: list[tuple[str, Any]] = [
         ("validation bits per byte, before training", val.get(0) if len(val) > 1 else None),
@@ -157,7 +157,7 @@ def samples_part(run: RunReader) -> list[str]:
 # ---- pictures -----------------------------------------------------------------------------------
 
 def draw_loss(run: RunReader, axes: Any) -> None:
-    """The loss, raw and smoothed, and bits per byte on a second axis. None is a gap."""
+    """The loss, raw and smoothed, and bits per byte on a second axis. A missing value is a gap."""
     x = [step["step"] for step in run.steps]
     raw, smooth = (np.array([step[name] for step in run.steps], float) for name in ("loss", "smooth_loss"))
     axes.plot(x, raw, color="C0", alpha=0.3, linewidth=0.8, label="loss")

@@ -4,8 +4,8 @@ Continue text with a trained model:
     python -m scripts.sample d12
     python -m scripts.sample d12@1000 -p "Water boils at"
 
-Without -p, the prompts are the beginnings of validation documents of the run, so a model of code gets code. A » marks
-the end of the prompt; on a terminal the prompt is dimmed instead.
+Without -p, the prompts are the beginnings of the run's validation documents, so a model trained on code continues code.
+A » marks the end of the prompt; on a terminal the prompt is dimmed instead.
 """
 
 import argparse
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
     """Add the arguments that choose model, device and compute dtype. Returns the group that chooses the model."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("run", metavar="RUN", nargs="?", help="name or folder of a run, for its newest good checkpoint; "
-                       "RUN@STEP or the folder of a checkpoint for another one (default: the only run)")
+    which.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder, which stands for its newest good "
+                       "checkpoint; RUN@STEP; or a checkpoint's folder (default: the only run)")
     parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best available)")
     parser.add_argument("--dtype", default="auto", help="compute dtype: auto | bfloat16 | float32")
     return which
@@ -39,7 +39,7 @@ def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
 
 @contextmanager
 def device_of(args: argparse.Namespace) -> Iterator[tuple[torch.device, torch.dtype]]:
-    """The device and compute dtype of the arguments that `ask_for_model` added."""
+    """The device and compute dtype that the arguments from `ask_for_model` choose."""
     setup_logging()
     *_, device = compute_init(args.device_type or autodetect_device_type())
     try:
@@ -71,7 +71,7 @@ def marked(prompt: str, text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a model and print samples. Raises ValueError for bad flags, and what `load_model` raises."""
+    """Load a model and print samples. Raises ValueError for bad flags, and the errors of `load_model`."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, tokenizer, meta = load_model(args.run, device, compute_dtype=dtype)

@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the status, repeatedly with --watch. FileNotFoundError for an unknown run."""
     args = parse_args(argv)
     if args.exit_code and len(args.run) != 1:
-        raise ValueError("--exit-code: it reports on one run; name it: python -m scripts.status RUN --exit-code")
+        raise ValueError("--exit-code: this reports on one run; name it: python -m scripts.status RUN --exit-code")
     runs = print_status(args)
     while args.watch and any(run["liveness"] == "alive" for run in runs):
         time.sleep(WATCH_EVERY_S)

@@ -8,7 +8,7 @@ Ask a run to stop: it finishes its step, saves and exits. The same training comm
 The request is a file in the run directory, so it works from any host that shares the file system. It applies to every
 launch that is older than the file, including one that is still starting. `--force` is for a run that no longer
 responds: it ends the processes that the run's state records, if they are visible on this host and their start times
-match (a process id that another program reuses is left alone). It exits with 1 if a process may be left.
+match (a process id that another program reuses is left alone). It exits with 1 if a process may be left alive.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def only_live_run() -> Path:
 
 
 def find(name: str) -> Path:
-    """The run of a name. FileNotFoundError if it does not exist; its first launch may be starting, so the request is
-    left for it, unless the name looks misspelled."""
+    """The run with this name. FileNotFoundError if it does not exist. Its first launch may be starting, so the request
+    is left for that launch, unless the name looks misspelled."""
     try:
         return find_run(name)
     except FileNotFoundError as e:
@@ -65,7 +65,7 @@ def find(name: str) -> Path:
 
 
 def force(run: dict[str, Any]) -> bool:
-    """Kill the run's processes on this host, and print which are left here and on other hosts. Whether none is."""
+    """Kill the run's processes on this host, and print which are left here and on other hosts. True if none is left."""
     left = [rank for rank in run["ranks"] if is_alive_here(rank)]
     for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
         for rank in left:
@@ -88,7 +88,7 @@ def force(run: dict[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Request the stop; with flags, kill processes or wait. ValueError and FileNotFoundError if no run is named."""
+    """Request the stop; with flags, kill processes or wait. ValueError and FileNotFoundError if no run is found."""
     args = parse_args(argv)
     run_dir = only_live_run() if args.run is None else find(args.run)
     request_stop(run_dir)
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(describe(run))
     left = args.force and run["liveness"] == "alive"
     if left:
-        print("a process that is not visible here still owns the run, such as one in another container",
+        print("a process that is not visible here, such as one in another container, still owns the run",
               file=sys.stderr)
     return EXIT_FAILED if left or (args.wait and run["liveness"] == "dead") else 0
 

@@ -9,20 +9,20 @@ tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped 
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
     scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte over
-                   log(parameters) is the best size of that budget, and a point (the second approach of 2203.15556)
+                   log(parameters) is the best size for that budget: one point (the second approach in 2203.15556)
 
       bits |.       .                    N |            .
            | '.   .'   <- budget           |        .
            |   '-'                         |    .            log N = a log C + b,  a +- its standard error
            |____^______ N                  |_____________ C
 
-A power law, of parameters or of tokens over FLOPs, is a straight line through the logarithms of the points, by least
-squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more. The
-parameters of scaling laws are the matrices of the layers and the output head. Runs of fewer than three sizes, of one
-budget, or on different data get tables and pictures, but no laws.
+A power law, for parameters or for tokens over FLOPs, is a straight line, fitted to the logarithms of the points by
+least squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more.
+Scaling laws count the parameters in the layers' matrices and the output head. Runs of fewer than three sizes, with only
+one budget, or on different data get tables and pictures, but no laws.
 
     OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte over parameters
-    OUT/points.csv    the best size of each budget      OUT/scaling.png    parameters, tokens and bits per byte over
+    OUT/points.csv    the best size for each budget     OUT/scaling.png    parameters, tokens and bits per byte over
     OUT/fit.csv       the power laws, if any                               FLOPs, with the power laws
 """
 
@@ -62,7 +62,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.prefix is not None:
         args.runs += [tag for tag in list_runs() if tag.startswith(args.prefix)]
     if not args.runs:
-        raise ValueError(f"no runs: name some, or give a --prefix; existing runs: {', '.join(list_runs()) or 'none'}")
+        raise ValueError(f"no runs: name some, or pass a --prefix; existing runs: {', '.join(list_runs()) or 'none'}")
     return args
 
 
@@ -116,7 +116,7 @@ def best_of_budget(rows: Sequence[Row]) -> Row:
 
 
 def points_of(rows: Sequence[Row]) -> list[Row]:
-    """The points of the fits: the best size of each budget, and each run without a budget."""
+    """The points to fit: the best size for each budget, and each run without a budget."""
     budgets: dict[float, list[Row]] = {}
     for row in rows:
         if row["flops_budget"] is not None and row["val_bpb"] is not None:
@@ -127,7 +127,7 @@ def points_of(rows: Sequence[Row]) -> list[Row]:
 
 
 def num_budgets(points: Sequence[Row]) -> int:
-    """The number of different FLOPs among the points."""
+    """The number of budgets; points with almost the same FLOPs (see SAME) share one."""
     return int((np.diff(np.sort(np.log([point["flops"] for point in points])), prepend=-np.inf) > SAME).sum())
 
 

@@ -224,7 +224,7 @@ READERS = [
     ("compare_runs run@5 run@4", {}, ("no checkpoint '5'", "there are: final, checkpoint-6")),
     ("compare_runs run empty", {"empty/config.json": partial(shutil.copy, CONFIG)},
      ("nothing to compare", "checkpoints: none")),
-    ("average run --last=5", {}, ("good checkpoints of 4 step(s) (8, 6, 4, 2); give a smaller number",)),
+    ("average run --last=5", {}, ("good checkpoints for 4 step(s) (8, 6, 4, 2); pass a smaller number",)),
     ("average run --model-tag=run", {}, ("already exists", "name another run with --model-tag")),
     ("sweep old --out=out", {"runs/old/config.json": '{"max_seq_len": 15}'}, ("none of the runs is completed",)),
     ("sweep --prefix=x --out=out", {}, ("no runs: name some",)),

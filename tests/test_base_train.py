@@ -143,7 +143,7 @@ def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing(bad, monke
         return sums, *rest
 
     monkeypatch.setattr(base_train, "forward_backward", spoiled)
-    assert "without applying this step" in refuse(num_iterations=3, save_every=-1)
+    assert "The step was not applied" in refuse(num_iterations=3, save_every=-1)
     model, optimizer, before = state
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert optimizer.gather_state()["step"] == 1

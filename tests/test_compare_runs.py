@@ -121,7 +121,7 @@ def test_the_same_rows_from_text_and_from_its_shards(base):
                      f"--tokenizer={base / 'tokenizer'}", "--num-workers=1"])
     training.succeed(model_tag="shards", data_format="shards",
                      data_path=base / "whole")
-    assert compare("a", "shards")[1].startswith("the same rows from other files: ")
+    assert compare("a", "shards")[1].startswith("the same rows from different files: ")
     kept = cursor_files(base / "runs" / "shards")[2]
     state = json.loads(gzip.decompress(kept.read_bytes()))
     state["cursors"][2]["row"] += 1

@@ -150,7 +150,7 @@ def test_max_per_task_takes_the_same_items_every_time(bundle):
     assert [len(task.items) for task in all_of_them] == [10] * 7
     assert (few[0].baseline, few[0].num_fewshot, few[2].delimiter) == (0.25, 0, " ")
     most = max(task.num_fewshot for task in all_of_them)
-    with pytest.raises(ValueError, match=f"got {most} items .* show up to {most} others; give at least {most + 1}, or"):
+    with pytest.raises(ValueError, match=f"got {most} items .* show up to {most} others; pass at least {most + 1}, or"):
         read_bundle(bundle, most)
     assert len(read_bundle(bundle, most + 1)) == 7, "the advice is right"
 

@@ -79,4 +79,4 @@ def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reu
     change, out = command(capfd, "--name=lr", "--against=base", matrix_lr=0.1)
     differences = [a - b for a, b in zip(change["bits_per_byte"], base["bits_per_byte"], strict=True)]
     assert change["against"]["differences"] == differences and change["against"]["p"] in (0.5, 1.0)
-    assert "mean difference to base" in out
+    assert "mean difference from base" in out

@@ -312,7 +312,7 @@ def test_force_names_a_process_that_does_not_end_and_ignores_forged_records(base
     path = fake_run(base, "d2", "running", ranks=forged[:1])
     for ranks in ([{**me, "pid": True}], [{**me, "pid": "1"}], [{**me, "pid": 1.0}]):
         assert stop.main(["d2", "--force"]) == 1
-        assert "still owns the run, such as one in another container" in capsys.readouterr().err
+        assert "such as one in another container, still owns the run" in capsys.readouterr().err
         state = json.loads((path / ".run_state.json").read_text())
         (path / ".run_state.json").write_text(json.dumps({**state, "ranks": ranks}))
         with pytest.raises(ValueError, match=r"d2/\.run_state\.json: ranks\[0\]\.pid: expected a whole number"):

@@ -7,17 +7,17 @@ It reads nanochat's `eval_bundle` folder, and judges each item as nanochat does:
     eval_bundle/eval_meta_data.csv     the accuracy of guessing in each task, in percent
     eval_bundle/eval_data/...jsonl     the items, one per line
 
-A prompt consists of solved items and then the item itself. The solved items are drawn by a generator seeded by the
+A prompt consists of solved items and then the item itself. The solved items are drawn by a generator seeded with the
 item's number. There are three kinds of task, which differ in the tokens that count (here: | ... |):
 
     multiple_choice      What is wet? |Sand|         The choice with the lowest mean loss is the answer.
                          What is wet? |Water|        Tokens count from where the prompts first differ.
-    schema               He| fell, so he was hurt|   Several beginnings with one ending: the lowest mean
-                         It| fell, so he was hurt|   loss of the shared ending is the answer.
-    language_modeling    The capital of France is |Paris|     Right if each token is the most likely one.
+    schema               He| fell, so he was hurt|   Several beginnings share an ending. The one with
+                         It| fell, so he was hurt|   the lowest mean loss of the ending is the answer.
+    language_modeling    The capital of France is |Paris|     Correct if each token is the most likely one.
 
-A task's accuracy is centered, so that guessing scores 0 and knowing 1: (accuracy - guess) / (1 - guess). CORE is the
-mean over the tasks.
+A task's accuracy is centered, so that guessing scores 0 and a perfect result 1: (accuracy - guess) / (1 - guess). CORE
+is the mean over the tasks.
 
 No result depends on the number of processes or on a batch size, because the task alone decides which prompts are
 computed together. Items are evaluated in groups of 32 consecutive ones, each on one rank. The prompts of a group are
@@ -44,7 +44,7 @@ from nanochat.dist import gather_all, gather_results
 from nanochat.lifecycle import join_reasons
 
 GROUP = 32  # items whose prompts are batched together
-BATCH_TOKENS = 8192  # at most, in one forward pass, unless a single item has more
+BATCH_TOKENS = 8192  # maximum in one forward pass, unless a single item has more
 TEXT = str | int | float
 SHAPES = {  # the JSON of an item, by kind
     "multiple_choice": {"query": TEXT, "choices": [TEXT], "gold": int},
@@ -60,8 +60,8 @@ FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle 
 
 @dataclass(frozen=True)
 class Item:
-    """A question. The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and number `gold` is
-    right. A language-modeling item has one text."""
+    """A question. The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and text number `gold` is
+    the answer. A language-modeling item has one text."""
 
     contexts: list[str]
     continuations: list[str]
@@ -109,7 +109,7 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
     shots = [(task["num_fewshot"] or [0])[0] for task in content["icl_tasks"]]
     if 0 < max_per_task <= (max_shots := max(shots, default=0)):
         raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items per task, "
-                         f"but prompts show up to {max_shots} others; give at least {max_shots + 1}, or -1 for all")
+                         f"but prompts show up to {max_shots} others; pass at least {max_shots + 1}, or -1 for all")
     tasks = []
     for task, num_fewshot in zip(content["icl_tasks"], shots):
         label, kind, path = task["label"], task["icl_task_type"], folder / "eval_data" / task["dataset_uri"]
@@ -162,8 +162,8 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
 # ---- prompts -------------------------------------------------------------------------------------
 
 def make_prompts(task: Task, index: int) -> list[str]:
-    """The prompts of item `index`, one for each option, all with the same solved items in front. For a
-    language-modeling item: the text without its answer, then with it."""
+    """The prompts of item `index`, one for each option, all with the same solved items in front. A language-modeling
+    item has two: the text without its answer, then the text with it."""
     item, others = task.items[index], [i for i in range(len(task.items)) if i != index]
     shots = [task.items[i] for i in random.Random(1234 + index).sample(others, task.num_fewshot)]
     before = "".join(f"{shot.contexts[shot.gold]}{task.delimiter}{shot.continuations[shot.gold]}\n\n"
@@ -183,7 +183,7 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """The prompts of one item as tokens. Of prompt i, tokens[i][starts[i]:] count."""
+    """The prompts of one item as tokens. The tokens of prompt i that count are tokens[i][starts[i]:]."""
 
     index: int
     tokens: list[list[int]]
@@ -207,7 +207,7 @@ def make_rows(task: Task, index: int, tokens: list[list[int]], max_tokens: int) 
         tokens, starts = tokens[1:], starts[1:]
     cuts = [max(0, len(row) - max_tokens) for row in tokens]
     return Rows(index, [row[cut:] for row, cut in zip(tokens, cuts)],
-                [max(1, start - cut) for start, cut in zip(starts, cuts)])  # the first token has no prediction
+                [max(1, start - cut) for start, cut in zip(starts, cuts)])  # no logits predict the first token
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def score(model: Any, batch: Sequence[Rows], pad: int) -> list[list[tuple[float,
     """For each item of a batch and each of its rows: the mean loss in nats of the tokens that count (NaN if none do),
     and whether each of them is the most likely one.
 
-    model: ids (B, T) int64 -> logits (B, T, vocab_size). pad: the id after a row's end; earlier tokens do not see it.
+    model: ids (B, T) int64 -> logits (B, T, vocab_size). pad: the id that fills up rows; earlier tokens do not see it.
     """
     width = max(rows.width for rows in batch)
     flat = [row + [pad] * (width - len(row)) for rows in batch for row in rows.tokens]
@@ -228,7 +228,7 @@ def score(model: Any, batch: Sequence[Rows], pad: int) -> list[list[tuple[float,
         predicted, targets = logits[i, start - 1:end - 1], ids[i, start:end]
         loss = F.cross_entropy(predicted, targets, reduction="none").mean()
         results.append(torch.stack([loss, (predicted.argmax(dim=-1) == targets).all().float()]))
-    pairs = iter(torch.stack(results).tolist())  # the one wait for the device
+    pairs = iter(torch.stack(results).tolist())  # the only wait for the device
     return [[(loss, bool(likeliest)) for loss, likeliest in (next(pairs) for _ in rows.tokens)] for rows in batch]
 
 
@@ -266,7 +266,7 @@ def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
             # tokenize all prompts of the group at once, then hand them out item by item
             prompts = [make_prompts(task, index) for index in group]
             tokens = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=bos))
-            max_tokens = model.cos.size(0)  # the rotary tables end there
+            max_tokens = model.cos.size(0)  # the length of the rotary tables
             rows = [make_rows(task, index, [next(tokens) for _ in texts], max_tokens)
                     for index, texts in zip(group, prompts)]
             for batch in make_batches(rows):
@@ -280,7 +280,7 @@ def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
 
 @dataclass(frozen=True)
 class Score:
-    """A model's result in a task: the accuracy, and the centered accuracy."""
+    """A model's result in a task: accuracy and centered accuracy."""
 
     label: str
     accuracy: float

@@ -1,5 +1,5 @@
 """
-Train one configuration with several seeds, and report whether a change exceeds the noise between seeds.
+Train one configuration with several seeds, and report whether a change exceeds the noise of seeds.
 
     python -m scripts.repeat --seeds=5 --name=base -- --depth=4 --num-iterations=500
     python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02
@@ -97,16 +97,17 @@ def sign_flip_p(differences: Sequence[float]) -> float:
     return float(np.mean(sums >= abs(sum(differences)) * (1 - 1e-12)))
 
 
-def smallest_differences(s: float, s_d: float) -> dict[str, dict[str, float]]:
-    """`smallest_difference` for each of SEED_COUNTS."""
-    return {str(n): dict(zip(("unpaired", "paired"), smallest_difference(s, s_d, n))) for n in SEED_COUNTS}
+def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str, float]]:
+    """`smallest_difference` for this number of seeds, and for each of SEED_COUNTS."""
+    return {str(n): dict(zip(("unpaired", "paired"), smallest_difference(s, s_d, n)))
+            for n in sorted({seeds, *SEED_COUNTS})}
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:
     """The statistics of one configuration."""
     s = statistics.stdev(values)
     return {"mean": statistics.fmean(values), "stdev": s, "stdev_interval": [*deviation_interval(s, len(values))],
-            "smallest_difference": smallest_differences(s, s * 2**0.5)}
+            "smallest_difference": smallest_differences(s, s * 2**0.5, len(values))}
 
 
 def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
@@ -118,7 +119,7 @@ def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     s = math.sqrt((statistics.variance(values) + statistics.variance(base)) / 2)
     return {"differences": differences, "mean_difference": mean, "interval": [mean - half, mean + half],
             "p": sign_flip_p(differences) if n <= MAX_SIGN_FLIPS else None,
-            "smallest_difference": smallest_differences(s, s_d)}
+            "smallest_difference": smallest_differences(s, s_d, n)}
 
 
 # ---- the runs ------------------------------------------------------------------------------------
@@ -172,6 +173,11 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
         p = "" if results["p"] is None else f", sign-flip p = {results['p']:.4f}"
         print0(f"mean difference from {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
                f"{high:+.6f}{p}, {n} pairs)")
+        print0("the interval contains 0: this difference cannot be told from the noise of seeds" if low <= 0 <= high else
+               "the interval does not contain 0: the difference exceeds the noise of seeds")
+        if 2 / 2**n > 0.05:
+            print0(f"note: with {n} pairs, the permutation test's p cannot be below {2 / 2**n:g}; with 6 seeds it can be "
+                   f"below 0.05")
     smallest = results["smallest_difference"]
     rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
     print0("", *table(["seeds", "smallest difference, unpaired", "paired"], rows), sep="\n")

@@ -173,11 +173,12 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
         p = "" if results["p"] is None else f", sign-flip p = {results['p']:.4f}"
         print0(f"mean difference from {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
                f"{high:+.6f}{p}, {n} pairs)")
-        print0("the interval contains 0: this difference cannot be told from the noise of seeds" if low <= 0 <= high else
-               "the interval does not contain 0: the difference exceeds the noise of seeds")
+        if low <= 0 <= high:
+            print0("the interval contains 0: this difference may be noise")
+        else:
+            print0("the interval does not contain 0: the difference exceeds the noise of seeds")
         if 2 / 2**n > 0.05:
-            print0(f"note: with {n} pairs, the permutation test's p cannot be below {2 / 2**n:g}; with 6 seeds it can be "
-                   f"below 0.05")
+            print0(f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05")
     smallest = results["smallest_difference"]
     rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
     print0("", *table(["seeds", "smallest difference, unpaired", "paired"], rows), sep="\n")

@@ -1,19 +1,19 @@
 """
-Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an equal encoder. Every
+Text to token ids and back: byte-pair ranks trained with rustbpe, applied with tiktoken or an equivalent encoder. Every
 command opens its tokenizer, ours or another program's, with `get_tokenizer`.
 
     text                pieces (by the pattern)              tokens (by the ranks)
     "in Zeile 1234"     "in" " Zeile" " " "12" "34"     ->   in| Ze|ile| |12|34
 
-The pattern cuts text into pieces, and no token crosses the edge of a piece. Inside a piece, the two neighbours whose
-join has the lowest rank are joined first. Ids 0..255 are the bytes, so every text has an encoding; the trained ranks
-follow, then the special tokens. Text never becomes a special token: "<|bos|>" in a document is seven ordinary
+The pattern cuts text into pieces, and no token crosses the edge of a piece. Inside a piece, the neighbours that merge
+into the token of the lowest rank are merged first. Ids 0..255 are the bytes, so every text has an encoding; the trained
+ranks follow, then the special tokens. Text never becomes a special token: "<|bos|>" in a document is seven ordinary
 characters.
 
 Ids equal those of tiktoken's `encode_ordinary`, and decoding returns the text (a lone surrogate becomes U+FFFD). The
-fingerprint hashes everything that decides ids (ranks, pattern, special tokens, BOS) and nothing else, so equal
-fingerprints mean equal ids. A loaded tokenizer is checked against its saved fingerprint. The same texts in the same
-order train the same ranks with any number of threads.
+fingerprint hashes exactly what determines ids (ranks, pattern, special tokens, BOS), so equal fingerprints mean equal
+ids. A loaded tokenizer is checked against its saved fingerprint. Training on the same texts in the same order gives the
+same ranks with any number of threads.
 
 On disk: `ranks.tiktoken` (one line per token: base64 of its bytes, rank) and `tokenizer.json`, written last. nanochat
 pickles tiktoken's object instead; but loading a pickle can execute code, and tiktoken's classes change.
@@ -56,14 +56,14 @@ log = logging.getLogger(__name__)
 
 SPECIAL_TOKENS = (
     "<|bos|>",  # begins every document
-    # the others delimit turns of conversations and of tool use, for models that are tuned on chats
+    # the others delimit turns of conversations and of tool use, for models fine-tuned on chats
     "<|user_start|>", "<|user_end|>",
     "<|assistant_start|>", "<|assistant_end|>",
     "<|python_start|>", "<|python_end|>",
     "<|output_start|>", "<|output_end|>",
 )
 
-# GPT-4's pattern, but numbers are cut after 2 digits, not 3: a small vocabulary has better uses for 1,000 ids.
+# GPT-4's pattern, but numbers are split after every 2 digits, not 3: a small vocabulary has better uses for 1,000 ids.
 SPLIT_PATTERN = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|"""
     r"""\s+(?!\S)|\s+"""
@@ -81,16 +81,16 @@ TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json from Hugging Face; .mod
                   "from nanochat; name of a tiktoken encoding (gpt2, ...); ids:VOCAB:EOD if there are only token files")
 EOD_HELP = "the token that separates documents (text or id), if the tokenizer's files do not name it"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
-SHAPE = {"format": str, "version": int, "fingerprint": str}  # of every tokenizer.json
-OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # of our own, in addition
-FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # of another program's, in addition
+SHAPE = {"format": str, "version": int, "fingerprint": str}  # fields of every tokenizer.json
+OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # more fields of our own
+FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # more fields of another program's
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts (sum of lengths,) uint32, lengths (texts,) int64
-Encoder = Callable[[Sequence[str]], Encoded]  # treats special tokens as ordinary text; many threads share one
+Encoder = Callable[[Sequence[str]], Encoded]  # treats special tokens as ordinary text; many threads use the same one
 
 
 class TiktokenEncoder:
-    """tiktoken, which defines the ids. Encoding releases the GIL and creates no Python integers."""
+    """Encodes with tiktoken, which defines the ids. It releases the GIL and creates no Python integers."""
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
@@ -147,7 +147,7 @@ def _first_failing(encoder: Encoder, texts: Sequence[str]) -> CannotEncode | Non
 # ---- the interface --------------------------------------------------------------------------------------------------
 
 class _Opens(type):
-    """Lets `Tokenizer(name)` return an object of a subclass, the one that `get_tokenizer(name)` opens."""
+    """Makes `Tokenizer(name)` return what `get_tokenizer(name)` returns, an object of a subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return get_tokenizer(*args, **kwargs) if cls is Tokenizer else super().__call__(*args, **kwargs)
@@ -157,8 +157,8 @@ class Tokenizer(metaclass=_Opens):
     """The interface of every tokenizer. A subclass implements the members up to `contents`; the others use them.
     `Tokenizer(name)` is `get_tokenizer(name)`.
 
-    One id, `bos_token_id`, separates documents: the stream puts it in front of a document, and token files put it
-    behind one. Other programs call it BOS, EOD or EOS.
+    One id, `bos_token_id`, separates documents: the stream puts it before each document, and token files put it
+    after each. Other programs call it BOS, EOD or EOS.
     """
 
     file: ClassVar[str | None]  # the file that `save` writes beside tokenizer.json, if any
@@ -168,12 +168,12 @@ class Tokenizer(metaclass=_Opens):
 
     @property
     def fingerprint(self) -> str:
-        """A 128-bit hash, as hex, of everything that decides ids."""
+        """A 128-bit hash, in hex, of everything that determines ids."""
         raise NotImplementedError
 
     @property
     def encoder(self) -> Encoder:
-        """The function from texts to ids, without BOS. ValueError if the tokenizer knows ids but no text."""
+        """The function from texts to ids, without BOS. ValueError if the tokenizer cannot encode text."""
         raise NotImplementedError
 
     def get_vocab_size(self) -> int:
@@ -182,8 +182,8 @@ class Tokenizer(metaclass=_Opens):
 
     def token_bytes(self) -> "torch.Tensor":
         """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special tokens. Over a
-        document they add up to its length in UTF-8. If the tokenizer adds a blank to the front of every document,
-        BOS counts -1. All are 1 if `knows_bytes` is False."""
+        document they add up to its length in UTF-8. If the tokenizer adds a space before every document, BOS
+        counts -1. All are 1 if `knows_bytes` is False."""
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
@@ -221,7 +221,7 @@ class Tokenizer(metaclass=_Opens):
     def encode(self, text: str | list[str], prepend: int | str | None = None, append: int | str | None = None,
                num_threads: int = 8) -> list[Any]:
         """The ids of a text (list[int]), or of each text of a list (list[list[int]]). `prepend`, `append`: ids, or
-        texts of special tokens. For much text use `encode_flat`, because a list takes 8 bytes or more per token."""
+        texts of special tokens. For large texts use `encode_flat`: a list takes 8 bytes or more per token."""
         first, last = ([] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
                        for end in (prepend, append))
         ids, offsets = self.encode_flat([text] if isinstance(text, str) else text, num_threads=num_threads, bos=False)
@@ -235,7 +235,7 @@ class Tokenizer(metaclass=_Opens):
         """Encode documents back to back, with BOS in front of each if `bos` is true.
 
         Returns (ids (num_tokens,) `token_dtype`, offsets (len(texts) + 1,) int64); document i is
-        ids[offsets[i]:offsets[i + 1]]. `num_threads=1` starts no thread, for callers that are threads themselves.
+        ids[offsets[i]:offsets[i + 1]]. `num_threads=1` starts no threads, for callers that are threads themselves.
         Raises CannotEncode, which names the text, if the library fails on one.
         """
         if isinstance(texts, str):
@@ -273,11 +273,11 @@ class Tokenizer(metaclass=_Opens):
                        "vocab_size": self.get_vocab_size(), **own}
         existing = None if force else read_description(tokenizer_dir)
         if existing is not None and existing["fingerprint"] != self.fingerprint:
-            raise ValueError(f"{tokenizer_dir}: holds another tokenizer ({existing['fingerprint']}), which data and "
-                             f"runs may depend on; name another folder (--output-dir), or replace it with --force")
+            raise ValueError(f"{tokenizer_dir}: holds a different tokenizer ({existing['fingerprint']}), which data "
+                             f"and runs may depend on; name another folder (--output-dir), or replace it with --force")
         data_path = json_path.with_name(self.file) if self.file else None
-        # Every resume saves its tokenizer. Writing the same files again would delete it for a moment, and forever if
-        # the disk is full.
+        # Every resumed run saves its tokenizer again. Rewriting the same files would delete the tokenizer for a moment,
+        # and permanently if the disk is full.
         if existing == description and (not data_path or (data_path.is_file() and data_path.read_bytes() == data)):
             return
         json_path.parent.mkdir(parents=True, exist_ok=True)
@@ -288,16 +288,16 @@ class Tokenizer(metaclass=_Opens):
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Tokenizer":
-        """The tokenizer of a tokenizer.json, `saved`, and the bytes of the file `name` beside it. ValueError or
-        TypeError if they are damaged."""
+        """Build a tokenizer from the content of tokenizer.json, `saved`, and the bytes of the file `name` beside it.
+        ValueError or TypeError if they are damaged."""
         raise NotImplementedError
 
     @staticmethod
     def from_directory(tokenizer_dir: Path | str, *, data_path: Path | str | None = None) -> Any:
         """Load a saved tokenizer of any kind and check its fingerprint.
 
-        Raises FileNotFoundError, with the command that trains one (on `data_path`, if given), if the folder holds no
-        tokenizer. Raises ValueError, which names the file, if a file has changed.
+        Raises FileNotFoundError if the folder holds no tokenizer; the message has the command that trains one (on
+        `data_path`, if given). Raises ValueError, which names the file, if a file has changed.
         """
         json_path, saved = as_path(tokenizer_dir) / JSON_FILE, read_description(tokenizer_dir)
         if saved is None:
@@ -322,7 +322,7 @@ class Tokenizer(metaclass=_Opens):
         except (ValueError, TypeError) as e:
             raise ValueError(f"{json_path}: it or {path.name} is damaged ({e}); {RESTORE}") from e
         if tokenizer.fingerprint != saved["fingerprint"]:
-            raise ValueError(f"{json_path}: it or {path.name} changed since it was saved: the fingerprint is "
+            raise ValueError(f"{json_path}: it or {path.name} has changed since it was saved: the fingerprint is "
                              f"{tokenizer.fingerprint}, the file says {saved['fingerprint']}; {RESTORE}")
         return tokenizer
 
@@ -330,8 +330,8 @@ class Tokenizer(metaclass=_Opens):
 # ---- our own tokenizer ----------------------------------------------------------------------------------------------
 
 class RustBPETokenizer(Tokenizer):
-    """A tiktoken encoding, and the special token that separates documents. `training`: a JSON dict of the files and
-    counts that it was trained on; it is saved, but is not part of the fingerprint."""
+    """A tiktoken encoding, and the special token that separates documents. `training`: a JSON dict that lists and
+    counts what it was trained on; it is saved, but is not part of the fingerprint."""
 
     file = RANK_FILE
 
@@ -353,8 +353,8 @@ class RustBPETokenizer(Tokenizer):
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
-        """Train `vocab_size` tokens, the special ones included, on texts. ValueError if `vocab_size` has no room for
-        the bytes and special tokens, or the texts have too few pairs to fill it."""
+        """Train a vocabulary of `vocab_size` tokens, special ones included, on texts. ValueError if `vocab_size` has no
+        room for the bytes and special tokens, or the texts have too few pairs to fill it."""
         num_ranks = vocab_size - len(SPECIAL_TOKENS)
         if num_ranks < 256:
             raise ValueError(f"vocabulary size: got {vocab_size:,}, expected at least {256 + len(SPECIAL_TOKENS)} "
@@ -362,7 +362,7 @@ class RustBPETokenizer(Tokenizer):
         training = {"documents": 0, "characters": 0}
 
         def trainable() -> Iterator[str]:
-            """Count the texts, and change what would make rustbpe fail."""
+            """Yield the texts, change what would make rustbpe fail, and count them."""
             for text in text_iterator:
                 training["documents"] += 1
                 training["characters"] += len(text)
@@ -398,16 +398,16 @@ class RustBPETokenizer(Tokenizer):
             encoding = tiktoken.get_encoding(tiktoken_name)
         except OSError as e:
             raise OSError(f"tokenizer {tiktoken_name!r}: not in tiktoken's cache (TIKTOKEN_CACHE_DIR), and "
-                          f"downloading it failed with {type(e).__name__}; download it once on a machine with a "
-                          f"network") from e
+                          f"downloading it failed with {type(e).__name__}; download it once on a machine with "
+                          f"network access") from e
         return cls(encoding, bos_token)
 
     def get_vocab_size(self) -> int:
         return self.enc.n_vocab
 
     def token_bytes(self) -> "torch.Tensor":
-        """See `Tokenizer`. Bytes of each token's decoded text would be wrong: a token that is part of a character
-        decodes to U+FFFD, which has three."""
+        """See `Tokenizer`. The bytes of each token's decoded text would be wrong: a token that is part of a character
+        decodes to U+FFFD, which has three bytes."""
         import torch
 
         num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
@@ -437,15 +437,15 @@ def format_ranks(ranks: dict[bytes, int]) -> bytes:
 
 
 def make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[str, int]) -> tiktoken.Encoding:
-    """tiktoken's object for some ranks. ValueError if tiktoken could not use them."""
+    """tiktoken's object for some ranks. ValueError if tiktoken cannot use them."""
     ids = [*ranks.values(), *special_tokens.values()]
     if not all(type(i) is int and 0 <= i < MAX_IDS for i in ids) or len(set(ids)) < len(ids):
-        raise ValueError(f"the {len(ids):,} ids are not different whole numbers below {MAX_IDS:,}")
+        raise ValueError(f"the {len(ids):,} ids are not distinct whole numbers below {MAX_IDS:,}")
     if not all(bytes([b]) in ranks for b in range(256)):
         raise ValueError("not every byte has a token")
     try:
         encoding = tiktoken.Encoding("nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens)
-        encoding.encode_ordinary(TRIAL)  # fails if the pattern matches the empty text
+        encoding.encode_ordinary(TRIAL)  # fails if the pattern matches the empty string
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as e:  # a panic in Rust is not an Exception
@@ -455,7 +455,7 @@ def make_encoding(ranks: dict[bytes, int], pattern: str, special_tokens: dict[st
 
 @lru_cache(maxsize=1)
 def _parse(rank_bytes: bytes, pattern: str, special_tokens: tuple[tuple[str, int], ...]) -> tiktoken.Encoding:
-    """The encoding of a rank file. The last one is cached, so its encoder is reused, too."""
+    """The encoding in a rank file. The last one is cached, and its encoder with it."""
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, rank_bytes.splitlines())}
     return make_encoding(ranks, pattern, dict(special_tokens))
 
@@ -482,7 +482,7 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a folder holds files of `Tokenizer.save`, perhaps damaged."""
+    """Whether a folder holds files that `Tokenizer.save` wrote, even if they are damaged."""
     if (folder / RANK_FILE).is_file():
         return True
     path = folder / JSON_FILE

@@ -9,11 +9,11 @@ tokenizer and each manifest.json come along.
     GPTS        a b c d | c d e f | e f g E        windows of a document, prefixes 0, 2, 2
     Megatron    a b c d e f g E                    one sequence: Megatron trains on each as it is
 
-So both formats hold whole documents here: ids that windows repeat are dropped, and sequences of one document joined.
-Whole documents come back byte for byte, as scripts.tok_shards would have written them in that format.
+The output holds whole documents in either format: ids that windows repeat are dropped, and a document's sequences are
+joined. The pairs are byte for byte those that scripts.tok_shards writes for whole documents in that format.
 
 The same command resumes after a crash or Ctrl-C: a pair is kept if its .idx is not older than its source. Exit code: 0,
-or 1 with a sentence if a pair cannot be converted.
+or 1 with an error if a pair cannot be converted.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TOKENIZER = "tokenizer"
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("input", type=Path, metavar="IN", help="folder of pairs; or PREFIX[,PREFIX...]")
-    parser.add_argument("output", type=Path, metavar="OUT", help="another folder")
+    parser.add_argument("output", type=Path, metavar="OUT", help="folder to write, not IN")
     parser.add_argument("--to", required=True, choices=list(TARGETS), help="format of OUT")
     parser.add_argument("--eod", type=int, metavar="ID",
                         help="end-of-document id of GPTS pairs that no manifest.json lists (default: the last id of "
@@ -49,8 +49,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
-    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a prefix that does not
-    repeat the entry before it."""
+    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a prefix that differs
+    from the end of the previous entry."""
     parts: list[np.ndarray] = []  # of the current document
     before = np.zeros(0, pair.dtype)  # the previous entry
     for first in range(0, len(pair), BLOCK_ENTRIES):
@@ -65,8 +65,8 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
             if prefix and not parts and np.array_equal(ids, before[-len(ids):]):
                 continue  # gpt-simple may add a window that only repeats the end of a document
             if prefix and not np.array_equal(ids[:prefix], before[-prefix:]):
-                raise ValueError(f"{pair.path}: entry {first + number:,} has a prefix of {prefix:,} ids that does not "
-                                 f"repeat the entry before it, so they cannot be joined; make the pair again")
+                raise ValueError(f"{pair.path}: entry {first + number:,} has a prefix of {prefix:,} ids that differs "
+                                 f"from the end of the previous entry, so they cannot be joined; regenerate the pair")
             parts.append(ids[prefix:])
             before = ids
             if ends[number]:
@@ -77,7 +77,7 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
 
 
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
-    """Convert the pair `source` to `target` (paths of the .bin). ValueError if the format cannot hold it."""
+    """Convert the pair `source` to `target` (paths of the .bin). ValueError if the format cannot hold its documents."""
     pair, manifest = open_tokens(source), read_manifest(source.parent)
     vocab_size = None
     if pair.record is not None and manifest is not None:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder, out = data_folder(as_local_path(args.input, "IN")), as_local_path(args.output, "OUT")
     inside = [path.resolve() for path in (folder, out)]
     if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
-        raise ValueError(f"OUT {out}: it is IN, or one contains the other; name another folder")
+        raise ValueError(f"OUT {out}: it must not be IN, or inside it, or contain it; name another folder")
     [source_format] = {*TARGETS.values()} - {TARGETS[args.to]}
     files = find_files(args.input, source_format)
     check_format(folder, files, source_format)

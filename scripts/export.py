@@ -1,5 +1,5 @@
 """
-Export a model to Hugging Face transformers or nanochat, or import one of nanochat's as a run.
+Export a model to Hugging Face transformers or nanochat, or import a nanochat checkpoint as a run.
 
     python -m scripts.export mine mine-hf --to=hf           # for AutoModelForCausalLM.from_pretrained("mine-hf", ...)
     python -m scripts.export mine@50 nano --to=nanochat     # step 50; then set NANOCHAT_BASE_DIR=nano in nanochat
@@ -60,13 +60,13 @@ log = logging.getLogger(__name__)
 
 CODE = "modeling_nanochat_exact"  # the file of nanochat/integrations that transformers runs
 SHARD_BYTES = 5 * 10**9  # larger weights are split over several files
-ERROR_CHARS = 400  # of PyTorch's message if weights do not match the model
+ERROR_CHARS = 400  # how much to show of PyTorch's message if weights do not match the model
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or the folder of a checkpoint; with --from a "
-                        "folder of nanochat's checkpoints, FOLDER@STEP for another step than the newest")
+    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or the folder of a checkpoint; with --from: "
+                        "a folder of nanochat checkpoints (FOLDER@STEP for a step other than the newest)")
     parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (default with "
                         "--from: $NANOCHAT_BASE_DIR/runs/MODEL_TAG)")
     direction = parser.add_mutually_exclusive_group(required=True)
@@ -89,7 +89,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 @contextmanager
 def new_folder(out: Path, advice: str) -> Iterator[Path]:
     """Yield a hidden folder beside `out` to fill. At the end of the block its files are fsynced and it is renamed to
-    `out`; if the block raises, it is removed. The next call removes what a killed process left. ValueError, which
+    `out`; if the block raises, it is removed. The next call removes leftovers of a killed process. ValueError, which
     ends with the advice, if `out` exists and is not an empty folder."""
     out = as_local_path(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -139,8 +139,8 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     """Our ranks as an object of the package `tokenizers` with the same ids. ValueError if the ids differ on a sample of
     hard texts.
 
-    tiktoken joins any two neighbours whose join has a rank, while `tokenizers` needs a list of pairs. So each token has
-    one merge for every way to cut it into two tokens, all of them at the place of its rank.
+    tiktoken merges any two neighbours that form a token, while `tokenizers` needs a list of pairs. So each token has
+    one merge for every way to cut it into two tokens, and the merges are in the order of the tokens' ranks.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -168,14 +168,14 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     library.encode_special_tokens = True  # like ours: "<|bos|>" in a text is seven characters
     for text in map(replace_surrogates, [*hard_sample(), *special]):
         if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(text, num_threads=1):
-            raise ValueError(f"tokenizer.json: `tokenizers` gives different ids than tiktoken for {text[:40]!a} with "
+            raise ValueError(f"tokenizer.json: `tokenizers` and tiktoken give different ids for {text[:40]!a} with "
                              f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported")
     return library
 
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
     """{file name: content} of the tokenizer for transformers. It puts BOS in front of every text, as in training,
-    whatever the tokenizer's own program does. A SentencePiece file is copied unchanged."""
+    even if the tokenizer's own program does not. A SentencePiece file is copied unchanged."""
     from tokenizers import processors
 
     from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
@@ -242,7 +242,7 @@ A language model, pretrained and not tuned: it continues text.
 {about}
 {data}
 The architecture is in `{CODE}.py`, which transformers (5 or newer) runs with `trust_remote_code=True`. The tokenizer
-puts the BOS token in front of every text. Two runs with equal digests saw equal data.
+puts the BOS token in front of every text. Two runs with equal digests saw the same data.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -365,7 +365,7 @@ def from_nanochat(source: str) -> NanochatCheckpoint:
 
 def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
     """The resolved settings that a run of this model would have, its shape and its tokenizer. ValueError if shape,
-    weights and tokenizer do not match, or no settings give this shape."""
+    weights and tokenizer do not match, or no settings produce this shape."""
     try:
         shape = GPTConfig(**source.config)
     except (TypeError, ValueError) as e:
@@ -388,10 +388,10 @@ def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[S
     if not difference:
         try:
             model.load_state_dict(source.state, assign=True)
-        except RuntimeError as e:  # names the tensors that are missing, unknown or of another shape
+        except RuntimeError as e:  # names the tensors that are missing, unknown or different in shape
             difference = " ".join(str(e).split())[:ERROR_CHARS]
     if difference:
-        raise ValueError(f"{source.folder}: the architecture is not ours, which is nanochat's of July 2026: "
+        raise ValueError(f"{source.folder}: its architecture differs from ours (nanochat's as of July 2026): "
                          f"{difference}; it cannot be imported")
     narrow = source.state["transformer.wte.weight"].dtype == torch.bfloat16
     return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
@@ -412,7 +412,7 @@ def import_run(args: argparse.Namespace) -> str:
         if args.data_path or Path(settings.data_path or "").is_dir():
             write_json(run_dir / DATA_MANIFEST, pin_data(settings))
         else:
-            log.warning("%s: no text there, so base_eval cannot evaluate this run; set --data-path", settings.data_path)
+            log.warning("%s: no such folder, so base_eval cannot evaluate the run; set --data-path", settings.data_path)
         save_checkpoint(run_dir, "final", step=source.step, states={MODEL_NAME: source.state},
                         model_config=asdict(shape), cursors=[], trainer_state=state)
         tokenizer.save(run_dir / "tokenizer")

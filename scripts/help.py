@@ -1,13 +1,13 @@
 """
 List all commands, or run one of them by its name.
 
-    python -m scripts.help                      # every command in one line, grouped by purpose
+    python -m scripts.help                      # every command on one line, grouped by purpose
     python -m scripts.help tok-shards           # the help of one command
     nanochat train --depth=12                   # after `pip install -e .`: python -m scripts.base_train --depth=12
     nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
-Every module of scripts/ is a command, also one that a fork adds. Its name has dashes, and the first sentence of its
-docstring is its line in the list. To train on several processes, start the module with torchrun.
+Every module in scripts/ is a command, including those that a fork adds. Its name is written with dashes, and the first
+sentence of its docstring is its line in the list. To train on several processes, start the module with torchrun.
 """
 
 import ast

@@ -54,12 +54,12 @@ from scripts.receipt import open_receipt, read_receipt
 
 log = logging.getLogger(__name__)
 
-LINES = 40  # documents of a step that the table shows
+LINES = 40  # documents that the table of a step shows
 DOCUMENTS = 20  # matches that --text shows
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
-WORST = 3  # rows of a spike, and documents of such a row, that are shown
-WORDS = 60  # characters shown of a document's beginning
+WORST = 3  # rows shown per spike, and documents shown per row
+WORDS = 60  # characters shown from the beginning of a document
 
 
 # ---- a stream that can be entered at any step ---------------------------------------------------
@@ -67,7 +67,7 @@ WORDS = 60  # characters shown of a document's beginning
 @dataclass(frozen=True)
 class Opened:
     """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory. `begin`: the cursors of
-    step 0 unless it is the beginning of the data."""
+    step 0, unless the run starts at the beginning of the data."""
 
     run: RunReader
     data: RunData
@@ -107,17 +107,17 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
             raise ValueError(f"{wants_run}: it needs the log and the saves of a run; name a run instead of "
                              f"{'a receipt' if is_receipt else 'flags'}")
         if args.command == "ledger" and args.step is None:
-            raise ValueError("ledger: only a run has a newest save; give --step=N, the steps done")
+            raise ValueError("ledger: only a run has a newest save; pass --step=N, the number of completed steps")
     if is_receipt:
         last = args.steps[-1] if args.command == "digest" else args.step - (args.command == "ledger")
         return open_from_receipt(receipt, settings, last)
     if not given:
         return open_stream_of(find_run(args.run))
     if args.run is not None:
-        raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own settings; give a run or flags, "
+        raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own settings; pass a run or flags, "
                          f"not both")
     settings, tokenizer = command(settings, 1, "cpu")
-    settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # that of a new run
+    settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
     config = stream_config(start.settings)
     return Opened(RunReader(start.run_dir), data, config, start.settings.total_batch_size // config.T, start.cursors)
@@ -128,7 +128,7 @@ def open_from_receipt(path: Path, given: Settings, last: int = 0) -> Opened:
     the run did not train step `last`."""
     allowed = {"data_path", "tokenizer", "eod_token", "run"}  # here, --run is not a flag
     if refused := [flag(name) for name in given.differing() if name not in allowed]:
-        raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave that out")
+        raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out")
     if given.data_path is None:
         raise ValueError(f"{path}: a receipt does not say where the data is; name its folder with --data-path")
     if last >= (steps := read_receipt(path)["steps"]):
@@ -139,7 +139,7 @@ def open_from_receipt(path: Path, given: Settings, last: int = 0) -> Opened:
 
 
 def open_stream_of(run_dir: Path) -> Opened:
-    """The stream of a run. ValueError or FileNotFoundError if its data changed or is missing."""
+    """The stream of a run. ValueError or FileNotFoundError if its data has changed or is missing."""
     data, config, settings = open_run(run_dir)
     return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
 
@@ -161,14 +161,14 @@ def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, li
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)
             if len(rows) < opened.rows_per_step:
-                raise ValueError(f"step {step}: the data runs out before it")
+                raise ValueError(f"step {step}: the data runs out before this step")
             digests = [row.digest(i) for i, row in enumerate(rows)]
             parts = [sum(digest for row, digest in zip(rows, digests) if row.lane in mine) for mine in lanes]
             yield step, [part % 2**64 for part in parts]
 
 
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
-    """Print one JSON line per step. Exit code 1 if the run logged another digest."""
+    """Print one JSON line per step. Exit code 1 if the run logged a different digest."""
     logged, wrong = opened.run.digests, []
     warn_untrained(opened, args.steps[-1])
     for step, parts in step_digests(opened, args.steps, args.ranks or 1):
@@ -181,7 +181,7 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
         print(json.dumps(line), flush=True)
     if wrong:
         print(f"error: {opened.run.run_dir}: {len(wrong)} of {len(args.steps)} digests differ from the log, first at "
-              f"step {wrong[0]}; the code or the data changed since the run trained it", file=sys.stderr)
+              f"step {wrong[0]}; the code or the data has changed since then", file=sys.stderr)
     return EXIT_FAILED if wrong else 0
 
 
@@ -207,8 +207,8 @@ def describe(opened: Opened, stream: Any, row: Any) -> list[dict[str, Any]]:
 
 
 def row_means(run: RunReader, step: int) -> list[float | None]:
-    """The mean loss over the live targets of each row of a step; None for a row without one. FileNotFoundError if the
-    run recorded none, ValueError if the record is corrupt."""
+    """The mean loss over the live targets of each row of a step; None for a row without live targets. FileNotFoundError
+    if the run recorded no row losses, ValueError if the record is corrupt."""
     return [float(total / targets) if targets else None for total, targets in zip(*run.row_losses.read(step))]
 
 
@@ -248,7 +248,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
         print(f"{min(LINES, len(body))} of the step's {len(body):,} documents; --row=N shows all of one row, --json "
               f"everything")
     print("at: position in the row; off: tokens without a loss; start, stop: which of the document's tokens; of: how "
-          "many it has")
+          "many tokens it has")
     return 0
 
 
@@ -263,7 +263,7 @@ def first_words(opened: Opened, ids: np.ndarray) -> str:
 
 def deviations(values: np.ndarray) -> np.ndarray:
     """How many robust deviations each value lies above the median of the WINDOW values before it. NaN counts as
-    infinitely high, and is left out of later medians. 0 where fewer than ENOUGH values are known."""
+    infinitely high, and later medians ignore it. 0 if fewer than ENOUGH earlier values are finite."""
     scores = np.zeros(len(values))
     for i in range(ENOUGH, len(values)):
         window = values[max(0, i - WINDOW):i]
@@ -277,7 +277,7 @@ def deviations(values: np.ndarray) -> np.ndarray:
 
 
 def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
-    """The rows of a step whose losses are highest above their bucket's median in this step and those before."""
+    """The rows of a step whose losses are furthest above their bucket's median over this step and AROUND before."""
     usual: dict[str, list[float]] = {}
     worst: list[dict[str, Any]] = []
     first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
@@ -328,7 +328,7 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
             print(json.dumps(finite({"step": step, **figures, **above, "rows": rows}), allow_nan=False))
             continue
         print(f"step {step:,}: " + ", ".join(f"{name} {show(figures[name])} ({show(above[f'{name}_deviations'])} "
-                                             f"deviations above the steps before)" for name in names))
+                                             f"deviations above earlier steps)" for name in names))
         lines = []
         for row in rows:
             shown = [f"{document['document']} {document['text']}" for document in row["documents"][:WORST]]
@@ -336,7 +336,7 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
             lines.append([*(row[name] for name in ("row", "lane", "bucket", "loss", "above")),
                           "; ".join([*shown, f"{more} more"] if more else shown)])
         if lines:
-            print(*table(["row", "lane", "bucket", "loss", "above its bucket", "documents"], lines), sep="\n")
+            print(*table(["row", "lane", "bucket", "loss", "above median", "documents"], lines), sep="\n")
     return 0
 
 
@@ -357,7 +357,7 @@ def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
 
 
 def fate(opened: Opened, one_pass: Pass) -> str:
-    """Where the tokens are that no row has had, empty if rows had them all."""
+    """What became of the tokens that are in no row; empty if all of them are in rows."""
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
     if one_pass.pending:
         return f"pending{lane}"
@@ -377,12 +377,12 @@ def is_left_out(source: Source, document: Document) -> bool:
 
 
 def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document]]:
-    """(split, document) of those that --document or --text names. ValueError if it names none."""
+    """The (split, document) pairs that --document or --text names. ValueError if there are none."""
     data = {"train": opened.data.train, "validation": opened.data.val}
     if args.document is not None:
         return [find_document(data, args.document)]
     if not args.text:
-        raise ValueError("--text: got nothing to search for; give some words of a document")
+        raise ValueError("--text: it is empty; pass some words from a document")
     matches = ((split, document) for split, sources in data.items() for bucket, source in sources.items()
                for document in documents_with(source, bucket, args.text))
     documents = list(islice(matches, DOCUMENTS + 1))
@@ -411,22 +411,27 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             return None
 
     for split, document in named_documents(opened, args):
-        passes = []
+        passes, ids = [], np.zeros(0, np.int64)
+        source, words = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
+        if document.group >= 0:
+            ids = source.read(document.group, np.array([document.row]))[0][0]
+            words = first_words(opened, ids)
         for one_pass in passes_of(document) if split == "train" else ():
             uses = [{**use._asdict(), "loss": of_step[use.row] if (of_step := losses(use.step)) else None}
                     for use in one_pass.uses]
+            if args.text:  # a row may hold another part of the document
+                for use in uses:
+                    part = opened.data.tokenizer.decode(ids[use["start"]:use["stop"]].tolist())
+                    use["has_text"] = args.text in part
             passes.append({**asdict(one_pass), "uses": uses, "cropped_after": one_pass.cropped_after,
                            "fate": fate(opened, one_pass)})
-        source, text = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
-        if document.group >= 0:
-            text = first_words(opened, source.read(document.group, np.array([document.row]))[0][0])
-        head = {"document": document.name, "bucket": document.bucket, "split": split, "text": text,
+        head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
                 "without": is_left_out(source, document)}
         if args.json:
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
-        print(f"{visible(document.name)} ({document.bucket}): {visible(text)}")
-        columns = ("epoch", "step", "row", "lane", "start", "stop", "loss")
+        print(f"{visible(document.name)} ({document.bucket}): {visible(words)}")
+        columns = ("epoch", "step", "row", "lane", "start", "stop", "loss", *(["has_text"] if args.text else []))
         if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
             print(*table(columns, lines), sep="\n")
         for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
@@ -474,12 +479,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     digest = commands.add_parser("digest", help="print the batch digest of each step as a JSON line")
     digest.add_argument("--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, counted from 0")
     digest.add_argument("--world-size", dest="ranks", type=whole(1), metavar="W",
-                        help="also print the part of each of W ranks")
+                        help="also print the part of each rank, for W ranks")
     spikes = commands.add_parser("spikes", help="show steps with an unusual loss or gradient norm, and their rows")
     spikes.add_argument("--top", type=whole(1), default=5, metavar="N", help="show at most N steps, highest first")
     find = commands.add_parser("find", help="show every step and row that trained on a document")
     named = find.add_mutually_exclusive_group(required=True)
-    named.add_argument("--document", metavar="FILE:ROW", help="the document, named as `rows` names it; ROW counts "
+    named.add_argument("--document", metavar="FILE:ROW", help="the document, as `rows` prints it; ROW counts "
                        "from 0")
     named.add_argument("--text", help=f"the first {DOCUMENTS} documents of the run's files that contain this text")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")

@@ -9,7 +9,7 @@ and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
 
 The same command resumes after a crash or Ctrl-C: objects of the same size and checksum are not sent again. Each file is
 checked against manifest.json before it is sent, and the object against the file afterwards: by the MD5 sums that most
-stores return as ETag, otherwise by reading it back. Exit code: 0; 1 if a file failed; 130 after Ctrl-C or SIGTERM.
+services return as ETag, otherwise by reading it back. Exit code: 0; 1 if a file failed; 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from nanochat.integrations import object_storage as store
 from nanochat.tokens import pair_format
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
-PART_BYTES, MAX_PARTS = 8 << 20, 9000  # of an upload; S3 allows 10,000
+PART_BYTES, MAX_PARTS = 8 << 20, 9000  # parts of an upload; S3 allows 10,000
 SHOWN = 10
 
 
@@ -36,7 +36,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of shards, Megatron files or parquet")
     parser.add_argument("target", metavar="s3://bucket/prefix", help="destination; also gs://, az://, msc://")
-    parser.add_argument("--num-workers", type=whole(1), default=8, help="files that are sent at once")
+    parser.add_argument("--num-workers", type=whole(1), default=8, help="number of files to send at once")
     args = parser.parse_args(argv)
     if not is_remote(args.target):
         raise ValueError(f"{args.target}: expected s3://bucket/prefix, or gs://, az://, msc://")
@@ -63,7 +63,7 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     for records in sorted(folder.rglob(".records")):
         if not (records.parent / "manifest.json").exists():
             raise ValueError(f"{records.parent}: its shards are not finished (no manifest.json); run "
-                             f"scripts.tok_shards to the end")
+                             f"scripts.tok_shards again to finish them")
     data += [f for f in files if f.parent == folder / TOKENIZER]
     return sorted(data, key=lambda f: -f.stat().st_size), [f for f in files if f.name in LAST]
 
@@ -71,13 +71,13 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
 # ---- one file -------------------------------------------------------------------------------------------------------
 
 def part_bytes(size: int) -> int:
-    """The size of the parts of an upload."""
+    """The size of each part of an upload."""
     return max(PART_BYTES, -(-size // MAX_PARTS))
 
 
 def sum_file(path: Path) -> tuple[str, str]:
-    """(the ETag of a store that uses MD5 sums, BLAKE2b) of a file, which is read once. The ETag is the MD5 of a single
-    part, or the MD5 of all parts' MD5s, followed by their number."""
+    """Read a file once, and return (its ETag in a store that uses MD5 sums, its BLAKE2b hash). The ETag is the MD5 of a
+    single part, or the MD5 of all parts' MD5s, followed by their number."""
     size, whole, parts = path.stat().st_size, blake2b(digest_size=16), []
     with open(path, "rb") as f:
         while data := f.read(part_bytes(size)):
@@ -91,7 +91,7 @@ def sum_file(path: Path) -> tuple[str, str]:
 
 def is_stored(file: Path, stat: store.Stat | None) -> bool:
     """Whether an object equals a file: by its ETag, or by reading it back if the ETag is not an MD5 sum (in encrypted
-    buckets, and stores other than S3). ValueError if the file differs from its record in manifest.json."""
+    buckets, and in some stores other than S3). ValueError if the file differs from its record in manifest.json."""
     (etag, digest), manifest = sum_file(file), file.parent / "manifest.json"
     if file.suffix in (".bin", ".idx") and manifest.exists():
         record = read_json(manifest).get("shards", {}).get(file.stem) or {}
@@ -157,7 +157,7 @@ def push(args: argparse.Namespace) -> int:
     num_stored = len(files if failed else path) - len(sizes) - len(failed)
     print(f"{args.target}: {len(sizes):,} files sent and checked ({sum(sizes):,} bytes), {num_stored:,} already stored")
     if failed:
-        print(f"{len(failed):,} failed, so no manifest was written; run the same command again", file=sys.stderr)
+        print(f"{len(failed):,} failed, so the upload is incomplete; run the same command again", file=sys.stderr)
         return 1
     idx = next((f for f in files if f.suffix == ".idx"), None)
     words = [f"--data-path={args.target}", f"--data-format={(idx and pair_format(idx)) or 'text'}"]

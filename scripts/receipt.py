@@ -5,18 +5,20 @@ Write a receipt of a run: a small file from which others can recompute its rows 
     python -m scripts.verify mine.json --data-path=mytext --steps=0,7        # on another machine, without the run
     python -m scripts.inspect_data rows mine.json --step=7 --data-path=mytext
 
-A receipt holds everything that decides the rows, and the digests that the run logged:
+A receipt holds everything that determines the rows, and the digests that the run logged:
 
-    settings, stream    of the order of the data: lanes, seed, packing, curriculum, fingerprints of data and tokenizer
-    files               of each bucket, one line per file: hash of its pin, BLAKE2b-128 of its bytes, size, name
-    marks               of every 1,000th step and the last one: the digest of the step, and the chain of all digests
-                        up to it: chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
+    settings, stream    what sets the order of the data: lanes, seed, packing, curriculum, fingerprints of data and
+                        tokenizer
+    files               for each bucket, one line per file: hash of its manifest entry, BLAKE2b-128 of its bytes, size,
+                        name
+    marks               for every 1,000th step and the last one: its digest, and a hash chained over all digests up to
+                        it, chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
     begin               the cursors of step 0, if the run did not start at the beginning of its data
                         (--init-data=continue, --skip-steps)
 
 Names are relative to the data path. Files in object storage have no hash of their bytes, because computing it would
-download them all. A list of more than 300 files is compressed, and its hashes are shortened to three digits, enough to
-name a file that differs; the fingerprints in `stream` and the hash of all contents keep their full length.
+require downloading them. A list of more than 300 files is compressed, and its hashes are shortened to three digits,
+enough to name a file that differs; the fingerprints in `stream` and the hash of all contents keep their full length.
 """
 
 import argparse
@@ -57,7 +59,7 @@ NAME = "receipt.json"
 EVERY = 1000  # steps between marks
 MANY = 300  # files in a readable list
 SHORT = 3  # hexadecimal digits of a hash in a compressed list
-# the settings that decide the rows: those marked STREAM, and some that decide more than the order
+# the settings that determine the rows: those marked STREAM, and some that determine more than the order
 SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
     "max_seq_len", "total_batch_size", "lanes", "curriculum", "split", "eod_mask_loss", "num_samples"]
 BUCKET = {"number": int, "contents": str, "others": dict}  # and "files", or "packed" if there are many
@@ -68,7 +70,7 @@ REWRITE = "write it again with python -m scripts.receipt RUN"
 
 
 class FileLine(NamedTuple):
-    """A file of a receipt. In a compressed list hashes are shortened, and the size is "-"."""
+    """A file in a receipt. In a compressed list, hashes are shortened and the size is "-"."""
 
     pin: str  # hash of its entry in the manifest, which a run compares when it resumes
     content: str  # hash of its bytes (for a pair, also of the .idx); "-" for a file in object storage
@@ -80,7 +82,7 @@ class FileLine(NamedTuple):
         if self.size not in ("-", now.size):
             return f"{path}: it has {now.size} bytes, the receipt says {self.size}"
         if "-" not in (self.content, now.content) and not now.content.startswith(self.content):
-            return f"{path}: its contents changed (hash {now.content[:16]}, the receipt says {self.content[:16]})"
+            return f"{path}: its contents have changed (hash {now.content[:16]}, the receipt says {self.content[:16]})"
         if not now.pin.startswith(self.pin):
             return f"{path}: its documents or groups have changed (pin {now.pin}, the receipt says {self.pin})"
         return ""
@@ -128,8 +130,8 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
     steps, digests = run.num_steps if steps is None else steps, run.digests
     missing = next((step for step in range(steps) if step not in digests), None)
     if steps == 0 or missing is not None:
-        raise ValueError(f"{run.log_path}: it has no digest of step {missing or 0}, but a receipt needs the digests of "
-                         f"all steps; train the run, or restore the log")
+        raise ValueError(f"{run.log_path}: it has no digest for step {missing or 0}, but a receipt needs those "
+                         f"of all steps; train the run, or restore the log")
     data, config, settings = open_run(run.run_dir)
     marks, link = {}, ""
     for step in range(steps):
@@ -155,7 +157,7 @@ def next_link(link: str, digest: str) -> str:
 # ---- reading one --------------------------------------------------------------------------------
 
 class OpenedReceipt(NamedTuple):
-    """The stream of a receipt, from the data alone."""
+    """The stream of a receipt, opened from the data without the run."""
 
     data: RunData
     config: Any
@@ -164,16 +166,16 @@ class OpenedReceipt(NamedTuple):
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt in a file. ValueError if it is corrupt or of another format."""
+    """The receipt in a file. ValueError if it is corrupt or in a different format."""
     receipt = read_json(path, {"nanochat_receipt": int}, remedy=REWRITE)
     if receipt["nanochat_receipt"] != FORMAT:
-        raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, and this code reads format {FORMAT}; "
+        raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, but this code reads format {FORMAT}; "
                          f"use the code that wrote it")
     check_shape(receipt, SHAPE, path)
     check_shape(receipt["files"], dict.fromkeys(receipt["files"], BUCKET), path)
     check_shape(receipt["marks"], dict.fromkeys(receipt["marks"], MARK), path)
     if str(receipt["steps"] - 1) not in receipt["marks"]:
-        raise ValueError(f"{path}: it has no digest of its last step, {receipt['steps'] - 1:,}; {REWRITE}")
+        raise ValueError(f"{path}: it has no digest for its last step, {receipt['steps'] - 1:,}; {REWRITE}")
     if receipt["checksum"] != hash_json({name: value for name, value in receipt.items() if name != "checksum"}):
         raise ValueError(f"{path}: its checksum is wrong, so it was edited or is corrupt; {REWRITE}")
     return receipt
@@ -201,7 +203,7 @@ def compare_file(file: FileLine, root: Path, selection: Selection) -> tuple[dict
     entry = pin(path, file.name, selection)
     now = describe_file(root, entry)
     if problem := file.differs(path, now):
-        raise ValueError(f"{problem}; so the run was trained on another file")
+        raise ValueError(f"{problem}, so the run was trained on a different file")
     return entry, now
 
 
@@ -232,8 +234,8 @@ def hash_contents(lines: Sequence[FileLine]) -> str:
 
 def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, *, eod_token: str | None = None
                  ) -> OpenedReceipt:
-    """Open the stream of a receipt, from the data alone. ValueError or FileNotFoundError for another tokenizer, and
-    for a file that is missing or differs."""
+    """Open the stream of a receipt from the data, without the run. ValueError or FileNotFoundError for a different
+    tokenizer, and for a file that is missing or differs."""
     begin_launch()
     receipt = read_receipt(path)
     if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
@@ -243,8 +245,8 @@ def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, 
     config, stream = stream_config(settings), receipt["stream"]
     tokenizer = find_tokenizer(replace(settings, tokenizer=tokenizer_name, eod_token=eod_token), data_path)
     if tokenizer.fingerprint != stream["tokenizer"]:
-        raise ValueError(f"{path}: the run was tokenized by {stream['tokenizer']}, and this tokenizer is "
-                         f"{tokenizer.fingerprint}; name the run's with --tokenizer (RUN/tokenizer is a copy of it)")
+        raise ValueError(f"{path}: the run's data was tokenized with {stream['tokenizer']}, but this tokenizer "
+                         f"is {tokenizer.fingerprint}; name the run's --tokenizer (RUN/tokenizer is a copy of it)")
     manifests = find_manifests(path, receipt, data_path, Selection.of(settings.to_json()).for_split("train"))
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)
     here = stream_identity(config, data.train, tokenizer.fingerprint)
@@ -261,12 +263,12 @@ def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help=f"where to write it (default: RUN/{NAME})")
+    parser.add_argument("--out", metavar="FILE", type=Path, help=f"file to write (default: RUN/{NAME})")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the receipt and print its path. ValueError or FileNotFoundError if its log or data is incomplete."""
+    """Write the receipt and print its path. ValueError or FileNotFoundError if the run's log or data is incomplete."""
     args = parse_args(argv)
     setup_logging()
     run = RunReader(find_run(args.run))

@@ -5,9 +5,9 @@ Measure how well the tokenizer compresses: bytes of text per token, on samples a
     python -m scripts.tok_eval                        # samples only
 
 More bytes per token mean fewer tokens for the same text, but do not measure quality: a larger vocabulary always
-compresses better, and costs parameters and softmax time. Compare only tokenizers of one size this way, and models by
-bits per byte. GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) are included if tiktoken has or can download
-their ranks.
+compresses better, and costs parameters and softmax time. So compare only tokenizers of the same size this way, and
+compare models by bits per byte. GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) are included if tiktoken has
+their ranks or can download them.
 """
 
 import itertools
@@ -59,7 +59,7 @@ def first_texts(paths: list[Path], max_chars: int, selection: Selection = ALL) -
 
 
 def load_peers() -> dict[str, RustBPETokenizer]:
-    """The tokenizers of tiktoken to compare with. Prints which ones are not available."""
+    """tiktoken's tokenizers, for comparison. Prints which ones are not available."""
     peers = {}
     for name in PEERS:
         try:
@@ -70,7 +70,7 @@ def load_peers() -> dict[str, RustBPETokenizer]:
 
 
 def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
-    """Bytes of UTF-8 per token, BOS not counted."""
+    """Bytes of UTF-8 per token, not counting BOS."""
     ids, _ = tokenizer.encode_flat(texts)
     return sum(len(text.encode()) for text in texts) / max(1, len(ids) - len(texts))
 
@@ -78,10 +78,10 @@ def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=__doc__)
     add_tokenizer_flags(parser)
-    parser.add_argument("--data-path", help=f"text to measure on: {', '.join(FORMATS['text'])}")
+    parser.add_argument("--data-path", help=f"text to compress: {', '.join(FORMATS['text'])}")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
-    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters to measure of each split")
+    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters of each split to compress")
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[list[str | int]] = []
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(f"sample {name!r}: decoding its tokens does not return the text; train again")
+            raise ValueError(f"sample {name!r}: decoding its tokens does not return the text; retrain the tokenizer")
         ours = bytes_per_token(tokenizer, texts)
         rows.append([name, sum(len(text.encode()) for text in texts), f"{ours:.2f}"])
         for peer in peers.values():

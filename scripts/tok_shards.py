@@ -5,13 +5,13 @@ Tokenize text once, into token shards that training reads.
 
 Every text file below the input folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow) becomes a pair: a file
 of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and .idx, and each bucket's last file becomes
-OUT/val/BUCKET/...; RAW/train/BUCKET and RAW/val/BUCKET keep their places. Each folder of pairs gets a manifest.json,
-and OUT/tokenizer is a copy of the tokenizer. --format=megatron writes Megatron's pairs: whole documents of one
-sequence, each followed by the end-of-document id.
+OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep their split. Each folder of pairs gets a manifest.json, and
+OUT/tokenizer is a copy of the tokenizer. --format=megatron writes Megatron's pairs: each whole document as a single
+sequence, followed by the end-of-document id.
 
-The same command resumes after a crash, Ctrl-C or a failure, and converts changed files again. On several machines, give
-each one --task-index i --num-tasks n, and at the end run once with --finish (dev/slurm has templates). Exit code: 0; 1
-if an input failed or is missing; 130 after Ctrl-C or SIGTERM.
+The same command resumes after a crash, Ctrl-C or a failure, and converts changed files again. On several machines, run
+it with --task-index i --num-tasks n on each one, then once with --finish (dev/slurm has templates). Exit code: 0; 1 if
+an input failed or is missing; 130 after Ctrl-C or SIGTERM.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from nanochat.text import SUFFIXES, Selection, add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
-SHOWN = 10  # broken lines of an input, and missing inputs, that are listed
+SHOWN = 10  # lists at most this many broken lines of an input, and missing inputs
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -44,13 +44,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--format", default="gpts", choices=list(OUTPUTS),
                         help="format of the pairs: gpts | megatron, which holds whole documents only")
     parser.add_argument("--max-length", type=int, default=None,
-                        help=f"most ids in a window of a long document, without its end mark; 0 keeps documents whole "
-                             f"(default: {Windows.max_length}; 0 with --format megatron)")
+                        help=f"maximum number of ids per window of a long document, not counting the end-of-document "
+                             f"id; 0 keeps documents whole (default: {Windows.max_length}; 0 with --format megatron)")
     parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
-                        help="ids that a window repeats from the one before it, at most half of --max-length")
-    parser.add_argument("--num-workers", type=whole(1), default=8, help="processes; does not change the output")
-    parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to convert, from 0")
-    parser.add_argument("--num-tasks", type=int, default=1, help="number of parts of the inputs")
+                        help="number of ids that a window repeats from the one before it, at most half of --max-length")
+    parser.add_argument("--num-workers", type=whole(1), default=8, help="processes to use; does not change the output")
+    parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to convert, counted from 0")
+    parser.add_argument("--num-tasks", type=int, default=1, help="number of parts that the inputs are dealt into")
     parser.add_argument("--finish", action="store_true",
                         help="tokenize nothing: write manifests for the shards of all tasks, and list missing shards")
     return parser.parse_args(argv)
@@ -66,14 +66,15 @@ def check_args(args: argparse.Namespace) -> Windows:
     if args.format == "megatron":
         if args.max_length:
             raise ValueError(f"--max-length {args.max_length} --format megatron: Megatron's documents are whole, "
-                             f"because it would train on repeated ids of windows; remove --max-length")
+                             f"because it would train again on ids that windows repeat; remove --max-length")
         return Windows(0)
     return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
 
 
 def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     """All inputs, ordered by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET keep their splits. Otherwise
-    the last of several files of RAW/BUCKET validates, or with `shared` (--val-fraction) both splits read every file.
+    the last of several files in RAW/BUCKET is for validation, or with `shared` (--val-fraction) both splits read every
+    file.
     FileNotFoundError if there is no input, ValueError for ambiguous ones."""
     raw = as_path(raw)
     if not raw.exists():
@@ -90,7 +91,7 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     else:
         for bucket, files in find_buckets(raw).items():
             if len(files) == 1:
-                print(f"{bucket}: it has a single file, which is for training; there is none for validation")
+                print(f"{bucket}: it has a single file, which is used for training; none is left for validation")
             last = max(1, len(files) - 1)
             splits["train"][bucket], splits["val"][bucket] = files[:last], files[last:]
     inputs: dict[tuple[str, str, str], Input] = {}
@@ -120,7 +121,7 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
 
 
 def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bool:
-    """Make the pairs of a task that are not finished, under a progress bar, and print totals, skipped lines and
+    """Make the unfinished pairs of a task, under a progress bar, and print totals, skipped lines and
     failures. Returns whether no input failed."""
     finished = {i: job.finished(i) for i in mine}
     shards = [record["shard"] for record in finished.values() if record]
@@ -149,7 +150,7 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
             print(f"{shard['input']['name']}: {shard['skipped']['count']:,} broken line(s) skipped")
         for number, why in shard["skipped"]["lines"][:SHOWN]:
             print(f"  line {number}: {why}")
-    if shards and totals["tokens"] == totals["documents"]:  # every token is an end mark
+    if shards and totals["tokens"] == totals["documents"]:  # every token is an end-of-document id
         failed.append(f"failed: all {totals['documents']:,} documents are empty; is --text-field right?")
     for line in sorted(failed):
         print(line, file=sys.stderr)
@@ -189,13 +190,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             job.prepare()
             folder = args.output_dir / TOKENIZER  # training finds it beside the pairs
             if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
-                tokenizer.save(folder, force=True)  # refuse_others has refused pairs of another tokenizer
+                tokenizer.save(folder, force=True)  # refuse_others has refused any other tokenizer's pairs
             good = make_pairs(job, mine, args.num_workers)
             if args.num_tasks == 1:
                 good = finish(job) and good
             return 0 if good else 1
         except KeyboardInterrupt:
-            job.clean_up(fresh_s=0)  # leftovers of the workers, which are dead
+            job.clean_up(fresh_s=0)  # leftovers of the workers, which have exited
             raise
 
 

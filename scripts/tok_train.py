@@ -8,9 +8,9 @@ Train a BPE tokenizer on the training split.
     all files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars
 
 Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
-tokenizer.json lists the files that were read (names, sizes). If the output already holds the tokenizer of these
-arguments and files, it is reused. A random sample of all files would need every shard before training starts, and
-would represent a corpus with shuffled shards no better.
+tokenizer.json lists the files that were read (names, sizes). If the output folder already holds the tokenizer
+trained with these arguments and files, it is reused. A random sample of all files would need every shard before
+training starts, and would represent a corpus with shuffled shards no better.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_descriptio
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("--max-chars", type=whole(1), default=2_000_000_000, help="stop after this many characters")
-    parser.add_argument("--doc-cap", type=whole(1), default=10_000, help="characters to read of each document")
+    parser.add_argument("--doc-cap", type=whole(1), default=10_000, help="read this many characters of each document")
     parser.add_argument("--vocab-size", type=whole(256 + len(SPECIAL_TOKENS)), default=32_768,
                         help="number of tokens, special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
@@ -60,8 +60,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[str, Any]]
                   ) -> RustBPETokenizer | None:
     """The tokenizer in `output_dir` if training would use the same arguments and read the same text, judged by names
-    and sizes. Later shards matter only if the text ran out. None if the folder holds no tokenizer; ValueError if it
-    holds another one or a damaged one."""
+    and sizes. Later files matter only if the text ran out. None if the folder holds no tokenizer; ValueError if it
+    holds a different or damaged one."""
     description = read_description(output_dir)
     if description is None:
         return None
@@ -69,8 +69,8 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
     read = training.get("files", [])
     same_files = files == read if training.get("exhausted") else files[:len(read)] == read
     if training.get("arguments") != arguments or not same_files:
-        raise ValueError(f"{output_dir}: holds a tokenizer of other arguments or files, which data and runs may "
-                         f"depend on; name another --output-dir, or replace it with --force")
+        raise ValueError(f"{output_dir}: holds a tokenizer trained with different arguments or files, which data and "
+                         f"runs may depend on; name another --output-dir, or replace it with --force")
     return RustBPETokenizer.from_directory(output_dir)
 
 

@@ -4,9 +4,10 @@ Check a run before it starts: takes the flags of scripts.base_train, and writes 
     python -m scripts.validate --config=runs/laptop.yaml --data-path=mytext --num-iterations=100
 
 Checks configuration, files, tokenizer, an existing run of the same name, and disk space. Then it prints the plan: how
-much each phase takes from each bucket, how much the bucket has, how much of it can be used before the first lane runs
-dry, passes, cropped, repeated and padded tokens, and the exact step at which a bucket runs dry. The plan is exact for
-shards, whose documents have known lengths; for text it is an estimate from a sample, and never an error.
+much each phase takes from each bucket, how much the bucket has, how much of that is usable before the first lane runs
+dry; the number of passes; the cropped, repeated and padded tokens; and the exact step at which a bucket runs dry. The
+plan is exact for shards, whose documents have known lengths; for text it is an estimate from a sample, and never makes
+the check fail.
 
 Exit code: 0 if the run can reach its last step, else 1.
 """
@@ -37,8 +38,8 @@ from nanochat.start_run import (
     print_split,
 )
 
-COPIES = 2  # of the newest checkpoint: the old one is deleted when the new one is complete
-BY_TIME = TIMED_KEPT + 1  # checkpoints on disk at once with saves by time; in the end `final` replaces one
+COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
+BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
 
 
 def parser() -> Parser:
@@ -46,8 +47,8 @@ def parser() -> Parser:
     p = add_flags(Parser(prog="python -m scripts.validate", usage="%(prog)s [flags]", description=__doc__))
     g = p.add_argument_group("validate")
     g.add_argument("--world-size", type=whole(1), default=int(os.environ.get("WORLD_SIZE", 1)),
-                   help="processes of the run")
-    g.add_argument("--plot", type=Path, metavar="PNG", help="draw shares, phases and passes (needs matplotlib)")
+                   help="number of processes of the run")
+    g.add_argument("--plot", type=Path, metavar="PNG", help="plot shares, phases and passes (needs matplotlib)")
     return p
 
 
@@ -120,7 +121,7 @@ def check_disk(start: Start, num_bytes: int) -> None:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the plan as PNG: the buckets' shares in each phase, and passes over each bucket, over tokens."""
+    """Plot the plan as PNG: each bucket's share in each phase, and the passes over it, against tokens."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

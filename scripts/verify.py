@@ -12,7 +12,7 @@ may be in object storage (s3://bucket/prefix). These are checked in addition:
                   their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
                   else, and the records of manifest.json. Then a table of the lengths of entries
     checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
-    cursors       all that a run keeps in logs/
+    cursors       all those that a run keeps in logs/
     row losses    the checksum of every logged step's record in logs/rows
     data          the files that a run has pinned: size, hash of footer or header, sampled blocks; every byte of files
                   whose checksum is in a manifest.json (scripts.tok_shards writes it)
@@ -22,8 +22,8 @@ may be in object storage (s3://bucket/prefix). These are checked in addition:
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem. Pairs are read in
 blocks, so memory does not depend on their size. A pair without a manifest.json names neither vocabulary nor
-end-of-document id: ids are not bounded unless you give --tokenizer or --vocab-size, and the last id of a GPTS file
-counts as the end-of-document id (Megatron's files may have none, so there only --tokenizer decides).
+end-of-document id: ids are checked only if you pass --tokenizer or --vocab-size, and the last id of a GPTS file counts
+as the end-of-document id (Megatron's files may have none, so for them only --tokenizer sets it).
 """
 
 import argparse
@@ -52,7 +52,7 @@ BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
 TIMED_STEPS = 20  # steps of a receipt after which the remaining time is estimated
 
-Check = Callable[[tqdm], Iterator[str]]  # yields lines to print, and advances a progress bar by the bytes it reads
+Check = Callable[[tqdm], Iterator[str]]  # yields lines to print, and advances a progress bar by the bytes read
 
 
 class Problem(str):
@@ -75,7 +75,7 @@ def length_table(lengths: Counter[int], row: int) -> list[str]:
     beyond = int((tokens - row * entries)[longer].sum())
     return [*table(("ids", "entries", "of entries", "of tokens"), rows),
             f"longer than T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries; {beyond:,} tokens "
-            f"({beyond / num_tokens:.2%}) are beyond it"]
+            f"({beyond / num_tokens:.2%}) are beyond that length"]
 
 
 def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int],
@@ -123,8 +123,8 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengt
 
 def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
                   wrong: dict[str, list[Any]]) -> int:
-    """Add the problems of a block of entries from number `first` on to `wrong`, {problem: [sentence for its first
-    entry, number of entries]}, and return how many documents end in the block."""
+    """Check the block of entries that begins at number `first`. Adds problems to `wrong`, {problem: [sentence for its
+    first entry, number of entries]}, and returns how many documents end in the block."""
     last = min(first + BLOCK_ENTRIES, len(pair))
     lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
 
@@ -140,11 +140,11 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
     if first == 0 and prefixes[0] > 0:
         report(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but it is the first entry")
     if max_length:
-        report(lengths > max_length + 1, f"is longer than a window of {max_length:,} and its end")
+        report(lengths > max_length + 1, f"is longer than a window of {max_length:,} and the end-of-document id")
     ids, edges = pair.read_flat(first, last)
 
     def count(mask: np.ndarray) -> np.ndarray:
-        """The number of ids of each entry for which `mask` is True, (n,)."""
+        """For each entry, the number of ids for which `mask` is True, (n,)."""
         return np.diff(to_offsets(mask)[edges])
 
     if vocab_size is not None:
@@ -187,13 +187,13 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
     if lengths:
         yield from (f"  {line}" for line in length_table(lengths, args.sequence_len + 1))
     if manifest is None and args.vocab_size is None:
-        yield "  the vocabulary is unknown: give --tokenizer or --vocab-size to check the ids"
+        yield "  the vocabulary is unknown: pass --tokenizer or --vocab-size to check the ids"
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------
 
 def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
-    """Verify one checkpoint. It is not a problem if a running process deletes it in the meantime."""
+    """Verify one checkpoint. It is not a problem if a running process deletes it meanwhile."""
     from nanochat.checkpoint import check_file, open_verified, read_seal  # imports PyTorch
 
     problems: list[str] = []
@@ -250,7 +250,7 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
             continue
         except (ValueError, OSError) as e:
             yield Problem(e)
-    yield f"{folder}: losses of the rows of {good:,} steps OK"
+    yield f"{folder}: row losses of {good:,} steps OK"
 
 
 # ---- the data of a run --------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
     pairs: dict[Path, set[Path]] = {}
-    checks: list[Check] = []  # of checkpoints, kept cursors, row losses
+    checks: list[Check] = []  # of checkpoints, cursors, row losses, pinned data
     closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
     for p in [path, *sorted(below(path))]:
         hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
@@ -353,7 +353,7 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
                 closed.add(p)
                 checks.append(partial(check_row_losses, p))
     if not (pairs or checks):
-        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or kept cursors at or "
+        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
                          f"below it (text files have no checksums); name another path")
     return [*(partial(check_pairs, folder, sorted(files), args, whole=True)
               for folder, files in sorted(pairs.items())), *checks]
@@ -384,9 +384,9 @@ def step_list(text: str) -> list[int]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, file or folder")
-    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens that a row trains on")
+    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens per row")
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--tokenizer", metavar="NAME", help=f"the tokenizer of the ids: {TOKENIZER_HELP}")
+    known.add_argument("--tokenizer", metavar="NAME", help=f"the tokenizer that produced the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for pairs without a manifest.json")
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
     receipts = parser.add_argument_group("receipts")

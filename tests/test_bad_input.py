@@ -251,7 +251,7 @@ READERS = [
     ("inspect_data digest --steps=0:1 run --seed=3", {}, ("and --seed: a run has its own",)),
     ("inspect_data rows --step=0 --data-path=data --max-seq-len=64 --total-batch-size=512 --lanes=3", {},
      ("--lanes 3",)),
-    ("inspect_data ledger --data-path=data", {}, ("give --step=N, the steps done",)),
+    ("inspect_data ledger --data-path=data", {}, ("pass --step=N, the number of completed steps",)),
     ("inspect_data rows --step=0 --data-path=nowhere", {}, ("nowhere",)),
     ("inspect_data rows --step=0 --sort=loss --data-path=data", {}, ("--sort=loss: it needs the log",)),
     *((f"inspect_data find {flags}", {}, words) for flags, words in (
@@ -279,13 +279,13 @@ MAKERS = [
     ("tok_train --data-path=nowhere --vocab-size=264", {}, ("--vocab-size: got 264, expected at least 265",)),
     *((f"convert_shards in out --to={to}", files, words) for to, files, words in (
         ("megatron", {"in/a": pair([[1, 2], [3, 4, E]], 0, 1)},
-         ("a.bin: entry 1 has a prefix of 1 ids that does not repeat",)),
+         ("a.bin: entry 1 has a prefix of 1 ids that differs from",)),
         ("gpts", {"in/a": pair([[1, E]]), "in/b": megatron([1, E], "<u2")}, ("mixes both",)),
         ("megatron", {"in/a": pair([[1 << 31]], vocab_size=1 << 32)}, ("a.bin: got uint32 ids 2147483648",)),
         ("gpts", {"in/a": megatron([-1], "<i4")}, ("a.bin: got int32 ids -1",)),
         ("gpts", {"in/a": megatron([1], "<i4", b"\3")}, ("a.idx: it is multimodal data (its sequences have modes)",)),
         ("gpts", {}, ("no such data folder",)))),
-    *((f"convert_shards in {out} --to=megatron", {"in/a": pair([[1, E]])}, ("it is IN, or one contains the other",))
+    *((f"convert_shards in {out} --to=megatron", {"in/a": pair([[1, E]])}, ("it must not be IN, or inside it",))
       for out in ("in", "in/x", ".")),
     *((f"dataset {flags}", {}, words) for flags, words in (
         ("-n=-2", ("-n",)), ("-w=0", ("-w",)), ("--base-url=ftp://x", ("--base-url",)),

@@ -130,7 +130,7 @@ def test_a_busy_server_is_retried_after_its_retry_after_or_a_pause(server, statu
     first, second, _ = requests_of(server, 0)
     assert second[2] - first[2] >= 0.95 * retry_after
     lines = [line.split("shard_00000.parquet: ")[1] for line in caplog.messages]
-    assert lines == [f"got HTTP {status}, a busy server; attempt {n} of {download.ATTEMPTS} in {pause} s"
+    assert lines == [f"got HTTP {status}, so the server is busy; attempt {n} of {download.ATTEMPTS} in {pause} s"
                      for n, pause in ((2, retry_after), (3, 0))]
     server.script[index_to_filename(1)] = [{"status": status}] * 99
     assert f"got HTTP {status}" in fetch(job_for(server), 1)[index_to_filename(1)]
@@ -246,8 +246,8 @@ def test_without_a_network_the_error_names_the_other_ways_to_a_bundle(tmp_path, 
     (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "Bad magic number"),
     (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
     (lambda folder: bundle_zip(folder, **{f"eval_bundle/{i}": b"" for i in range(90)}),
-     " 1.. entries of .* at most 80 "),
-    (lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}), "bytes in all, expected at most"),
+     " 1.. entries with .* at most 80 "),
+    (lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}), "bytes, expected at most"),
     (lambda folder: b"0" * 600_001, "it has 600,001 bytes, expected at most 600,000"),
     (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "entries", "bomb", "large", "absent"])
 def test_a_damaged_bundle_leaves_nothing_and_names_the_folder(server, tmp_path, monkeypatch, body, problem):

@@ -451,7 +451,7 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
     assert config.mock and config.object_storage_cache_path == "/somewhere"
     (record,) = caplog.records
     assert record.getMessage() == ("num_dataset_builder_threads, sequences_per_dataset, context_parallel_size: "
-                                   "accepted, without effect")
+                                   "accepted, but without effect")
 
 
 def test_indices_of_remote_data_are_copied_into_the_configured_folder(monkeypatch):
@@ -492,7 +492,7 @@ def test_types_of_ids_have_megatrons_codes(code, name, size):
 
 
 def test_bad_data_is_one_sentence():
-    with pytest.raises(ValueError, match=r"p, split train: 5 samples of 2 sequences without a token"):
+    with pytest.raises(ValueError, match=r"p, split train: 5 samples from 2 sequences without a token"):
         make(Memory([0, 0]), 5)
     assert len(make(Memory([0, 0]))) == 0 and make(Memory([0, 0])).sample_index.tolist() == [[0, 0]]
     memory = Memory([4, 4, 4])

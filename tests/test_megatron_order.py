@@ -137,7 +137,7 @@ def test_bad_blends_are_one_sentence(prefixes):
         build((prefixes, None), [None] * 3, split="98,1,1")
     sources = build((prefixes, None), [None] * 3)[0].datasets
     config = sources[0].config
-    with pytest.raises(ValueError, match=r"takes [\d,]+ samples of .*/a, which has [\d,]+; raise mid_level"):
+    with pytest.raises(ValueError, match=r"takes [\d,]+ samples from .*/a, which has [\d,]+; raise mid_level"):
         BlendedDataset(sources, [98, 1, 1], 1000, config)
     assert len(BlendedDataset(sources, [1, 1, 1], 60, config)) == 60
 
@@ -281,7 +281,7 @@ def test_cursors_of_other_samples_data_or_steps_are_refused_with_what_differs(pa
     stream.next_rows(2)
     a, b, c = pairs.split(",")
     for those, data, message in (
-            ([*cursors[:2], *stream.cursors()[2:]], pairs, r"of different steps, after 0 and 8 samples"),
+            ([*cursors[:2], *stream.cursors()[2:]], pairs, r"from different steps, after 0 and 8 samples"),
             (cursors[:3], pairs, r"cursors of lanes \[0, 1, 2\], expected one for each of \[0, 1, 2, 3\]"),
             (cursors, f"{b},{a},{c}", r"prefixes was \['a', 'b', 'c'\], now \['b', 'a', 'c'\]")):
         with pytest.raises(ValueError, match=message):

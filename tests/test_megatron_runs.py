@@ -97,7 +97,7 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
 def test_a_new_run_continues_the_data_of_another(workplace):
     more = {"init_from": "whole@4", "init_data": "continue"}
     error = training.refuse(**{**workplace, "num_iterations": 7}, **more)
-    assert "would take 88 samples, but it began with 80" in error and "end at --num-iterations 6" in error
+    assert "would take 88 samples, but its order has 80" in error and "set --num-iterations 6" in error
     succeed(**{**workplace, "num_iterations": 3}, **more)
     assert digests() == digests("whole")[4:7]
     assert read_json(run_dir() / "config.json")["num_samples"] == R * STEPS
@@ -110,9 +110,9 @@ def test_a_new_run_continues_the_data_of_another(workplace):
 def test_a_run_cannot_be_made_longer(workplace):
     take_over(run_dir("whole"), "final")
     error = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
-    assert error == ("--num-iterations: the run would take 120 samples, but it began with 80, and another number "
-                    "of samples is another order; end at --num-iterations 10, or start a new run with "
-                    "--model-tag NAME (with --order lanes runs can be made longer)")
+    assert error == ("--num-iterations: the run would take 120 samples, but its order has 80, and a different "
+                    "number changes the order; set --num-iterations 10, or start a new run with --model-tag NAME "
+                    "(runs with --order lanes can be extended)")
     assert "nothing to do" in succeed(**workplace).out
     shutil.rmtree(run_dir() / "checkpoints")
     owner = (run_dir() / ".owner.json").read_bytes()

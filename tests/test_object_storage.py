@@ -167,7 +167,7 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
     assert local_copy(path) == copy and len(store.proxy.gets("i.idx")) == 1
     store.put("x/i.idx", b"two" * 1000)  # the same size
     copy.write_bytes(b"truncated")
-    with pytest.raises(ValueError, match=r"x/i.idx: it changed since this run began"):
+    with pytest.raises(ValueError, match=r"x/i.idx: it has changed since this run began"):
         local_copy(path)
     begin_launch(tmp_path)
     make_local_copies([path, path.with_name("none.idx"), Path("/etc/hosts")])
@@ -223,8 +223,8 @@ def test_a_stall_is_warned_about_once_for_all_pending_requests(store, monkeypatc
 # ---- permanent faults -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fault, problem", [
-    (Fault(shift=2, times=5), "127.0.0.1:.* sent a different range than requested, 5 times; a proxy"),
-    (Fault(whole=True, times=5), "sent a different range than requested, 5 times"),
+    (Fault(shift=2, times=5), "127.0.0.1:.* sent a different range from the one requested, 5 times; a proxy"),
+    (Fault(whole=True, times=5), "sent a different range from the one requested, 5 times"),
     (Fault(status=400, code="RequestTimeout", times=5), "did not receive the whole request in time, 5 times")])
 def test_an_answer_that_never_fits_is_an_error_that_blames_no_setting(store, fault, problem, monkeypatch):
     monkeypatch.setattr(object_storage.time, "sleep", lambda s: None)
@@ -242,7 +242,7 @@ def test_a_swapped_object_is_an_error_that_names_it(store, lose):
     assert (r.read(0, 10) == TOKENS[:10]).all()
     fault = Fault(before=lambda: store.put(KEY, TOKENS[::-1].tobytes()), lose=lose)
     store.proxy.faults.append(fault)
-    with pytest.raises(ValueError, match=r"s3://bucket/a/tokens.bin: it changed since this run began \(.*ETag"):
+    with pytest.raises(ValueError, match=r"s3://bucket/a/tokens.bin: it has changed since this run began \(.*ETag"):
         r.read(100_000, 100_010)
     assert fault.times == 0 and store.proxy.gets()[-1].if_match == r.pinned.etag
     assert (r.read(0, 10) == TOKENS[:10]).all()  # parts that were read before the change stay
@@ -431,7 +431,7 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         find("msc://yours/x")
     (tmp_path / "other").write_bytes(TOKENS[:5000].tobytes()[::-1][:-1] + b"!!")
     upload("msc://mine/x/t.bin", tmp_path / "other")
-    with pytest.raises(ValueError, match="it changed since this run began"):
+    with pytest.raises(ValueError, match="it has changed since this run began"):
         r.read_many([(0, 10)])
     object_storage.delete("msc://mine/x/t.bin")
     begin_launch()

@@ -60,7 +60,7 @@ def test_a_second_push_sends_nothing_and_after_a_failure_only_the_rest(store, fo
     store.proxy.faults.append(Fault("PUT", "b.bin", status=403, code="AccessDenied"))
     assert main([str(folder), store.path("s")]) == 1
     err = capsys.readouterr().err
-    assert "b.bin: access denied" in err and "no manifest was written; run the same command again" in err
+    assert "b.bin: access denied" in err and "the upload is incomplete; run the same command again" in err
     assert not [k for k in store.names() if k.endswith(".json") and "tokenizer" not in k]
     store.proxy.seen.clear()
     assert main([str(folder), store.path("s")]) == 0

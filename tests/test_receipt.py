@@ -118,9 +118,9 @@ def test_the_file_with_one_changed_word_is_named(work):
     write_shard(path, documents, **PLAIN)
     assert pin(path, "x.parquet", ALL) == before, "a run would not notice when it resumes"
     sentence = refused(work, "--steps=0")
-    assert sentence.startswith(f"{path}: its contents changed (hash ") and "trained on another file" in sentence
+    assert sentence.startswith(f"{path}: its contents have changed (hash ") and "on a different file" in sentence
     write_shard(path, documents[:-1], **PLAIN)
-    assert re.match(rf"{path}: it has \d+ bytes, the receipt says \d+;", refused(work))
+    assert re.match(rf"{path}: it has \d+ bytes, the receipt says \d+, so", refused(work))
     path.unlink()
     assert refused(work).startswith(f"{path}: missing, but the receipt lists it")
 
@@ -133,7 +133,7 @@ def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     assert outcome.code == 1 and "a receipt does not say where the data is" in outcome.out
     text = (work / "r.json").read_text()
     for bad, problem in ((text[:500], "not valid JSON"), ("{}", "expected a whole number"),
-                         (text.replace('"steps": 14', '"steps": 12'), "it has no digest of its last step"),
+                         (text.replace('"steps": 14', '"steps": 12'), "it has no digest for its last step"),
                          (text.replace('"V": 4', '"V": 5'), "its checksum is wrong"),
                          (text.replace('"nanochat_receipt": 1', '"nanochat_receipt": 9'), "its format is 9")):
         (work / "bad.json").write_text(bad)
@@ -165,7 +165,7 @@ def test_a_log_without_a_step_has_no_receipt(origin, tmp_path, monkeypatch):
     log = tmp_path / "run/logs/train.jsonl"
     log.write_text("".join(line for line in log.open() if '"step": 5,' not in line))
     outcome = command(receipt.main, tmp_path / "run", f"--out={tmp_path / 'x.json'}")
-    assert outcome.code == 1 and "it has no digest of step 5" in outcome.err and not (tmp_path / "x.json").exists()
+    assert outcome.code == 1 and "it has no digest for step 5" in outcome.err and not (tmp_path / "x.json").exists()
 
 
 # ---- other kinds of runs ---------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_a_curriculum_is_verified_and_so_is_a_run_that_continues_its_data(kind, 
             [line, *_] = read_json(tmp_path / "run.json")["files"]["b"]["files"]
             path = tmp_path / "copy" / line.split(" ", 3)[3]
             path.write_bytes(path.read_bytes()[:-40] + bytes(40))
-            assert refused(tmp_path, name="run.json", data="copy").startswith(f"{path}: its contents changed")
+            assert refused(tmp_path, name="run.json", data="copy").startswith(f"{path}: its contents have changed")
 
 
 def test_a_receipt_includes_documents_that_are_left_out(origin, tmp_path):

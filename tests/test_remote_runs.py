@@ -163,7 +163,7 @@ def test_an_object_swapped_under_a_run_is_named(bucket, kind, name, before, monk
     bucket.proxy.faults += [Fault(name=name, times=before, shift=0),
                             Fault(name=name, before=lambda: bucket.put(name, swapped))]
     error = refuse(**command(kind, "s3://bucket"))
-    assert f"s3://bucket/{name}: it changed since this run began" in error and "\n" not in error
+    assert f"s3://bucket/{name}: it has changed since this run began" in error and "\n" not in error
     assert not any(fault.times for fault in bucket.proxy.faults)
 
 

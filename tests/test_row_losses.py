@@ -62,7 +62,7 @@ def test_verify_checks_the_losses_of_every_logged_step(capsys):
     training.succeed(model_tag="verified")
     folder = training.run_dir("verified") / "logs" / "rows"
     assert verify.main(["verified"]) == 0
-    assert f"{folder}: losses of the rows of {STEPS} steps OK" in capsys.readouterr().out
+    assert f"{folder}: row losses of {STEPS} steps OK" in capsys.readouterr().out
     [file] = folder.iterdir()
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -70,7 +70,7 @@ def test_verify_checks_the_losses_of_every_logged_step(capsys):
     assert verify.main(["verified"]) == 1
     out = capsys.readouterr().out
     assert f"PROBLEM {file}: the row losses for step {STEPS - 1} are corrupt" in out
-    assert f"losses of the rows of {STEPS - 1} steps OK" in out
+    assert f"row losses of {STEPS - 1} steps OK" in out
 
 
 def test_a_run_without_losses_of_rows_has_the_same_weights():

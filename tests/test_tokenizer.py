@@ -178,8 +178,8 @@ LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
     (lambda _: b"".join(LINES[1:]), {}, "not every byte has a token"),
     (lambda _: b"".join([*LINES, b"YWI= 256 7\n"]), {}, "damaged"),
     (bytes, None, "not valid JSON"),
-    (bytes, {"pattern": "x"}, "changed since it was saved"),
-    (bytes, {"bos_token": "<|user_end|>"}, "changed since it was saved"),
+    (bytes, {"pattern": "x"}, "has changed since it was saved"),
+    (bytes, {"bos_token": "<|user_end|>"}, "has changed since it was saved"),
     (bytes, {"version": 2}, "expected a nanochat-tokenizer of version 1"),
     (bytes, {"special_tokens": {"<|bos|>": 10**9}}, "different whole numbers below"),
     (bytes, {"special_tokens": {}}, "unknown; this tokenizer has"),
@@ -202,7 +202,7 @@ def test_a_damaged_or_forged_file_is_one_sentence_that_names_it(tok, tmp_path, r
 def test_a_different_tokenizer_is_not_written_over_another(tok, other, base_dir):
     shared = base_dir / "tokenizer"
     tok.save(shared)
-    with pytest.raises(ValueError, match=r"holds another tokenizer.*--output-dir.*--force"):
+    with pytest.raises(ValueError, match=r"holds a different tokenizer.*--output-dir.*--force"):
         other.save(shared)
     assert get_tokenizer().fingerprint == tok.fingerprint
     other.save(shared, force=True)

@@ -52,7 +52,7 @@ def test_good_shards_are_good(tmp_path, capsys):
     assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
     assert [line.split() for line in out.splitlines() if ".." in line] == [
         ["2", "..", "3", "5", "100.00%", "100.00%"]]
-    assert "longer than T + 1 = 2: 60.00% of entries; 3 tokens (23.08%) are beyond it" in out
+    assert "longer than T + 1 = 2: 60.00% of entries; 3 tokens (23.08%) are beyond that length" in out
     assert out.endswith("all good\n")
 
 

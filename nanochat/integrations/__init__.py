@@ -1,4 +1,4 @@
 """Code that connects to other programs. The core imports each module lazily, through one function.
 
-A run that trains from parquet without extras imports nothing from this folder.
+A run on parquet files without extras imports nothing from this folder.
 """

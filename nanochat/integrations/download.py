@@ -5,11 +5,11 @@ Downloads and verifies the shards of a known data set over HTTP, and downloads t
       -> has the server's Content-Length -> the footer opens, `text` exists -> fsync, rename
     shard_00007.parquet        complete whenever it exists
 
-If the server is busy (429, 5xx), does not answer or breaks off, the request is retried after a growing pause, or when
-Retry-After says. Each retry is logged. A shard has some 100 MB; resuming inside one would need proof that the server
-still has the same object, and is not worth that code.
+If the server is busy (429, 5xx), does not answer or stops in the middle, the request is retried after a growing pause,
+or after the time in its Retry-After header. Each retry is logged. A shard is about 100 MB; resuming inside one would
+need proof that the server still has the same object, and is not worth the code.
 
-HF_ENDPOINT replaces the hub. HF_TOKEN is sent to that endpoint only, and never printed.
+HF_ENDPOINT names a server to use instead of huggingface.co. HF_TOKEN is sent only to that server, and never printed.
 """
 
 import fcntl
@@ -47,9 +47,9 @@ from nanochat.text_kinds import read_texts
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 6
-BACKOFF_S = 1.0  # the first pause between attempts; each further one is twice as long
+BACKOFF_S = 1.0  # the first pause between attempts; each later one is twice as long
 TIMEOUT_S = 60.0  # until the next byte arrives
-BUNDLE_BYTES, BUNDLE_ENTRIES = 2 << 30, 10_000  # limits; the real archive has 0.16 GB in some 100 files
+BUNDLE_BYTES, BUNDLE_ENTRIES = 2 << 30, 10_000  # limits; the real archive is 0.16 GB in about 100 files
 BUNDLE_NAME, BUNDLE_URL = "eval_bundle", "https://karpathy-public.s3.us-west-2.amazonaws.com"  # as in nanochat
 
 
@@ -59,7 +59,7 @@ class Downloader:
 
     base_url: str
     data_dir: Path
-    token: str = field(default="", repr=False)  # sent to that server only
+    token: str = field(default="", repr=False)  # sent only to the server of `base_url`
 
     def fetch(self, index: int) -> None:
         """Download shard `index` unless it exists. After an OSError no file has the final name."""
@@ -70,8 +70,8 @@ class Downloader:
         try:
             copy(url, part, self.token)
         except OSError as e:
-            raise OSError(f"{url}: {e}; check the network, --base-url and HF_ENDPOINT, and for 401 or 403 "
-                          f"HF_TOKEN") from e
+            raise OSError(f"{url}: {e}; check the network, --base-url and HF_ENDPOINT (HF_TOKEN if it is "
+                          f"401 or 403)") from e
         try:
             open_parquet(part).close()
         except ValueError as e:
@@ -82,9 +82,9 @@ class Downloader:
 
 
 def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: Path | None = None) -> Downloader:
-    """A Downloader of a known data set, with HF_ENDPOINT and HF_TOKEN from the environment. Creates its folder and
-    writes the data set's name there. ValueError for an unusable variable or address, or if the folder holds another
-    data set."""
+    """A Downloader for a known data set, with HF_ENDPOINT and HF_TOKEN from the environment. Creates its folder and
+    writes the data set's name there. ValueError for an unusable variable or address, or if the folder holds a
+    different data set."""
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or HUB
     url = (base_url or DATASETS[name].base_url).rstrip("/")
     if url.startswith(f"{HUB}/"):
@@ -103,9 +103,9 @@ def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: 
 
 
 def open_session(token: str) -> requests.Session:
-    """A session that sends the token to the first server only."""
+    """A session that sends the token only to the first server."""
     def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # ~/.netrc would override a header of the session; on a redirect to another server requests drops this one
+        # ~/.netrc would override a session header; the library drops this one if it is redirected to another server
         request.headers["Authorization"] = f"Bearer {token}"
         return request
 
@@ -131,7 +131,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
                     return
                 if status != 429 and status < 500:
                     raise OSError(f"got HTTP {status} {response.reason}")
-                problem = f"got HTTP {status}, a busy server"
+                problem = f"got HTTP {status}, so the server is busy"
                 pause = Retry().get_retry_after(response.raw) or pause
         except requests.RequestException as e:
             cause: BaseException = e
@@ -145,7 +145,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
 
 
 def check_url(given_by: str, url: str) -> None:
-    """ValueError unless `url` is an HTTP address without credentials and query."""
+    """ValueError unless `url` is an HTTP address without credentials or a query."""
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ValueError(f"{given_by}: got {public(url)!r}, expected an address such as {HUB}")
     if public(url) != url:
@@ -153,7 +153,7 @@ def check_url(given_by: str, url: str) -> None:
 
 
 def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers: int) -> list[str]:
-    """The error of `call` for each item, '' for success. Several run at once, with a progress bar."""
+    """The error of `call` for each item, '' for success. Several calls run at once, with a progress bar."""
     def problem_of(item: Any) -> str:
         try:
             call(item)
@@ -166,7 +166,7 @@ def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers
 
 
 def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> list[str]:
-    """Download shards in parallel, once no other process downloads to this folder. Returns the error of each, or ''."""
+    """Download shards in parallel. Waits until no other process downloads to this folder. Returns each error, or ''."""
     with open(job.data_dir / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return problems(job.fetch, indices, num_workers=num_workers)
@@ -182,8 +182,8 @@ def unpack(archive: Path, folder: Path) -> None:
             entries = opened.infolist()
             num_bytes = sum(entry.file_size for entry in entries)
             if len(entries) > BUNDLE_ENTRIES or num_bytes > BUNDLE_BYTES:
-                raise ValueError(f"{len(entries):,} entries of {num_bytes:,} bytes in all, expected at most "
-                                 f"{BUNDLE_ENTRIES:,} of {BUNDLE_BYTES:,}")
+                raise ValueError(f"{len(entries):,} entries with {num_bytes:,} bytes, expected at most "
+                                 f"{BUNDLE_ENTRIES:,} with {BUNDLE_BYTES:,}")
             opened.extractall(folder)  # keeps every entry inside the folder
     except Exception as e:  # a damaged header raises one of a dozen types
         raise ValueError(f"{archive.name}: it cannot be unpacked ({type(e).__name__}: {e})") from e
@@ -220,15 +220,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description="Download text to train on, or verify downloaded text.\n\n"
                                 "    python -m nanochat.dataset -n 8    # 8 shards for training and one for validation")
     parser.add_argument("-n", "--num-files", type=int, default=-1,
-                        help="how many training shards to download, some 100 MB each; -1: all, which are thousands")
-    parser.add_argument("-w", "--num-workers", type=int, default=4, help="how many shards to download at a time")
-    parser.add_argument("--dataset", choices=DATASETS, default=NAME, help="which data set")
-    parser.add_argument("--base-url", help="address of another folder with the shards, or with eval_bundle.zip")
+                        help="number of training shards to download, about 100 MB each; -1: all of the thousands")
+    parser.add_argument("-w", "--num-workers", type=int, default=4, help="number of shards to download at once")
+    parser.add_argument("--dataset", choices=DATASETS, default=NAME, help="data set to download or verify")
+    parser.add_argument("--base-url", help="address of a different folder that has the shards, or eval_bundle.zip")
     parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
     parser.add_argument("--eval-bundle", action="store_true",
                         help="download the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
     parser.add_argument("--verify", action="store_true",
-                        help="download nothing, and read every downloaded shard in full instead")
+                        help="instead of downloading, read every downloaded shard in full")
     args = parser.parse_args(argv)
     setup_logging()
     if args.num_files < -1 or args.num_workers < 1:

@@ -1,5 +1,5 @@
 """
-Fast encoders: fastokens, an optional package, encodes texts several times as fast as tiktoken, and always into exactly
+Fast encoders: the optional package fastokens encodes texts several times as fast as tiktoken, and always to exactly
 tiktoken's ids. `RustBPETokenizer.encoder` imports this module if fastokens is installed.
 
     texts ["ab ab", "  U+180E", "U+D800"]
@@ -10,19 +10,19 @@ tiktoken's ids. `RustBPETokenizer.encoder` imports this module if fastokens is i
     (ids of all, back to back, lengths [2, 3, 3])
 
 tiktoken defines the ids and is always installed. `fastest_encoder` returns fastokens if the pattern is ours and the
-check below passes. On one core tiktoken encodes 4 million tokens a second and fastokens 13 million. The ids are equal
-for every text, so the choice is in no fingerprint and never changes a row. Many threads may encode at once; encoding
+check below passes. On one core tiktoken encodes 4 million tokens per second and fastokens 13 million. The ids are equal
+for every text, so no fingerprint depends on the choice, and no row changes. Many threads may encode at once; encoding
 releases the GIL and starts no threads of its own.
 
-The check encodes a built-in sample of hard texts, which finds a broken build. A full comparison of fastokens 0.3.5
-with tiktoken 0.14.0 (every character in 16 contexts, with a vocabulary of all pairs of bytes, so that every edge
-between pieces shows; long runs, shared prefixes, vocabularies of few letters) found these differences:
+The check encodes a built-in sample of hard texts, to find a broken build. A full comparison of fastokens 0.3.5
+with tiktoken 0.14.0 (every character in 16 contexts, with a vocabulary of all pairs of bytes, which shows every
+edge between pieces; long runs, shared prefixes, vocabularies with few letters) found these differences:
 - fastokens cuts text with PCRE2, which counts U+180E as white space; tiktoken does not. tiktoken fails on about a
-  million spaces in a row, so we give it such a run in parts, which may change tokens. Texts with U+180E, and texts
-  that may have 65,536 spaces in a row, go to tiktoken. So do lone surrogates, for which fastokens raises.
-- fastokens recognizes a few patterns and replaces them by code of its own, which differs slightly. So it gets our
-  pattern as "(?:...)", which it does not recognize. Other patterns may have character classes with another meaning
-  in PCRE2, and are left to tiktoken.
+  million spaces in a row, so we cut such a run into parts, which may change tokens. Texts with U+180E, and texts
+  that may have 65,536 spaces in a row, go to tiktoken. So do texts with lone surrogates, which make fastokens raise.
+- fastokens recognizes a few patterns and replaces them with its own code, which differs slightly. So it gets our
+  pattern as "(?:...)", which it does not recognize. Other patterns may have character classes with a different
+  meaning in PCRE2, and are left to tiktoken.
 
 Rejected: gigatoken, which is faster, but lacks our pattern; splintr, which is slower and either holds the GIL or starts
 a pool whose size the caller cannot set.
@@ -83,7 +83,7 @@ class FastokensEncoder:
 
 def is_odd(text: str) -> bool:
     """Whether fastokens might differ from tiktoken on a text, because it has U+180E or perhaps a long run of white
-    space. To be fast, this checks every 1,024th character: a run of 65,536 covers 64 neighbours among them."""
+    space. To be fast, this checks every 1,024th character: a run of 65,536 includes 64 consecutive ones."""
     return "\u180e" in text or (len(text) >= LONG_RUN and _SAMPLED_SPACE.search(text[::_STRIDE]) is not None)
 
 

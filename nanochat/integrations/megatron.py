@@ -2,7 +2,7 @@
 Megatron's samples: which tokens are in sample i of a data set, by the rules of megatron-core 0.16.1. A run loads this
 module through `stream.open_stream`, with --order=megatron; your own code may import it (docs/megatron.md).
 
-    sequences        0: a a a a   1: b b   2: c c c c c         those of one split of a pair of files
+    sequences        0: a a a a   1: b b   2: c c c c c         of one split of a pair of files
     document_index   2 0 1 1 2 0                                the sequences of all epochs, shuffled
     their tokens     c c c c c a a a a b b b b c c c c c a ...  end to end: the stream
     samples          |---|---|---|---|---|---|---               T = 4: sample k is tokens kT to kT + T, so
@@ -11,12 +11,12 @@ module through `stream.open_stream`, with --order=megatron; your own code may im
     shuffle_index    3 0 2 1 ...                                sample i of the data set is sample shuffle_index[i]
                                                                 of the stream
 
-`GPTDataset` has these three indices under megatron-core's names. They equal megatron-core's, element by element and in
-type, and so does every tensor of a sample. They are computed when the first sample is read, and stored in
+`GPTDataset` has these three indices under megatron-core's names. Their elements and types equal megatron-core's, and
+so do all tensors of a sample. The indices are computed when the first sample is read, and stored in
 `path_to_cache` if they are large.
 
 Three differences avoid bugs of megatron-core: the mask of a padded sample does not leak into other samples, a split
-without tokens is an error and not an endless loop, and a cached index is used only if the same numbers made it.
+without tokens is an error, not an endless loop, and a cached index is used only if it was built from the same numbers.
 `attention_mask`, T * T bytes per sample, is made only on request.
 """
 
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NO_PAD = -1  # the padding id of a tokenizer without one; no token equals it
+NO_PAD = -1  # stands for the padding id of a tokenizer that has none; no token equals it
 
 Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, and a weight for each
 Part = tuple[float, float] | None  # (begin, end) in 0 .. 1; None: empty
 
 
 class Split(Enum):
-    """The three data sets of the same files."""
+    """The three data sets that files are split into."""
 
     train = 0
     valid = 1
@@ -58,7 +58,7 @@ class Split(Enum):
 
 # ---- configuration --------------------------------------------------------------------------------------------------
 
-# Fields of megatron-core that decide how it loads data. They do not change any sample.
+# Fields that control how megatron-core loads data. They do not change any sample.
 WITHOUT_EFFECT = (
     "full_validation", "num_dataset_builder_threads", "fast_cache_load", "defer_npy_index_mmap",
     "data_parallel_size", "sequence_parallel_size", "hybrid_context_parallel",
@@ -74,7 +74,7 @@ class BlendedMegatronDatasetConfig:
     sequence_length: int
     blend: Blend | None = None
     blend_per_split: Sequence[Blend | None] | None = None
-    multiple_validation_sets: bool | None = None  # with blend_per_split: a list instead of a blend
+    multiple_validation_sets: bool | None = None  # with blend_per_split: valid is a list of data sets, not a blend
     full_validation: bool | None = None
     split: str | None = None  # shares of train, valid, test: "98,1,1"
     num_dataset_builder_threads: int = 1
@@ -109,7 +109,7 @@ class BlendedMegatronDatasetConfig:
         _ = self.split_matrix  # raises for a bad split
         idle = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
         if idle:
-            log.info("%s: accepted, without effect", ", ".join(idle))
+            log.info("%s: accepted, but without effect", ", ".join(idle))
 
     @property
     def mock(self) -> bool:
@@ -118,7 +118,7 @@ class BlendedMegatronDatasetConfig:
 
     @property
     def split_matrix(self) -> list[Part]:
-        """The part of its sources' sequences in each split."""
+        """For each split, which part of every source's sequences it has."""
         if self.mock:
             return split_matrix("1,1,1")
         if self.blend_per_split is not None:
@@ -157,7 +157,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
 
 def split_matrix(split: str | None) -> list[Part]:
-    """The part of 0 .. 1 in each split, from shares such as "98,1,1" (missing shares are 0). ValueError for any other
+    """The part of 0 .. 1 for each split, from shares such as "98,1,1" (missing shares are 0). ValueError for any other
     text."""
     try:
         shares = [float(text) for text in (split or "").split(",")]
@@ -172,7 +172,7 @@ def split_matrix(split: str | None) -> list[Part]:
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """Weights divided by their sum, which NumPy adds up as in megatron-core."""
+    """Weights divided by their sum, computed by NumPy as in megatron-core."""
     array = np.array(weights, np.float64)
     return (array / np.sum(array)).tolist()
 
@@ -214,8 +214,8 @@ class DType(Enum):
 
 @dataclass(frozen=True)
 class ObjectStorageConfig:
-    """For files in object storage: the folder for copies of .idx files. The size of chunks has no effect: a sample
-    fetches exactly its bytes."""
+    """Settings for files in object storage: the folder for copies of .idx files, and the size of chunks, which has no
+    effect, because exactly the bytes of a sample are fetched."""
 
     path_to_idx_cache: str
     bin_chunk_nbytes: int = 256 << 20
@@ -225,8 +225,8 @@ is_object_storage_path = is_remote  # megatron-core's name; also true for gs:// 
 
 
 class IndexedDataset:
-    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, `dataset[a:b]` a list of sequences,
-    read-only arrays of `dtype`. With `multimodal`, they are (sequence, its mode) and (list, modes). ValueError or
+    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, a read-only array of `dtype`;
+    `dataset[a:b]` is a list of them. With `multimodal`, they are (sequence, its mode) and (list, modes). ValueError or
     FileNotFoundError names a bad or missing file."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
@@ -272,13 +272,13 @@ class IndexedDataset:
     def _read(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.path_prefix}: sequence {idx:,}, but it has {len(self):,}")
+            raise IndexError(f"{self.path_prefix}: got sequence {idx:,}, but it has {len(self):,} of them")
         one, size = slice(number, number + 1), int(self.sequence_lengths[number])
         begin = int(self.file.places(np.array([number]), self.sequence_pointers[one], np.array([size]))[0])
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise ValueError(f"{self.path_prefix}: ids {offset:,} to {stop:,} of sequence {number:,}, which has "
-                             f"{size:,}")
+            raise ValueError(f"{self.path_prefix}: got ids {offset:,} to {stop:,} of sequence {number:,}, which has "
+                             f"{size:,} ids")
         # samples are scattered over the file, so `read_many` fetches exactly these bytes from object storage
         ids = self.file.reader.read_many([(begin + offset, begin + stop)])[0]
         self.file.check_ids(ids, [0, len(ids)], number, "sequence")
@@ -286,8 +286,8 @@ class IndexedDataset:
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair, sequence by sequence. `finalize` makes the files appear. ValueError for ids that the type cannot
-    hold: they never wrap around."""
+    """Writes a pair, sequence by sequence. `finalize` renames the files into place. ValueError for ids that the type
+    cannot hold; ids never wrap around."""
 
     def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
         if multimodal:
@@ -323,10 +323,10 @@ class IndexedDatasetBuilder:
 
 class GPTDataset:
     """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors. It also has the
-    methods of a blend, as the blend of itself alone.
+    methods of a blend, like a blend of this data set alone.
 
-    `num_samples`: the least number of samples, over as many epochs as they need; None: one epoch. ValueError if the
-    data is empty or corrupt. Creating it reads no token and computes no index.
+    `num_samples`: the minimum number of samples, from as many epochs as that takes; None: one epoch. ValueError if the
+    data is empty or corrupt. Creating the object reads no token and computes no index.
     """
 
     def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range,
@@ -341,7 +341,7 @@ class GPTDataset:
         if self._lengths.min(initial=0) < 0:
             bad = int(self._lengths.argmin())
             raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has {self._lengths[bad]:,} tokens, so the "
-                             f"file is corrupt; make the pair again")
+                             f"file is corrupt; regenerate the pair")
         self.num_tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         drop_last = index_split is not Split.valid or config.drop_last_partial_validation_sequence
         try:
@@ -359,7 +359,7 @@ class GPTDataset:
                               object_storage_config=None if cache is None else ObjectStorageConfig(cache))
 
     def identity(self) -> dict[str, Any]:
-        """Everything that decides the contents of every sample, as JSON values."""
+        """Everything that determines the contents of the samples, as JSON values."""
         return {**vars(self.order), "sequence_length": self._T, "extra_token": self._extra,
                 "tokens_per_epoch": self.num_tokens_per_epoch}
 
@@ -408,7 +408,7 @@ class GPTDataset:
 
     @property
     def shuffle_index(self) -> np.ndarray:
-        """(samples,) uint32: the stream's number of each sample."""
+        """(samples,) uint32: the number that each sample has in the stream."""
         return self._tables["shuffle_index"]
 
     # ---- tokens
@@ -442,8 +442,8 @@ class GPTDataset:
 
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32, and on request
-        attention_mask (1, T, T) bool, True where attention is masked out. None: a sample that pads a batch, without
-        loss."""
+        attention_mask (1, T, T) bool, True where attention is masked out. None: a sample without loss, to pad a
+        batch."""
         import torch
 
         config, places = self.config, np.arange(self._T)

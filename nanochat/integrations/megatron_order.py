@@ -1,26 +1,26 @@
 """
 A run in Megatron's order: it trains on the samples of a blend of Megatron's data sets. With --order=megatron,
-`stream.open_stream` opens a `SampleStream` from here, and `start_run` lets `settle` choose the number of samples.
+`stream.open_stream` opens a `SampleStream` from this module, and `start_run` has `settle` choose the number of samples.
 
 Row i of the run is sample i of the blend:
 
     --data-path=web,code  --split=969,30,1  --blend-weights=70,30
 
-    web    | s s s s s s s s s s s s s s s s s | v v | t     sequences: the first 96.9 % train, the next 3 %
-    code   | s s s s s s s s s | v | t                       validate, the rest is not used
+    web    | s s s s s s s s s s s s s s s s s | v v | t     sequences: the first 96.9 % for training, the
+    code   | s s s s s s s s s | v | t                       next 3 % for validation, the rest unused
                   |                |
         samples, mixed           documents, in validation's own lanes: bits per byte come from the same rows for
                                  every number of processes
 
-    step s: R rows = samples sR .. sR + R - 1; lane l of V has n = R / V of them, from sR + ln on
+    step s: R rows = samples sR .. sR + R - 1; lane l of V has n = R / V of them, starting at sR + ln
 
-So the rows are the same for every number of processes, lanes and micro-batch. Lanes have no share of the data and no
-buffer; a cursor holds how many samples the run has read, and how many rows of each bucket its lane had. The shuffles
-cover as many epochs as the run's number of samples needs, so another number of samples is another order.
+So the rows do not depend on the number of processes or lanes, or on the micro-batch. A lane has no data of its own and
+no buffer; its cursor holds how many samples the run has read, and how many rows of each bucket the lane has emitted.
+The shuffles cover as many epochs as the run's samples need, so a different number of samples gives a different order.
 
-**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T are its own, `read`; the
-last one is also the first of sample k + 1 and counts as `repeated`. `epoch` counts as many samples as a pass has:
-epochs are shuffled together, so none has an end.
+**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T count as `read`; the last
+one is also the first of sample k + 1 and counts as `repeated`. `epoch` is the number of tokens read, divided by those
+of one pass: epochs are shuffled together, so none has an end.
 
 Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples.
 """
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
     from nanochat.curriculum import Mixer
     from nanochat.start_run import Start
 
-SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split, which is Megatron's; and for validation on its own files
+SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split, Megatron's; and the one used if validation has its own files
 
 
 # ---- blends ---------------------------------------------------------------------------------------------------------
 
 class BlendedDataset:
-    """Samples of several data sets: `size` samples by `weights`; if `size` is None, all samples, and `weights` are the
-    number of samples in each data set. `dataset[i]` is a dict of tensors and `dataset_id`. ValueError if a data set has
-    too few samples."""
+    """A mix of several data sets: `size` samples in the proportions of `weights`; or, if `size` is None, all samples,
+    and `weights` are the number of samples in each data set. `dataset[i]` is a dict of tensors and `dataset_id`.
+    ValueError if a data set has too few samples."""
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
@@ -78,7 +78,7 @@ class BlendedDataset:
         self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: its sample there
         for dataset, count in zip(self.datasets, self.counts(total)):
             if count > len(dataset):
-                raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples of "
+                raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples from "
                                  f"{dataset.dataset_path}, which has {len(dataset):,}; raise mid_level_dataset_surplus")
 
     def identity(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class BlendedMegatronDatasetBuilder:
 
     def build(self) -> list[Any]:
         """A data set for each split; None for a split without data, and on ranks without data. With
-        `multiple_validation_sets`, the data set of valid is a list."""
+        `multiple_validation_sets`, the entry of valid is a list of data sets."""
         return [self.build_split(split) if self.is_built_on_rank() else None for split in Split]
 
     def build_split(self, split: Split) -> Any:
@@ -144,7 +144,7 @@ class BlendedMegatronDatasetBuilder:
             lengths = [len(dataset) for dataset in datasets]
             if 0 in lengths:
                 raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of {config.sequence_length} "
-                                 f"tokens in split {split.name}; remove it, or give weights")
+                                 f"tokens in split {split.name}; remove it, or set weights")
             total = None if size is None else min(size, sum(lengths))
             return BlendedDataset(datasets, lengths, total, config)
         if size is None:
@@ -170,12 +170,12 @@ class BlendedMegatronDatasetBuilder:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """V, and everything except data and tokenizer that decides the contents of a sample."""
+    """Everything except data and tokenizer that determines the contents of a sample, and V."""
 
-    T: int  # tokens that a row trains on; a sample holds T + 1
-    V: int = 64  # lanes: each has n rows of every step, and no share of the data
+    T: int  # tokens of a row that are trained on; a sample holds T + 1
+    V: int = 64  # lanes: each has n rows of every step, but no data of its own
     seed: int = 0
-    num_samples: int = 1  # of the whole run
+    num_samples: int = 1  # in the whole run
     split: str = WHOLE  # shares of training, validation, test
     weights: tuple[float, ...] | None = None  # of the prefixes; None: one pass over each prefix
     eod_mask_loss: bool = False  # mask the target after the end of a document
@@ -185,7 +185,7 @@ class SampleConfig:
 
     @classmethod
     def of(cls, settings: "Settings") -> "SampleConfig":
-        """The stream of a run's resolved settings."""
+        """The configuration in a run's resolved settings."""
         weights = settings.blend_weights
         return cls(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed, num_samples=settings.num_samples,
                    split=settings.split or "", weights=None if weights is None else tuple(weights),
@@ -205,7 +205,7 @@ def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
 
 
 def samples_needed(start: "Start") -> int:
-    """How many samples a run has read when it ends. If it continues the data of another run, these count, too."""
+    """How many samples a run has read when it ends, including those of an earlier run whose data it continues."""
     before = start.cursors[0]["samples"] if start.cursors else 0
     rows = start.settings.total_batch_size // start.settings.max_seq_len
     return before + (start.horizon.num_iterations - start.step + start.skip) * rows
@@ -222,20 +222,20 @@ def settle(start: "Start") -> "Settings":
         number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
     if needed > number:
         too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
-        raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but it began with {number:,}, and "
-                         f"another number of samples is another order; end at --num-iterations "
-                         f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (with "
-                         f"--order lanes runs can be made longer)")
+        raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but its order has {number:,}, and "
+                         f"a different number changes the order; set --num-iterations "
+                         f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (runs with "
+                         f"--order lanes can be extended)")
     return replace(settings, split=split, num_samples=number)
 
 
 def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
-    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of a manifest are the
-    first and the end of the documents in that part. ValueError or FileNotFoundError names a bad or missing file."""
+    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of its manifest the
+    range [first, end) of those in that part. ValueError or FileNotFoundError names a bad or missing file."""
     parts, root = split_matrix(split), as_path(data_path)
     if parts[0] is None:
-        raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be more "
-                         f"than 0")
+        raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be "
+                         f"above 0")
     folder = root / "train" if (root / "train").is_dir() else root
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
@@ -289,7 +289,7 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTData
         raise ValueError(f"--order megatron: {e}") from e
     if len(samples) < config.num_samples:
         raise ValueError(f"--blend-weights: without them the run makes one pass over each prefix, which gives "
-                         f"{len(samples):,} samples, but the run takes {config.num_samples:,}; give weights, or "
+                         f"{len(samples):,} samples, but the run takes {config.num_samples:,}; set them, or "
                          f"shorten the run")
     return samples
 
@@ -298,14 +298,14 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTData
 
 @dataclass(slots=True)
 class SampleRow(Row):
-    """A row that is one sample: pieces of documents, each up to its EOD."""
+    """A row that is one sample: pieces of documents, separated by EOD."""
 
     sample: int  # number of the row in the run
     eod: int
 
     def doc_ids(self) -> np.ndarray:
         """See `Row.doc_ids`. This is Megatron's reset_attention_mask. Its reset_position_ids would change nothing:
-        positions are rotary, so only distances inside a document count."""
+        positions are rotary, so only distances inside a document matter."""
         ends = self.tokens == self.eod
         return (np.cumsum(ends) - ends).astype(np.int32)
 
@@ -313,14 +313,14 @@ class SampleRow(Row):
 class SampleCounts(NamedTuple):
     """The counts in a lane's cursor."""
 
-    taken: int  # samples of all lanes so far
+    taken: int  # samples that all lanes have read
     rows: list[int]  # of this lane, by bucket
 
 
 class SamplePiece(NamedTuple):
     """Ids `start` to `stop` - 1 of a document in a sample of a run."""
 
-    epoch: int  # how many times the stream of its data set had these ids before
+    epoch: int  # how many times these ids occur earlier in the stream of their data set
     sample: int
     start: int
     stop: int
@@ -328,7 +328,7 @@ class SamplePiece(NamedTuple):
 
 class SampleStream:
     """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. Unless it has no lanes, creating it
-    shuffles, or opens the tables in the index cache. ValueError for cursors of another stream, and for data with too
+    shuffles, or opens the tables in the index cache. ValueError for cursors of a different stream, or data with too
     few samples."""
 
     mixer: "Mixer | None" = None
@@ -342,25 +342,25 @@ class SampleStream:
         self.eod = any_source.bos
         self.identity = stream_identity(config, sources, tokenizer) | {
             "prefixes": self.buckets, "samples": hash_json(self.samples.identity())}
-        self.taken = self.row = 0  # samples of all lanes so far; rows of each lane
+        self.taken = self.row = 0  # samples that all lanes have read; rows of each lane
         self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane, by bucket
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
             positions = sorted({(cursor["samples"], cursor["row"]) for cursor in cursors})
             if len(positions) > 1:
-                raise ValueError(f"cursors of different steps, after {positions[0][0]} and {positions[1][0]} samples; "
-                                 f"use the cursors of one checkpoint")
+                raise ValueError(f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
+                                 f"samples; use the cursors of one checkpoint")
             [(self.taken, self.row)] = positions
             mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
             for lane, counts in zip(self.lanes, self.counts):
                 counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
         for part in self.samples.datasets:
             part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
-            if self.lanes:  # shuffle now: later, other ranks would wait with a timeout
+            if self.lanes:  # shuffle now: later, the other ranks would wait and could time out
                 _ = part.shuffle_index
 
     def next_rows(self, num_rows: int) -> list[Row]:
-        """The next `num_rows` rows of each lane, lane after lane; [] after the run's last sample."""
+        """The next `num_rows` rows of each lane, lane by lane; [] after the run's last sample."""
         step = num_rows * self.config.V
         if self.taken + step > self.config.num_samples:
             return []
@@ -407,8 +407,8 @@ class SampleStream:
                 for at in state]
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
-        """The documents in a row: from token `at` on, `tokens` ids of `document` of `file`, which are its ids start ..
-        stop - 1 of `of` ids. Ids are counted as they are stored, with an EOD at the end."""
+        """The documents in a row: from token `at` on, the row holds `tokens` ids of `document` in `file`, namely ids
+        start .. stop - 1 of the document's `of` ids. Ids are counted as stored, with an EOD at the end."""
         number, sample = self.samples.locate(row.sample)
         part, at, documents = self.samples.datasets[number], 0, []
         edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
@@ -425,7 +425,7 @@ class SampleStream:
 
     def samples_with(self, bucket: str, document: int) -> list[SamplePiece]:
         """The pieces of a document in all samples of the run, by epoch and then in order: the inverse of `describe`,
-        with the same count of ids."""
+        which counts ids in the same way."""
         number = self.buckets.index(bucket)
         part, run_samples = self.samples.datasets[number], np.arange(self.config.num_samples)
         own_samples = run_samples
@@ -448,7 +448,7 @@ class SampleStream:
                 stop = after[1] + extra if after[0] == place else length
                 pieces.append((epochs[sequence], k, before + start, before + stop))
             epochs[sequence] += 1
-        # the run takes some of the stream's samples, in another order
+        # the run takes some of the stream's samples, in a different order
         shuffled = part.shuffle_index[own_samples]
         taken = np.flatnonzero(np.isin(shuffled, [k for _, k, _, _ in pieces]))
         sample_of = dict(zip(shuffled[taken].tolist(), run_samples[taken].tolist()))

@@ -6,21 +6,21 @@ The tables of Megatron's order, pure functions of integers, weights and lengths;
     sample_index                              where samples begin in the documents    `find_samples`
     dataset_index, dataset_sample_index       the source of each sample               `blend_sources`
 
-A **blend** is a recurrence. Before sample i, every source has a deficit: its weight times i, minus the number of
-samples taken from it. Sample i comes from the source with the greatest deficit (the first of equals, in float64; i = 0
-counts as 1):
+A **blend** follows a recurrence. Before sample i, every source has a deficit: its weight times i, minus the number of
+samples taken from it. Sample i comes from the source with the greatest deficit (the first one if several are equal; in
+float64; i = 0 counts as 1):
 
     i                      0     1     2     3     4     5       weights 0.5, 0.3, 0.2
     deficits             0.5  -0.5     0   0.5     0   0.5
                          0.3   0.3  -0.4  -0.1   0.2  -0.5
                          0.2   0.2   0.4  -0.4  -0.2     0
     dataset_index          0     1     2     0     1     0       the source of sample i
-    dataset_sample_index   0     0     0     1     1     2       and its sample there
+    dataset_sample_index   0     0     0     1     1     2       and its number there
 
 Without weights the lengths are the weights, and a source leaves the blend after its last sample.
 
-The rules (how many epochs, when the last one is shuffled separately, how a partial sample is counted) are those of
-megatron-core 0.16.1, and so is every element and type.
+The rules (how many epochs, when the last one is shuffled separately, how a partial sample is counted), all elements
+and their types are those of megatron-core 0.16.1.
 """
 
 import logging
@@ -36,7 +36,7 @@ from nanochat.common import atomic_open, hash_file, read_json, write_json
 log = logging.getLogger(__name__)
 
 APART = 0.80  # the last epoch is shuffled separately if less than this share of it is needed
-WORTH_STORING = 1 << 19  # entries of tables; computing fewer takes no longer than opening files
+WORTH_STORING = 1 << 19  # table entries; computing fewer takes no longer than opening files
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,7 +45,7 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Shuffles:
-    """The numbers that decide the two shuffles of a data set."""
+    """The numbers that determine the two shuffles of a data set."""
 
     seed: int
     first: int  # sequences first .. last - 1
@@ -70,12 +70,12 @@ class Shuffles:
 
 def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int,
                extra: bool, drop_last: bool) -> Shuffles:
-    """The shuffles for `num_samples` samples of sequences with `tokens` tokens per epoch, over as many epochs as they
+    """The shuffles for `num_samples` samples from sequences with `tokens` tokens per epoch, over as many epochs as they
     need (None: one epoch). ValueError if there are no tokens."""
     epochs = 1
     if num_samples:
         if not tokens:
-            raise ValueError(f"{num_samples:,} samples of {len(documents):,} sequences without a token; give this "
+            raise ValueError(f"{num_samples:,} samples from {len(documents):,} sequences without a token; give this "
                              f"split a larger share, or set its number of samples to 0")
         epochs = -(-(num_samples * T + extra) // tokens)
     before = max(0, (epochs - 1) * tokens - extra) // T
@@ -142,9 +142,9 @@ def cached(folder: str | None, name: str, build: Callable[[], Arrays]) -> Arrays
 
     `name` contains a hash of everything that the arrays depend on, so every process writes the same bytes. That makes
     many processes on many nodes safe without a lock: each builds missing arrays and renames its own copy into place.
-    <name>.json is written last and has the files' checksums, which are verified at every opening; corrupt arrays are
-    built again, with a warning. Rejected: rank 0 builds and the others wait at a barrier, as in megatron-core. That
-    ends in a timeout if rank 0 takes long, or if the file system is slow to show the file.
+    <name>.json is written last and has the files' checksums, which are verified each time it is opened; corrupt
+    arrays are built again, with a warning. Rejected: rank 0 builds and the others wait at a barrier, as in
+    megatron-core. That ends in a timeout if rank 0 takes long, or if the file system is slow to show the file.
     """
     if folder is None:
         return build()

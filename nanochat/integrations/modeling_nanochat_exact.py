@@ -1,6 +1,6 @@
 """
-The GPT for Hugging Face transformers. `scripts.export --to=hf` copies this file beside the weights. It needs torch and
-transformers 5 and nothing else of this project, and no core module imports it.
+The GPT for Hugging Face transformers. `scripts.export --to=hf` copies this file beside the weights. It needs only
+torch and transformers 5, nothing else from this project, and no core module imports it.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
@@ -9,9 +9,9 @@ weights are exported unchanged. The differences follow from the interface of tra
 
 - Rows may be padded on either side. `attention_mask` marks the tokens; no token attends to padding, and rotary angles
   skip it.
-- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the previous token, so one more layer of
-  the cache holds embeddings, as keys of a single head; its values are empty. So everything that transformers does to a
-  cache (reorder, repeat, crop) also happens to the embeddings.
+- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the previous token, so an extra layer of
+  the cache holds embeddings, as keys of a single head; its values are empty. Whatever transformers does to a cache
+  (reorder, repeat, crop) thus also happens to the embeddings.
 
       cache.layers    0 .. n_layer - 1    keys, values (B, kv heads, T, head_dim)
                       n_layer             embeddings (B, 1, T, n_embd), nothing (B, 1, T, 0)
@@ -38,7 +38,7 @@ except ImportError as e:
 SHAPE = {  # the model's shape and the constants of its architecture; config.json overrides them
     "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,
     "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768,
-    "window_sizes": [2048] * 12,  # earlier tokens that a token sees in each layer; -1: all
+    "window_sizes": [2048] * 12,  # how many earlier tokens a token sees in each layer; -1: all
     "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
 
 
@@ -147,7 +147,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatExactConfig
     _no_split_modules = ("Block",)
     _supports_sdpa = True
-    # scalars are float32 in training, for every dtype of the activations
+    # scalars are float32 in training, whatever the dtype of the activations
     _keep_in_fp32_modules_strict = ("resid_lambdas", "x0_lambdas", "smear_lambda", "backout_lambda")
 
     def __init__(self, config: NanochatExactConfig) -> None:
@@ -181,7 +181,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         """Logits (B, T, vocab_size) float32 of input_ids (B, T). With labels (B, T), also the mean loss in nats over
         the labels that are not -100.
 
-        attention_mask: (B, past + T), 0 at padding. logits_to_keep: number of last positions, 0 for all, or an index of
+        attention_mask: (B, past + T), 0 at padding. logits_to_keep: how many of the last positions (0: all), or which
         positions. ValueError for a cache of a fixed size, or for embeddings instead of ids."""
         if ignored.get("inputs_embeds") is not None:
             raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
@@ -190,7 +190,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
             cache = DynamicCache()
         if cache is not None and cache.is_compileable:
             raise ValueError("cache_implementation: a cache of a fixed size has no room for the embeddings "
-                             "that smear needs; leave it out")
+                             "that smear needs; remove this setting")
         start = 0 if cache is None else cache.get_seq_length()
         is_token = None
         if attention_mask is not None and not attention_mask.all():
@@ -225,7 +225,7 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
         """Add a gated share of the previous embedding to each position of x (B, T, C), except at a row's first token
-        and never a share of padding."""
+        and after padding."""
         T, embeddings = x.size(1), x
         if cache is not None:
             while len(cache.layers) <= self.config.n_layer:

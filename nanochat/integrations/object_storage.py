@@ -4,21 +4,21 @@ for the first path such as s3://bucket/folder; a program that reads local files 
 
     as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
                                answered from one listing of the folder
-    path.local_copy()          a local copy, for files that are mapped or read whole: indices, manifests
-    RemoteReader(path)         the ids of a .bin, by ranges
-        lanes read each file in order: in parts of 256 KiB; the last 1,024 parts stay in memory
+    path.local_copy()          a local copy, for files that are memory-mapped or read whole: indices, manifests
+    RemoteReader(path)         reads ranges of ids from a .bin
+        lanes read each file in order, 256 KiB at a time; the last 1,024 parts stay in memory
             file  |----|----|####|----|
         the samples of a shuffle are scattered over the file: exactly their bytes are fetched
             file  .#....##..........#.#.#.
 
 **Pinning.** One listing per launch gives the size and ETag of every object. Each range is requested with If-Match, and
-the size, ETag, range and length of the answer are checked. So bytes of two versions of an object never mix, even if a
+the size, ETag, range and length of the answer are checked. So bytes from two versions of an object never mix, even if a
 proxy drops If-Match: a changed object is an error that names it.
 
-**Waiting.** Every request goes through `request`. obstore retries a request where that may help: for 300 s, but only
-for 9 s until the bucket first answers, because then the endpoint is probably wrong. The request runs in a daemon
+**Waiting.** Every request goes through `request`. obstore retries a failed request if that may help: for 300 s, but for
+only 9 s if the bucket has never answered, because then the endpoint is probably wrong. The request runs in a daemon
 thread, while the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a
-signal nor the end of Python. An answer that does not fit the request is requested again up to four times.
+signal nor Python's exit. If an answer does not fit the request, the request is repeated up to four times.
 
 **Secrets.** obstore's error messages may contain an access key or a signed URL. None of their text is passed on: we
 write every message and take at most the HTTP status and the S3 code from theirs. A path that may hold credentials is
@@ -61,8 +61,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES = 4 << 20  # the largest range of one request
-PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in all
-TRIES = 5  # until an answer fits the request
+PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in total
+TRIES = 5  # attempts to get an answer that fits the request
 ADVICE = "restore the old object, or start a new run (--model-tag)"
 PROXY = "a proxy between this machine and object storage changes requests"
 # The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is AWS.
@@ -82,8 +82,8 @@ class Patience:
     connect_s: float = 5.0
     silence_s: float = 15.0  # until the next byte of an answer
     upload_s: float = 300.0  # until a part is sent and acknowledged
-    first_answer_s: float = 9.0  # of retries, until the bucket first answers
-    give_up_s: float = 300.0  # of retries after that
+    first_answer_s: float = 9.0  # how long to retry until the bucket first answers
+    give_up_s: float = 300.0  # how long to retry after that
     log_every_s: float = 15.0
 
 
@@ -100,7 +100,7 @@ class Stat:
 
 
 class Changed(ValueError):
-    """The object is no longer the pinned version."""
+    """The object is not the pinned version any more."""
 
 
 class Garbled(OSError):
@@ -133,7 +133,7 @@ class Bucket:
     def __init__(self, scheme: str, bucket: str, silence_s: float, give_up_s: float):
         self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
         self.host, self.setting = self.name, KEYS_HINT[scheme]  # for messages
-        self.endpoint = ""  # of S3; "" for AWS itself
+        self.endpoint = ""  # an S3 service other than AWS, or ""
         self.obs: Any = None  # has obstore's functions, which take `store`
         self.store: Any = None
         if scheme == "msc":
@@ -180,7 +180,7 @@ class Bucket:
             return None
 
     def list_below(self, prefix: str) -> list[Stat]:
-        """All objects below a prefix that a path can name. A warning counts the others."""
+        """All objects below a prefix that a path can name. A warning gives the number of others."""
         try:
             stats = {meta["path"]: self.stat(meta) for metas in self.obs.list(self.store, prefix or None)
                      for meta in metas}
@@ -214,7 +214,7 @@ class Bucket:
         answer = self.obs.get(self.store, key, options=options)
         data, now, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
         if (now.size, now.etag) != (pinned.size, pinned.etag):
-            raise Changed(f"{pinned.path}: it changed since this run began (from {pinned.size:,} bytes with ETag "
+            raise Changed(f"{pinned.path}: it has changed since this run began (from {pinned.size:,} bytes with ETag "
                           f"{pinned.etag} to {now.size:,} bytes with ETag {now.etag}); {ADVICE}")
         if (first, len(data)) != (begin, end - begin):
             raise Garbled(f"{pinned.path}: {self.host} sent {len(data):,} bytes from {first:,}, but "
@@ -236,11 +236,11 @@ class Bucket:
             (code == "NoSuchBucket", FileNotFoundError,
              f"bucket {self.bucket} does not exist; check the path and {self.setting}"),
             (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
-            (name == "PreconditionError", Changed, f"it changed since this run began (another ETag); {ADVICE}"),
+            (name == "PreconditionError", Changed, f"it has changed since this run began (its ETag differs); {ADVICE}"),
             (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
              "the key, or one below it, has an empty, . or .. part; rename the object"),
             (not status and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text), Garbled,
-             f"{self.host} sent a different range than requested, {TRIES} times; {PROXY}"),
+             f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}"),
             (code == "RequestTimeout", Garbled,
              f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
              f"machine or the connection is less busy: a run resumes from its last checkpoint"),
@@ -270,8 +270,8 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def load_obstore() -> Any:
-    """The package obstore. A forked process loads its library from a copied file and so gets its own threads and
-    sockets: for the same file, the linker returns the library that the parent loaded. ImportError or OSError."""
+    """The package obstore. A forked process loads its library from a copy of the file and so gets its own threads
+    and sockets: for the same file, the linker returns the library that the parent loaded. ImportError or OSError."""
     with _loading, contextlib.ExitStack() as stack:
         if _parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -362,7 +362,7 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", uplo
 
 @atexit.register
 def _end() -> None:
-    """Give pending requests a second to end, so that none returns while the interpreter is being destroyed."""
+    """Give pending requests a second to end, so that none returns while the interpreter shuts down."""
     end = time.monotonic() + 1.0
     for thread in threading.enumerate():
         if thread.name == "each":
@@ -391,8 +391,8 @@ def delete(path: str) -> None:
 
 
 def read_range(stat: Stat, begin: int, end: int) -> memoryview:
-    """Bytes begin .. end - 1 of an object. FileNotFoundError if it no longer exists, ValueError if it changed,
-    OSError if object storage does not answer or denies access."""
+    """Bytes begin .. end - 1 of an object. FileNotFoundError if it no longer exists, ValueError if it has
+    changed, OSError if object storage does not answer or denies access."""
     try:
         return request(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
                        what=f"{stat.path} bytes {begin:,} to {end:,}")
@@ -455,7 +455,7 @@ def forget() -> None:
 
 
 def open_path(path: str) -> "RemotePath":
-    """The RemotePath of a text. ValueError if it may hold a secret or names no bucket."""
+    """The RemotePath for a string. ValueError if it may hold a secret or names no bucket."""
     if len(RemotePath(path).parts) > 1:
         split(path)
     return RemotePath(path)
@@ -463,8 +463,8 @@ def open_path(path: str) -> "RemotePath":
 
 class RemotePath(PosixPath):
     """A read-only path in object storage: a file if it is an object, a folder if objects exist below it. It is a
-    pathlib.Path because 12 modules call exists, rglob or stat of data paths in some 45 places, and so none of them
-    needs a second branch."""
+    pathlib.Path because 12 modules call exists, rglob or stat on data paths in about 45 places; none of these needs a
+    special case."""
 
     def __str__(self) -> str:
         return url(super().__str__())

@@ -7,10 +7,10 @@ module for any tokenizer that is not in our own format.
     FILE.model                       sentencepiece       sentencepiece.model
     gpt2, cl100k_base, ...           tiktoken            ranks.tiktoken, in our format
     tokenizer.pkl (nanochat's)       `read_pickle`       ranks.tiktoken, in our format
-    ids:VOCAB:EOD                    nothing             no file: it knows ids, but no text
+    ids:VOCAB:EOD                    nothing             no file: it cannot encode text
 
 **Ids** are the library's own, with one exception: text never becomes a special token. "</s>" in a document is four
-ordinary characters. Some models (Unigram, WordPiece, WordLevel) find that name in their vocabulary even so. Then each
+ordinary characters. Some models (Unigram, WordPiece, WordLevel) find that name in their vocabulary anyway. Then each
 of its characters gets the id that it has alone:
 
     "a </s> b"     the library    _a  </s>  _b        here    _a  <  /  s  >  _b
@@ -19,21 +19,21 @@ All other extras of a file are switched off: special tokens around a text, paddi
 would make ids random.
 
 **The end of a document.** These programs have a BOS and an EOS; the stream has one id between documents, and files that
-other programs tokenized use EOS for it. So we use EOS if the files name one (tokenizer_config.json or
+other programs tokenized have EOS there. So we use EOS if the files name one (tokenizer_config.json or
 special_tokens_map.json beside tokenizer.json, or the header of a .model), then BOS, then a special token with a usual
 name. --eod-token overrides all of these.
 
-**Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. SentencePiece writes a blank
-as U+2581 and a byte without a piece of its own as <0xE6>. It also begins every text with a blank that is not in the
-text. That blank is one byte too many, so BOS, which precedes it, counts -1:
+**Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. SentencePiece writes a space
+as U+2581 and a byte without a piece of its own as <0xE6>. It also begins every text with a space that is not in the
+text. That space is one byte too many, so BOS, which precedes it, counts -1:
 
     "in  Zeile"     BOS  _in  _  _Z  eile      _: U+2581
                      -1    3  1   2     4      = 9 bytes
 
-A sample text shows whether the bytes of a tokenizer's tokens add up. They do not if a normalizer changes the text, for
-unknown characters, and for WordPiece's ##. Bits per byte would then be wrong, so validation reports the loss in nats
-per token. If only rare texts do not add up (`PROBES`), a warning names them. Example: if a
-tokenizer adds a blank only to texts without one, "a" and " a" have the same ids.
+A sample text shows whether the bytes of a tokenizer's tokens add up. They do not if a normalizer changes the text, if
+characters are unknown, or if WordPiece writes ##. Bits per byte would then be wrong, so validation reports the loss in
+nats per token. If only rare texts do not add up (`PROBES`), a warning names them. Example: if a tokenizer adds a space
+only to texts that do not begin with one, "a" and " a" have the same ids.
 """
 
 import importlib
@@ -71,22 +71,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BLANK = "\u2581"  # how SentencePiece writes a blank
+BLANK = "\u2581"  # how SentencePiece writes a space
 SAMPLE = "Two words, a  tab\t1.\nNa\u00efve \u6f22\u5b57 \U0001f642"
-PROBES = {  # {description of rare documents: an example, whose bytes some tokenizers count wrong}
+PROBES = {  # {description of rare documents: an example whose bytes some tokenizers miscount}
     "begin with a space": " x", "end with a space": "x ", "are empty": "", f"contain U+{ord(BLANK):X}": f"x{BLANK}x",
     "contain <0x41>": "x<0x41>x", "contain characters that it normalizes": "xe\u0301x\u00a0x\uff21x\ufb01x\rx",
     "contain characters that it does not know": "x\U0010ffffx\u0378x\x01x"}
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # files beside tokenizer.json that may name EOS
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|bos|>", "<s>", "<bos>")
-NO_END = "{}: does not name the token that ends a document; set --eod-token to its text or id (of {} ids)"
+NO_END = "{}: does not name the token that ends a document; set --eod-token to its text or id (one of {})"
 
 
 # ---- one class per format ------------------------------------------------------------------------------------------
 
 class ThirdPartyTokenizer(Tokenizer):
-    """A tokenizer of another program. `data`: the bytes of its file; `name`: for messages. The caller sets
-    `bos_token_id` (see `find_end`). ValueError if the library is not installed or cannot read the file."""
+    """A tokenizer of another program. `data`: the bytes of its file; `name`: its name in messages. The
+    caller sets `bos_token_id` (see `find_end`). ValueError if the library is not installed or cannot read the file."""
 
     kind: ClassVar[str]
     package: ClassVar[str]  # the library, in the extra `hf`
@@ -136,7 +136,7 @@ class ThirdPartyTokenizer(Tokenizer):
 
     @cached_property
     def _reserved(self) -> dict[int, list[int]]:
-        """{id: ids of its characters} of BOS and the special tokens, which no text may become. The unknown token, and
+        """{id: ids of its characters} for BOS and the special tokens, which no text may become. The unknown token, and
         special tokens of one character, may still stand for text."""
         tokens = {*self.special_tokens.values(), self.bos_token_id}
         return {i: self.spell(i) for i in tokens if not self.can_be_text(i)}
@@ -240,7 +240,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         self.special_tokens = {token.content: i for i, token in added.items() if token.special}
         self.ends = [token for token in USUAL_ENDS if token in self.special_tokens]
         self.model_vocab = self.library.get_vocab(with_added_tokens=False)  # in the model's alphabet
-        # these parts show whether the vocabulary is byte-level, and how it writes a blank
+        # these parts show whether the vocabulary is byte-level, and how it writes a space
         steps = json.dumps([self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")],
                            ensure_ascii=False)
         self.by_byte, self.blank = '"ByteLevel"' in steps, BLANK if BLANK in steps else " "
@@ -251,7 +251,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the parts that decide ids. Others may change: decoder, post_processor, the file's layout."""
+        """A hash of the parts that determine ids. Others may change: decoder, post_processor, the file's layout."""
         parts = {name: self.spec.get(name) for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
         return hash_json({"kind": self.kind, **parts, "bos_token_id": self.bos_token_id})
 
@@ -313,7 +313,7 @@ class SentencePieceTokenizer(ThirdPartyTokenizer):
         return self.library.decode([int(i) for i in ids])
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield (id, bytes): 1 for a byte piece, else the piece's UTF-8 with U+2581 read as a blank."""
+        """Yield (id, bytes): 1 for a byte piece, else the piece's UTF-8 with U+2581 read as a space."""
         for piece, i in self.vocab.items():
             if self.library.is_byte(i):
                 yield i, 1
@@ -344,7 +344,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
 
     @property
     def encoder(self) -> Encoder:
-        raise ValueError(f"--tokenizer {self.name}: knows ids but no text; name the tokenizer itself")
+        raise ValueError(f"--tokenizer {self.name}: cannot encode text; name the tokenizer that can")
 
     def can_be_text(self, token: int) -> bool:
         return False
@@ -361,7 +361,7 @@ SAVED: dict[str, type[ThirdPartyTokenizer]] = {
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer of another program that --tokenizer names; see `nanochat.tokenizer.get_tokenizer`."""
+    """Open another program's tokenizer, which --tokenizer names; see `nanochat.tokenizer.get_tokenizer`."""
     path = as_path(name)
     if not path.exists() and name in tiktoken.list_encoding_names():
         return RustBPETokenizer.from_pretrained(name, eod_token or "<|endoftext|>")
@@ -399,13 +399,13 @@ def named_ends(folder: Path) -> list[str | int]:
 
 
 def _find_file(path: Path) -> Path:
-    """The file of a tokenizer at a path, or in the folder at that path. FileNotFoundError if there is none."""
+    """The tokenizer file at a path, or in the folder at that path. FileNotFoundError if there is none."""
     files = [path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))] if path.is_dir() else [path]
     for file in files:
         if file.is_file() and file.suffix in (*KINDS, ".pkl"):
             return file
     raise FileNotFoundError(f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, FILE.model, "
-                            f"tokenizer.pkl or a name of tiktoken's ({', '.join(tiktoken.list_encoding_names())}); "
+                            f"tokenizer.pkl or a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}); "
                             f"hubs are not searched: download tokenizer.json and name that file, or train a "
                             f"tokenizer with python -m scripts.tok_train --output-dir {path}")
 
@@ -458,7 +458,7 @@ def read_pickle(data: bytes, name: str, eod_token: str | None) -> RustBPETokeniz
             return RustBPETokenizer.from_pretrained(state, eod_token or "<|endoftext|>")
         ranks, special = dict(state["mergeable_ranks"]), dict(state["special_tokens"])
         if not (all(type(token) is bytes for token in ranks) and all(type(token) is str for token in special)):
-            raise ValueError("its tokens are not bytes, or its special tokens are not texts")
+            raise ValueError("its tokens are not bytes, or its special tokens are not strings")
         encoding = make_encoding(ranks, str(state["pat_str"]), special)
     except OSError:  # tiktoken could not download a named encoding
         raise

@@ -124,7 +124,7 @@ class Profile:
         self._first, self._last = first, last
         self._path = run_dir / "profile" / f"steps-{first}-{last}.json.gz"
         self._profiler: Any = None
-        # a level above all messages of the profiler's library, which would print each start and end
+        # silences the profiler's library, which would print each start and end
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
     def at(self, step: int) -> None:

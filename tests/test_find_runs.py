@@ -122,6 +122,13 @@ def test_a_text_lists_its_documents_first_and_validation_is_reported(capsys):
     out = capsys.readouterr().out
     assert re.search("is in .*code/0.parquet:3[,\n]", out) and "epoch  step" in out
     assert re.search("\nepochs? 0(: | to )", out)
+    begin, part = text[:9], text[40:49]  # `has_text` marks the rows that hold these words themselves
+    for words in (begin, part):
+        [found] = [of for of in json_lines("find", "text", f"--text={words}") if of["document"] == "code/0.parquet:3"]
+        uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
+        shown = json_lines("rows", "text", f"--step={uses[0]['step']}", f"--row={uses[0]['row']}", "--text")
+        texts = [d["text"] for d in shown[0]["documents"] if (d["file"], d["document"]) == ("code/0.parquet", 3)]
+        assert uses and uses[0]["has_text"] == any(words in of_row for of_row in texts)
     mask = np.arange(12) == 3
     for row, listed in ((3, True), (4, False)):
         document = inspect_data.find_document({"train": run.data.train}, f"code/0.parquet:{row}")[1]

@@ -131,7 +131,7 @@ def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(
     (base / "data").rename(base / "away")
     assert export.main([f"{base / 'nc/base_checkpoints/run'}", f"{base / 'elsewhere'}", "--from=nanochat"]) == 0
     (base / "away").rename(base / "data")
-    assert weights(str(base / "elsewhere")) == weights("run") and "base_eval cannot evaluate this run" in caplog.text
+    assert weights(str(base / "elsewhere")) == weights("run") and "base_eval cannot evaluate the run" in caplog.text
     assert base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
     result = json.loads((training.run_dir("back") / "eval.json").read_text())
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == STEPS

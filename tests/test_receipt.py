@@ -127,7 +127,7 @@ def test_the_file_with_one_changed_word_is_named(work):
 
 def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), 300).save(work / "other")
-    assert "and this tokenizer is" in refused(work, f"--tokenizer={work / 'other'}")
+    assert "but this tokenizer is" in refused(work, f"--tokenizer={work / 'other'}")
     assert refused(work, "--steps=3,14").endswith("it has no step 14; the run trained steps 0 to 13")
     outcome = command(verify.main, work / "r.json")
     assert outcome.code == 1 and "a receipt does not say where the data is" in outcome.out
@@ -182,7 +182,7 @@ def test_the_list_of_many_files_is_small_and_still_names_the_one_that_differs(tm
     now = [receipt.describe_file(tmp_path, entry(i)) for i in range(6542)]
     assert not any(a.differs(tmp_path, b) for a, b in zip(lines, now))
     monkeypatch.setattr(receipt, "hash_file", lambda path: hash_json("changed"))
-    assert "contents changed" in lines[7].differs(tmp_path, receipt.describe_file(tmp_path, entry(7)))
+    assert "contents have changed" in lines[7].differs(tmp_path, receipt.describe_file(tmp_path, entry(7)))
 
 
 MIX = "curriculum:\n- {duration_tokens: 3072, mix: {a: 1, b: 3}}\n- {duration_tokens: 3072, mix: {a: 1}}\n"

@@ -426,7 +426,7 @@ def test_a_malicious_pickle_executes_nothing(paths, tmp_path):
 
 @pytest.mark.parametrize("change, problem", [
     ({"_mergeable_ranks": {"a": 1}}, "its tokens are not bytes"), ({"_mergeable_ranks": {}}, "not every byte"),
-    ({"_special_tokens": {"<|bos|>": 0}}, "different whole numbers"), ({"_pat_str": "("}, "tiktoken cannot use it"),
+    ({"_special_tokens": {"<|bos|>": 0}}, "distinct whole numbers"), ({"_pat_str": "("}, "tiktoken cannot use it"),
     ({"_special_tokens": {"<|x|>": 300}}, "--eod-token")])
 def test_a_pickle_of_nonsense_is_one_sentence(paths, tmp_path, change, problem):
     encoding = tiktoken.Encoding.__new__(tiktoken.Encoding)

@@ -174,14 +174,14 @@ LINES = [b"%s %d\n" % (base64.b64encode(bytes([b])), b) for b in range(256)]
     (None, {}, "missing"),
     (lambda data: data[:5000] + b"\xff" + data[5001:], {}, "damaged"),
     (lambda data: data[:5000], {}, ""),
-    (lambda _: b"".join([*LINES, b"YWI= 255\n"]), {}, "different whole numbers"),
+    (lambda _: b"".join([*LINES, b"YWI= 255\n"]), {}, "distinct whole numbers"),
     (lambda _: b"".join(LINES[1:]), {}, "not every byte has a token"),
     (lambda _: b"".join([*LINES, b"YWI= 256 7\n"]), {}, "damaged"),
     (bytes, None, "not valid JSON"),
     (bytes, {"pattern": "x"}, "has changed since it was saved"),
     (bytes, {"bos_token": "<|user_end|>"}, "has changed since it was saved"),
     (bytes, {"version": 2}, "expected a nanochat-tokenizer of version 1"),
-    (bytes, {"special_tokens": {"<|bos|>": 10**9}}, "different whole numbers below"),
+    (bytes, {"special_tokens": {"<|bos|>": 10**9}}, "distinct whole numbers below"),
     (bytes, {"special_tokens": {}}, "unknown; this tokenizer has"),
     (bytes, {"pattern": "("}, "tiktoken cannot use it"), (bytes, {"pattern": "x*"}, "tiktoken cannot use it"),
     (bytes, {"special_tokens": []}, "special_tokens"), (bytes, {"training": None}, "training")])
@@ -312,7 +312,7 @@ def test_tok_train_refuses_at_once_to_replace_another_tokenizer(data_dir, monkey
     assert capsys.readouterr().out.startswith("training a tokenizer of 600 tokens on ")
     with monkeypatch.context() as m:
         m.setattr(tok_train, "train", None)
-        with pytest.raises(ValueError, match=r"other arguments or files.*--force"):
+        with pytest.raises(ValueError, match=r"different arguments or files.*--force"):
             run_train(data_dir, "--vocab-size", "500")
     assert run_train(data_dir, "--vocab-size", "500", "--force") == 0
     assert get_tokenizer().get_vocab_size() == 500

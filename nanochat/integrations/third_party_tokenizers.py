@@ -79,7 +79,7 @@ PROBES = {  # {description of rare documents: an example whose bytes some tokeni
     "contain characters that it does not know": "x\U0010ffffx\u0378x\x01x"}
 SIBLINGS = ("tokenizer_config.json", "special_tokens_map.json")  # files beside tokenizer.json that may name EOS
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<|bos|>", "<s>", "<bos>")
-NO_END = "{}: does not name the token that ends a document; set --eod-token to its text or id (one of {})"
+NO_END = "{}: does not name the token that ends a document; set --eod-token to its text or id (one of {} ids)"
 
 
 # ---- one class per format ------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Curriculum:
             raise ValueError("curriculum: no phase in it, expected a list of phases, each with duration_tokens and mix")
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
-                raise ValueError(f"max_epochs: no phase mixes {_show(bucket)}{_hint(bucket, self.buckets)}; "
+                raise ValueError(f"max_epochs: no phase uses {_show(bucket)}{_hint(bucket, self.buckets)}; "
                                  f"give it a weight")
             _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
 

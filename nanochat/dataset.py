@@ -72,7 +72,7 @@ GET_DATA = ("download some with python -m nanochat.dataset -n 8, make a sample f
             "-m dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket if there is only one
 
-Manifest = dict[str, Any]  # has the shape PINNED; "root" may move
+Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
 Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {bucket: manifest}}
 PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
@@ -176,7 +176,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
 def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
     """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders form
-    the bucket BUCKET, and so do all files with `merge`."""
+    the bucket BUCKET, with `merge`, all files do."""
     folder, prefixes = data_folder(path), not path.exists()
     buckets: dict[str, list[Path]] = {}
     for file in find_files(path, data_format):

@@ -56,7 +56,7 @@ class GPTConfig:
     """The shape of a model. Raises ValueError for an impossible one.
 
     `window_pattern` is tiled over the layers. In an S layer, a token sees a quarter of sequence_len (rounded up to
-    whole tiles) before itself; in an L layer, all of sequence_len, a training row. The last layer is always L.
+    whole tiles) before itself; in an L layer, sequence_len tokens, a training row. The last layer is always L.
     """
 
     sequence_len: int = 2048

@@ -7,7 +7,7 @@ renormalization -> per-neuron variance reduction -> update with cautious weight 
 the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) stay
 because nanochat's learning rates were tuned with them.
 
-**Sharding** (ZeRO, arXiv 1910.02054; reduce.py draws the layout). Flattened tensors are laid out in messages of W equal
+**Sharding** (ZeRO, arXiv 1910.02054; reduce.py has a diagram). Flattened tensors are laid out in messages of W equal
 chunks. Rank r owns chunk r of every message: only rank r keeps its optimizer state and computes its update. A large
 AdamW tensor is cut between ranks, a matrix never is.
 
@@ -16,9 +16,9 @@ AdamW tensor is cut between ranks, a matrix never is.
 
 The update waits for all reductions because the global norm guards it: if any gradient is NaN or infinite, no weight and
 no state changes, and the caller keeps the last good weights. The guard is a 0-dim tensor `live` that multiplies every
-rate: it is 1, or 0 if the step is skipped, which also zeroes the gradient. So the host never waits for the device: it
-launches the whole step while the backward pass is still running. To skip a step, the caller scales the gradient by NaN.
-On several ranks, a step needs memory for one more copy of the gradients.
+rate: it is 1, or 0 if the step is skipped; then zeros replace the gradient, too. So the host never waits for the
+device: it launches the whole step while the backward pass is still running. To skip a step, the caller scales the
+gradient by NaN. On several ranks, a step needs memory for one more copy of the gradients.
 
 **Compiled** (on CUDA), each matrix shape is one graph, and AdamW has three graphs for all groups (float32, bfloat16, a
 single element; a fourth on a rank whose parts begin inside a message), because values that differ between groups are

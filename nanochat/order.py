@@ -120,8 +120,8 @@ def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: 
 
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
-    """V of a new run: the largest divisor of R up to 64 and up to `fed` (see `fed_lanes`). Small data alone never
-    makes V smaller than 8 or than the number of processes."""
+    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed` (see `fed_lanes`). Small data
+    alone never makes V smaller than 8 or than the number of processes."""
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
     smallest = enough[0] if enough else divisors[-1]
@@ -155,8 +155,8 @@ class Order:
         self._words = functools.lru_cache(config.V)(words)  # of the groups that the lanes read
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shuffled groups or documents; the place where each of them begins, and the end; the tokens before each of
-        them, and all tokens)."""
+        """(shuffled groups or documents; the place where each begins, then the end; the number of tokens before each,
+        then the total)."""
         sequence = permutation(len(self.counts), *self.key, epoch)
         counts = self.counts[sequence]
         return sequence, _running(counts), _running(counts * self.means[sequence])

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 PHASE = {"first_step": int, "tokens": int, "asked": dict}
 ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of an account
-FAR = 4  # times the requested tokens are plenty: half of a bucket may be cropped, and lanes' shares differ
+FAR = 4  # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
 DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "

@@ -452,8 +452,9 @@ class Pretokenizer:
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
             pair = f"{path.parents[1] / path.stem}.bin"
             if path not in planned:
-                raise ValueError(f"{pair}: its input is gone from --input-dir, or its pair now belongs elsewhere; "
-                                 f"restore it, or name another --output-dir, or delete the pair and {path}")
+                raise ValueError(f"{pair}: the input that it was made from is no longer in --input-dir, or now belongs "
+                                 f"to another pair; restore the input, or name another --output-dir, or delete this "
+                                 f"pair and {path}")
             try:
                 old, new = read_json(path, RECORDED)["made_with"], self.made_with
             except ValueError:  # its pair is made again

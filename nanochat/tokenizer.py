@@ -83,7 +83,7 @@ EOD_HELP = "the token that separates documents (text or id), if the tokenizer's 
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str}  # fields of every tokenizer.json
 OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # more fields of our own
-FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # more fields of another program's
+FOREIGN = {"kind": str, "vocab_size": int, "bos_token_id": int}  # more fields for another program's tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # ids of all texts (sum of lengths,) uint32, lengths (texts,) int64
 Encoder = Callable[[Sequence[str]], Encoded]  # treats special tokens as ordinary text; many threads use the same one

@@ -15,12 +15,12 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
     rank 3  count 35  step 18                 stopped, or its machine is dead.
 
 - The stated time is the limit, plus up to 30 s in which rank 0 listens, plus up to 30 s to agree and leave. The limit
-  is `timeout_s` or, if longer, `first_timeout_s` until the second step (compilation) or the last beat's patience.
+  is the longest of `timeout_s`, the patience of the last beat and, until the second step, `first_timeout_s`.
 - All ranks make the same beats in the same order. Ranks are compared by counts, never by the clocks of two machines.
   A rank that works alone for a long time calls `beat()` without a step, which is not counted.
-- The first verdict in the store counts, and all ranks leave with it: by os._exit(1) if the main thread may be
-  anywhere. Rank 0 prints and records it (rank 1 prints one that blames rank 0); a rank that hangs prints its stacks.
-  A rank that fails with an exception leaves its error as the verdict.
+- The first verdict in the store counts, and all ranks leave with it: by os._exit(1) if it is unknown where the main
+  thread is. Rank 0 prints and records it (rank 1 prints one that blames rank 0); a rank that hangs prints its stacks. A
+  rank that fails with an exception leaves its error as the verdict.
 
 Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was stopped, so `fg`
 after Ctrl-Z and a long lunch would end a healthy run."""
@@ -160,7 +160,7 @@ class Watchdog:
         left, late = ours["left"], ours["late"]
         store.set(f"rank/{self.rank}", json.dumps({**ours, "clock": time.monotonic()}))
         for rank, process in enumerate(self.ranks):
-            gone = rank in self._local and not is_alive_here(process)  # before the store: it may leave in between
+            gone = rank in self._local and not is_alive_here(process)  # before its record is read
             listens = gone or (self.rank == 0 and left) or (late and 0 in (rank, self.rank))
             if rank == self.rank or not listens:
                 continue

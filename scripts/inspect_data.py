@@ -486,7 +486,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     named = find.add_mutually_exclusive_group(required=True)
     named.add_argument("--document", metavar="FILE:ROW", help="the document, as `rows` prints it; ROW counts "
                        "from 0")
-    named.add_argument("--text", help=f"the first {DOCUMENTS} documents of the run's files that contain this text")
+    named.add_argument("--text", help=f"find the first {DOCUMENTS} documents that contain this text")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
     accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
     for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):

@@ -6,8 +6,8 @@ Show the progress of runs: step, loss, throughput, time left, and how each run e
     python -m scripts.status d12 d24 --sort=bpb   # several runs, the best first
     python -m scripts.status mine --watch         # refresh every two seconds until the run ends
     python -m scripts.status mine --json          # for programs
-    python -m scripts.status mine --exit-code     # 0 completed, 10 stopped (rerun it), 3 halted (a person decides),
-                                                  # 1 failed or dead, 20 alive
+    python -m scripts.status mine --exit-code     # 0 completed, 10 stopped (rerun it), 3 halted (you decide),
+                                                  # 1 failed or dead, 20 active
 
 A run is alive while its launch holds the run's lock or, if it runs on another host, while its heartbeat is recent.
 `age` is the time since the last heartbeat, or since the run ended. The checkpoint is the newest one on disk.

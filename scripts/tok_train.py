@@ -5,12 +5,13 @@ Train a BPE tokenizer on the training split.
     python -m scripts.tok_train --data-path=my.jsonl.gz --val-path=held_out.jsonl --output-dir=DIR
     python -m scripts.tok_train                  # nanochat's defaults: 2 B characters, 32,768 tokens
 
-    all files but the last --in order--> documents --first --doc-cap characters--> rustbpe, until --max-chars
+    all files but the last -> their documents in order -> the first DOC_CAP characters of each -> rustbpe,
+                                                                                                  until MAX_CHARS
 
 Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
 tokenizer.json lists the files that were read (names, sizes). If the output folder already holds the tokenizer
-trained with these arguments and files, it is reused. A random sample of all files would need every shard before
-training starts, and would represent a corpus with shuffled shards no better.
+trained with these arguments and files, it is reused. Files are not sampled at random: that would need every shard
+before training starts, and shuffled shards would be represented no better.
 """
 
 import argparse

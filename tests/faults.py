@@ -230,7 +230,7 @@ def copying_at(first: int, every: int, *, below: Path, into: Path) -> None:
     file that was written and not synced is empty, except the log."""
     def copy() -> None:
         number = len(changes.made) - 1
-        if (number - first) % every == 0:
+        if (number - first) % every == 0 and below.exists():
             shutil.copytree(below, into / f"{number:04d}")
             for path in changes.unsynced:
                 lost = into / f"{number:04d}" / os.path.relpath(path, changes.below)

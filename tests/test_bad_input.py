@@ -255,7 +255,7 @@ READERS = [
     ("inspect_data rows --step=0 --data-path=nowhere", {}, ("nowhere",)),
     ("inspect_data rows --step=0 --sort=loss --data-path=data", {}, ("--sort=loss: it needs the log",)),
     *((f"inspect_data find {flags}", {}, words) for flags, words in (
-        ("run", ("--document",)), ("run --text=''", ("--text: got nothing",)),
+        ("run", ("--document",)), ("run --text=''", ("--text: it is empty",)),
         ("run --document=shard_9.parquet:0", ("no file shard_9.parquet; its files are shard_0.parquet, shard_1",)),
         ("run --document=shard_0.parquet:96", ("shard_0.parquet has documents 0 to 95; name one",)),
         ("run --document=shard_0.parquet", ("expected FILE:ROW",)),

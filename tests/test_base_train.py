@@ -240,8 +240,8 @@ def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
     on_one, on_two, on_three = (live_targets(W, 4) for W in (1, 2, 3))
     assert (on_one[:, 0] == on_two.sum(1)).all() and (on_one[:, 0] == on_three.sum(1)).all()
     assert abs(on_two[:, 0] - on_two[:, 1]).max() > 40, "the case: a mean of means would differ"
-    assert "dead" not in training.finish(2, model_tag="two", device_batch_size=2, **settings)
-    assert "dead" in training.finish(3, model_tag="three", **settings)
+    assert "padding" not in training.finish(2, model_tag="two", device_batch_size=2, **settings)
+    assert "padding" in training.finish(3, model_tag="three", **settings)
     for tag in ("two", "three"):
         assert digests(tag) == digests()
         assert losses(tag) == pytest.approx(losses(), abs=2e-5)

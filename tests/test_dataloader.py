@@ -176,7 +176,7 @@ def test_the_error_names_the_lane_that_has_too_few_rows():
         rows = Counter(row.lane for row in ranks.streams[0].next_rows(100))
     assert rows[1] % 2 and rows[1] < rows[0] - 1, "the case"
     with make_loader(config, numbered(source), rows_per_step=4) as loader:
-        with pytest.raises(Dry, match=f"step {rows[1] // 2}: lane 1 has no row left, because the bucket 'b' has"):
+        with pytest.raises(Dry, match=f"step {rows[1] // 2}: lane 1 has no rows left, because the bucket 'b' has"):
             while True:
                 next(loader)
 

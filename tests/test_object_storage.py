@@ -252,7 +252,7 @@ def test_a_truncated_or_deleted_object_is_an_error_that_names_it(store):
     r = reader(store)
     r.pinned = Stat(r.pinned.path, r.pinned.size, "")  # a service without ETags: the size differs
     store.put(KEY, TOKENS[:-1].tobytes())
-    with pytest.raises(ValueError, match=r"tokens.bin: it changed .* \(from 400,000 bytes .* to 399,998"):
+    with pytest.raises(ValueError, match=r"tokens.bin: it has changed .* \(from 400,000 bytes .* to 399,998"):
         r.read(0, 10)
     store.delete(KEY)
     with pytest.raises(FileNotFoundError, match=r"tokens.bin: no such object, but this run reads it; restore the old"):

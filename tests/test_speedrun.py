@@ -290,6 +290,6 @@ def test_speedrun_warns_on_a_busy_machine(tmp_path, cores, warns):
     """The load is above the number of cores that nproc prints."""
     (tmp_path / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
     (tmp_path / "nproc").chmod(0o755)
-    result = speedrun(DRY_RUN="1", PROFILE="cpu", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    result = speedrun(DRY_RUN="1", PROFILE="cpu", OMP_NUM_THREADS="2", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert result.returncode == 0 and ("OMP_NUM_THREADS=1" in result.stdout) == warns
     assert not warns or re.search(r"# warning: the load of this machine is [\d.]+ on -1 cores", result.stdout)

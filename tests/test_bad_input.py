@@ -270,7 +270,7 @@ MAKERS = [
         ("--task-index=2 --num-tasks=2", ("--task-index 2 --num-tasks 2",)), ("--num-tasks=0", ("--num-tasks 0",)),
         ("--tokenizer=gpt9", ("--tokenizer gpt9: no tokenizer here",)),
         ("--input-dir=nowhere", ("--input-dir nowhere: no such folder",)), ("--output-dir=data", ("--output-dir",)),
-        ("--max-length=32 --format=megatron", ("--max-length 32 --format megatron: Megatron's documents are whole",)))),
+        ("--max-length=32 --format=megatron", ("--max-length 32 --format megatron: Megatron needs whole documents",)))),
     ("tok_shards --input-dir=data --output-dir=out", {"tokenizer": GONE}, ("tok_train --data-path data --out",)),
     ("tok_shards --input-dir=data --output-dir=shards --tokenizer=tokenizer --max-length=64", {},
      ("max_length 400 (now 64)",)),

@@ -196,7 +196,7 @@ def lose_data():
     ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
     ("our flags", "rank 1 on host {host}: started differently: warmup_steps is 3, on rank 0 it is 2; "),
     ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; every machine of "
-                 "a launch reads the data itself: copy or mount the same files on this one under the same path"),
+                 "a launch reads the data itself: copy or mount the same files under the same path on this machine"),
 ])
 def test_a_machine_that_lacks_something_is_named(workplace, lacks, message):
     flags = paths(workplace)

@@ -122,7 +122,7 @@ def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
 
 
 def test_megatron_pairs_are_whole_documents_and_do_not_mix_with_shards(raw, tmp_path, tokenizer, capsys):
-    with pytest.raises(ValueError, match="--max-length 32 --format megatron: Megatron's documents are whole"):
+    with pytest.raises(ValueError, match="--max-length 32 --format megatron: Megatron needs whole documents"):
         megatron(raw, tmp_path / "a", tokenizer, "--max-length=32")
     assert run(raw, tmp_path / "b", tokenizer, "--max-length", 0) == 0
     with pytest.raises(ValueError, match=r"made with data_format default \(now megatron\); name another --output-dir"):

@@ -554,7 +554,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
            f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
-           f"rows; {layout.num_leaves} leaves")
+           f"rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:

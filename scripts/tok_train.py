@@ -104,8 +104,8 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
     print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with {characters:,} characters from "
           f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}")
     if truncated[0]:
-        print(f"warning: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
-              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of their characters; a larger cap keeps more")
+        print(f"note: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
+              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of all characters, fine for a tokenizer")
     return tokenizer
 
 

@@ -305,7 +305,7 @@ def test_pairs_whose_input_is_gone_are_refused(root):
         job_of(root).refuse_others()
     (root / "out/train/b/.records/1.json").unlink()
     write_jsonl(root / "raw/a/3.jsonl", ["new"])  # now a/2 is for training
-    with pytest.raises(ValueError, match=r"val/a/2\.bin: its input .* now belongs elsewhere"):
+    with pytest.raises(ValueError, match=r"val/a/2\.bin: the input .* now belongs to another pair"):
         job_of(root).refuse_others()
 
 

@@ -66,7 +66,7 @@ def test_tok_train_reports_the_split_and_the_cap_that_truncated_documents(workpl
     output = capsys.readouterr().out
     assert re.search(r"validation: shard_3.parquet \(96 documents\), \d\d.\d% of all bytes", output)
     assert "training: 8 files" in output
-    assert re.search(r"warning: --doc-cap=100 truncated \d+ of 303 documents and dropped \d\d% of their char", output)
+    assert re.search(r"note: --doc-cap=100 truncated \d+ of 303 documents and dropped \d\d% of all char", output)
     assert output.count(".parquet") < 8, "it must not list all files"
     assert tok_train.main([*arguments, "--doc-cap=10000", "--force"]) == 0
     assert "truncated" not in capsys.readouterr().out

@@ -357,28 +357,30 @@ def read_manifests(path: Path) -> Manifests:
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
     """Add the documents that a text file lists to the training manifests, as "without": {file: rows}, where None means
     all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid document."""
-    counts = {entry["name"]: sum(entry["groups"]) for manifest in buckets.values() for entry in manifest["files"]}
-    listed: dict[str, set[int] | None] = {}
+    counts = {(bucket, entry["name"]): sum(entry["groups"])
+              for bucket, manifest in buckets.items() for entry in manifest["files"]}
+    listed: dict[tuple[str, str], set[int] | None] = {}
     for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
         if not (line := line.strip()) or line.startswith("#"):
             continue
         name, _, row = line.rpartition(":")
         where = f"{list_path}: line {number}: {line}"
-        if name not in counts or not (row == "*" or row.isdecimal()):
+        place = next((place for place in counts if place[1] == name), None)  # in the first bucket with such a file
+        if place is None or not (row == "*" or row.isdecimal()):
             raise ValueError(f"{where}: expected FILE:ROW or FILE:*, where FILE is a training file such as "
-                             f"{next(iter(counts))}")
+                             f"{next(iter(counts))[1]}")
         if row == "*":
-            listed[name] = None
+            listed[place] = None
             continue
-        if int(row) >= counts[name]:
-            raise ValueError(f"{where}: the file has documents 0 to {counts[name] - 1}; name one of them")
-        rows = listed.setdefault(name, set())
+        if int(row) >= counts[place]:
+            raise ValueError(f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them")
+        rows = listed.setdefault(place, set())
         if rows is not None:
             rows.add(int(row))
     reduced: dict[str, Manifest] = {}
     for bucket, manifest in buckets.items():
-        names = {entry["name"] for entry in manifest["files"]}
-        without = {name: None if rows is None else sorted(rows) for name, rows in listed.items() if name in names}
+        without = {name: None if rows is None else sorted(rows)
+                   for (of_bucket, name), rows in listed.items() if of_bucket == bucket}
         reduced[bucket] = {**manifest, "without": without} if without else dict(manifest)
     return reduced
 

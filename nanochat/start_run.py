@@ -373,6 +373,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     settings = start.settings
 
     def pinned() -> Manifests:
+        """The manifests of a new run, or those of an existing run after a check of its files."""
         if not start.config or not (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
             return pin_data(settings)
         if settings.without_documents is not None and as_path(settings.without_documents).is_file():

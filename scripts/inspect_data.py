@@ -494,12 +494,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for subparser, main in ((rows, show_rows), (digest, show_digests), (spikes, show_spikes), (find, show_find),
                             (accounts, show_ledger)):
         subparser.set_defaults(main=main)
-        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder, or a receipt (default: "
-                               "the only run, if no flag is given)")
+        needs_log = main in (show_spikes, show_find)
+        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder" + ", or a receipt" * (
+            not needs_log) + " (default: the only run, if no flag is given)")
         add_flags(subparser, without=("run",), listed=False)
         subparser.usage = "%(prog)s [RUN] [flags]"
-        subparser.epilog = ("Instead of RUN: any flags of scripts.base_train, whose --help lists them. With a "
-                            "receipt: --data-path, --tokenizer and --eod-token.")
+        subparser.epilog = None if needs_log else (
+            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. With a receipt: --data-path, "
+            "--tokenizer and --eod-token.")
     return parser.parse_args(argv)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nanochat.dataset import leave_out
 from nanochat.order import StreamConfig
 from nanochat.stream import Stream
 from scripts import compare_runs
@@ -93,3 +94,11 @@ def test_the_list_is_pinned_with_the_data_and_bad_lines_are_one_sentence(tmp_pat
         error = training.refuse(model_tag="new", without_documents=path)
         assert words in error and f"{path}: line 2: {line}" in error
     assert not Path(training.run_dir("new")).exists()
+
+
+def test_a_file_name_in_two_buckets_means_the_first(tmp_path):
+    (tmp_path / "list.txt").write_text("x.bin:1\nx.bin:0\n")
+    manifests = {bucket: {"root": f"/{bucket}", "files": [{"name": "x.bin", "size": 1, "footer": "", "groups": [n]}]}
+                 for bucket, n in (("a", 2), ("b", 1))}
+    reduced = leave_out(manifests, tmp_path / "list.txt")
+    assert reduced["a"]["without"] == {"x.bin": [0, 1]} and "without" not in reduced["b"]

@@ -42,12 +42,10 @@ def serve(project: str, mode: str) -> None:
     if mode == "eager":  # nanochat's optimizer is compiled by decorators
         torch.compile = lambda function=None, **_: function or (lambda f: f)  # type: ignore[assignment]
     from nanochat.gpt import GPT, GPTConfig  # of the project that comes first in PYTHONPATH
-    from nanochat.optim import MuonAdamW
 
     model: Any = GPT(GPTConfig(sequence_len=T, vocab_size=VOCAB_SIZE, n_layer=6, n_head=3, n_kv_head=3, n_embd=384))
     model.init_weights(**({"seed": 0, "compute_dtype": torch.float32} if project == "ours" else {}))
-    options: dict[str, Any] = {"compiled": mode == "compiled"} if project == "ours" else {}
-    optimizer: Any = MuonAdamW(model.setup_optimizer().param_groups, **options)
+    optimizer: Any = model.setup_optimizer()
     forward: Any = torch.compile(model, dynamic=False)
     batches = {rows: torch.randint(VOCAB_SIZE, (2, rows, T)).unbind() for rows in ROWS}
     for line in sys.stdin:

@@ -41,8 +41,11 @@ element instead of 4, divided by W, but bfloat16 would often leave exp_avg_sq un
 1 - beta2, is often below bfloat16's resolution of 2**-8.
 """
 
+import contextlib
 import math
 import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import torch
@@ -50,7 +53,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.dist import on_rank0, share, wide_dtype
-from nanochat.reduce import Part, Reduce, lay_out, reduce_over_nodes
+from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
@@ -186,6 +189,22 @@ def get_rank_and_world_size() -> tuple[int, int]:
     return 0, 1
 
 
+@contextlib.contextmanager
+def one_thread_each(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """A `map` that runs on this many CPU threads and yields results in order. Meanwhile, PyTorch uses one thread per
+    operation: threads that share the product of two small matrices mostly wait for each other."""
+    if threads == 1:
+        yield map
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool.map
+    finally:
+        torch.set_num_threads(before)
+
+
 def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
     """Shapes of the optimizer state of a part; flat if the part is not the whole parameter."""
     shape = tuple(part.param.shape)
@@ -218,7 +237,9 @@ class MuonAdamW(torch.optim.Optimizer):
         self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         self._polar_dtype = polar_dtype
         self._muon_update, self._adamw_update = muon_update, adamw_update
-        if self._device.type == "cuda" if compiled is None else compiled:
+        compiled = self._device.type == "cuda" if compiled is None else compiled
+        self._eager_on_cpu = self._device.type == "cpu" and not compiled
+        if compiled:
             # fullgraph: exceeding torch's recompile_limit is an error
             self._muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
             self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING)
@@ -270,16 +291,22 @@ class MuonAdamW(torch.optim.Optimizer):
         live = (norm.isfinite() & (norm <= limit)).to(torch.float32)
         if max_norm < math.inf:
             grad_scale = grad_scale * (max_norm / norm).clamp(max=1.0)
-        # update this rank's part of each message, and launch its all-gather while the next part is updated
         scalars = {id(group): self._scalars(group, live) for group in self.param_groups}
-        gathers = []
-        for message, part, chunk in zip(self._messages, self._mine, chunks):
+
+        @torch.no_grad()  # for threads of its own
+        def update(message: Message, part: Part | None, chunk: Tensor) -> Tensor:
+            """Update this rank's part. Returns the message of parameters, in which only that part is up to date."""
             packed = message.parameters()
             if part is not None:
                 size = part.stop - part.start
                 param = packed.split(message.chunk)[rank][:size]
                 self._update(part, param, chunk[:size], grad_scale=grad_scale, live=live, **scalars[id(part.group)])
-            gathers.append(message.gather(packed, rank))
+            return packed
+
+        # launch the all-gather of each message as soon as its part is updated
+        with one_thread_each(torch.get_num_threads() if self._eager_on_cpu else 1) as map_updates:
+            updated = map_updates(update, self._messages, self._mine, chunks)
+            gathers = [message.gather(packed, rank) for message, packed in zip(self._messages, updated)]
         # wait until every rank has all new parameters
         for finish in gathers:
             finish()

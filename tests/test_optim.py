@@ -3,6 +3,7 @@
 import datetime
 import math
 import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -153,6 +154,40 @@ def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction
     assert torch.equal(params[1].grad, randn(5, seed=3)) and params[0].grad is None
     torch.testing.assert_close(norm, 2 * 2 * randn(5, seed=3).norm())
     assert [torch.equal(p, b) for p, b in zip(params, before)] == [True, False, True]
+
+
+def test_on_a_cpu_each_parameter_is_updated_by_one_thread_with_the_same_bits_for_any_number(monkeypatch):
+    """With an error in one update, the number of threads is restored, too."""
+    calls, before = set(), torch.get_num_threads()
+
+    def spy(param, *args, **kwargs):
+        calls.add((threading.get_ident(), torch.get_num_threads()))
+        muon_update(param, *args, **kwargs)
+
+    def three_steps(threads):
+        matrices = [torch.nn.Parameter(randn(48, 32, seed=i)) for i in range(12)]
+        optimizer = MuonAdamW([muon_group(matrices), adamw_group([vector := torch.nn.Parameter(randn(300_000))])])
+        monkeypatch.setattr(optimizer, "_muon_update", spy)
+        torch.set_num_threads(threads)
+        for step in range(3):
+            for i, param in enumerate([*matrices, vector]):
+                param.grad = randn(*param.shape, seed=100 * step + i)
+            optimizer.step()
+            assert torch.get_num_threads() == threads
+        monkeypatch.setattr(optimizer, "_muon_update", mock.Mock(side_effect=ArithmeticError))
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        assert torch.get_num_threads() == threads
+        return [*matrices, vector]
+
+    try:
+        one, three = three_steps(1), three_steps(3)
+    finally:
+        torch.set_num_threads(before)
+    assert {threads for _, threads in calls} == {1}
+    assert len({thread for thread, _ in calls} - {threading.get_ident()}) > 1
+    for a, b in zip(one, three):
+        assert torch.equal(a, b)
 
 
 def test_bad_groups_and_states_of_another_model_are_refused():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# End to end, from text to a run that halts and is resumed: shards, a two-phase curriculum, two processes, a stop, one
-# process, a bucket that runs dry, and the end.
+# End to end, from text to a run that halts and is resumed: token files, a two-phase curriculum, two processes, a stop,
+# one process, a bucket that runs dry, and the end.
 #
 #   bash dev/e2e_curriculum.sh [TEXT]       TEXT: a folder with a subfolder of text for each bucket (default: the sample
 #                                           corpus, created if needed)

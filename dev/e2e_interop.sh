@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# End to end with other programs: a jsonl.zst with text in a nested field and a tokenizer.json become shards, a trained
-# run, a report and an export; transformers generates text from it, and lm-eval scores it.
+# End to end with other programs: a jsonl.zst with text in a nested field and a tokenizer.json become token files, a
+# trained run, a report and an export; transformers generates text from it, and lm-eval scores it.
 #
 #   [HF_PYTHON=VENV/bin/python] bash dev/e2e_interop.sh
 #

@@ -6,7 +6,7 @@
 #   bash dev/test.sh --hypothesis-profile=thorough       # many more examples per law
 #
 # The suite passes on every CPU, even on a busy one. To check that, simulate a CPU without AVX-512, a CPU without AVX2,
-# and a machine that leaves a tenth of its processor time:
+# and a machine that leaves the tests a tenth of its time:
 #
 #   ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 bash dev/test.sh
 #   ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 bash dev/test.sh

@@ -9,9 +9,9 @@
 #   DRY_RUN=1 bash runs/miniseries.sh            # print the commands, run nothing
 #   NPROC_PER_NODE=1 DEVICE_BATCH_SIZE=16 WANDB_RUN=mine CORE=1 bash runs/miniseries.sh
 #
-# Needs data and a tokenizer from the first stages of speedrun.sh. You can run it again at any time: it reuses finished
-# runs and resumes unfinished ones. All output is below NANOCHAT_BASE_DIR (default ~/.cache/nanochat): the runs
-# NAME_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two plots.
+# Needs data and a tokenizer from the first stages of speedrun.sh (TINY=1 makes its own). You can run it again at any
+# time: it reuses finished runs and resumes unfinished ones. All output is below NANOCHAT_BASE_DIR (default
+# ~/.cache/nanochat): the runs NAME_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two plots.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

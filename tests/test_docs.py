@@ -49,6 +49,20 @@ def test_a_page_is_short_and_its_links_work(page):
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def anchors(page):
+    """The names that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_to_headings_work():
+    links = [(page, link) for page in [*PAGES, ROOT / "CONTRIBUTING.md", *(ROOT / "dev").glob("*.md")] for link
+             in re.findall(r"\]\((?!http)([^)]*#[^)]+)", page.read_text())]
+    wrong = [(page.name, link) for page, link in links for name, _, anchor in [link.partition("#")]
+             if anchor not in anchors(page.parent / name if name else page)]
+    assert len(links) > 20 and wrong == []
+
+
 def flags_of(capsys, module, *words):
     """The flags in `python -m MODULE WORDS --help`."""
     capsys.readouterr()

@@ -40,6 +40,7 @@ from nanochat.cli import did_you_mean, run_main
 from nanochat.common import (
     as_path,
     check_shape,
+    counted,
     each,
     etag_of,
     get_base_dir,
@@ -271,7 +272,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
 
     end = f"; {reads}" if reads else ""
     if shared:
-        return [f"validation: {shared:.3g} of the documents of each of {len(train):,} file(s){documents(val, ', ')}",
+        files = counted(len(train), "file")
+        return [f"validation: {shared:.3g} of the documents of each of {files}{documents(val, ', ')}",
                 f"training: the others{documents(train, ', ')}{end}"]
     val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
     share = val_bytes / max(1, all_bytes)
@@ -318,8 +320,9 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
-        raise ValueError(f"{files[0]}: contains only empty documents, like all {len(files)} file(s) of this part of "
-                         f"the data; choose other data with --data-path and --val-path, or another --text-field")
+        raise ValueError(f"{files[0]}: contains only empty documents, like all {counted(len(files), 'file')} of "
+                         f"this part of the data; choose other data with --data-path and --val-path, or another "
+                         f"--text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 
 

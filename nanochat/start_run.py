@@ -33,7 +33,7 @@ import torch
 from nanochat.attention import activate_kernel
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
-from nanochat.common import as_path, begin_launch, get_dist_info, is_remote, print0, show, write_json
+from nanochat.common import as_path, begin_launch, counted, get_dist_info, is_remote, print0, show, write_json
 from nanochat.config import Settings, flag, resume_settings, stream_config
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
@@ -530,8 +530,8 @@ def print_split(start: Start, data: RunData) -> None:
     """Print the validation files, the training files, and about how many times this run goes through the latter."""
     settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
     if any("documents" in manifest for manifest in val.values()):  # both splits are in the same files
-        print0(f"data: {len(files_of(train))} .bin file(s), whose documents --split={settings.split} divides into "
-               f"training, validation and test")
+        print0(f"data: {counted(len(files_of(train)), '.bin file')}, whose documents --split={settings.split} "
+               f"divides into training, validation and test")
         return
     if settings.data_format in ("shards", "megatron"):
         tokens = sum(file.num_bytes for file in files_of(train)) // (2 if settings.vocab_size <= 1 << 16 else 4)
@@ -552,10 +552,10 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
     print0("worked out from these settings, the data and this machine:",
            *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
+    batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
-           f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
-           f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
-           f"rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
+           f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
+           f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:

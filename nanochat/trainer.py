@@ -44,7 +44,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import LAUNCH, StopAsked, duration, get_dist_info, print0, show
+from nanochat.common import LAUNCH, StopAsked, counted, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, StepLayout
 from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
@@ -361,7 +361,7 @@ class Trainer:
         for bucket, lanes in zip(self.loader.buckets, totals.dropped):
             if lanes > p.dropped.get(bucket, 0):
                 p.dropped[bucket] = lanes
-                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which continue without it")
+                print0(f"warning: the bucket {bucket!r} has run dry in {counted(lanes, 'lane')} and is skipped there")
                 self.journal.event("dropped", bucket=bucket, lanes=lanes)
         p.skipped_in_a_row = p.skipped_in_a_row + 1 if totals.spiked else 0
         if not totals.spiked:
@@ -369,7 +369,7 @@ class Trainer:
             return
         p.skipped += 1
         print0(f"warning: step {p.step} exceeds the --skip-spikes limit and was not applied: loss {totals.loss:.6f}, "
-               f"gradient norm {grad_norm:.4f}; {p.skipped} step(s) skipped so far")
+               f"gradient norm {grad_norm:.4f}; {counted(p.skipped, 'step')} skipped so far")
         self.journal.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
         if p.skipped_in_a_row == MOST_IN_A_ROW:
             raise ArithmeticError(f"step {p.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "

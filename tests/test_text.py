@@ -127,7 +127,7 @@ def test_a_broken_line_of_a_file_that_trains_and_validates_is_reported_once(tmp_
     path.write_text("broken\n" + path.read_text())
     parts = [list(read_texts(path, Selection(val_fraction=0.5, part=part))) for part in ("train", "val")]
     assert sorted(parts[0] + parts[1]) == sorted(DOCUMENTS[:40])
-    assert sum("1 broken line(s) skipped; the first is line 1" in line for line in caplog.messages) == 1
+    assert sum("1 broken line skipped; the first is line 1" in line for line in caplog.messages) == 1
 
 
 # ---- flags ----------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from nanochat.common import (
     get_base_dir,
     hash_bytes,
     hash_json,
+    is_remote,
     local_copy,
     make_local_copies,
     read_json,
@@ -152,8 +153,10 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     else:
         below = files = named_files(path) if path.is_file() or data_format != "text" else []
         if not files:
-            raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (a pair of token files may be named "
-                                    f"without .bin, with --data-format)")
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() and not is_remote(path) else []
+            hint = did_you_mean(path.name, beside) or (
+                f"; {GET_DATA} (a pair of token files may be named without .bin, with --data-format)")
+            raise FileNotFoundError(f"{path}: no such data folder{hint}")
         if not files[0].name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
                              f"--data-format {data_format}; rename it, or change --data-format")
@@ -256,7 +259,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     """Lines about which files are for validation and for training, and a warning if the split looks accidental.
 
         validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
-        training: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
+        training: 7 files, 7,168 documents; this run trains on 18,800,000 tokens
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file is
     for validation by default, which suits shuffled shards but is a surprise in a folder of a few different files.

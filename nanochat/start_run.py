@@ -21,13 +21,11 @@ refused command leaves no trace. scripts.validate runs everything before `claim_
 
 import contextlib
 import importlib.util
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanochat.attention import activate_kernel
@@ -68,11 +66,9 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import RunData, counts_and_means, open_data
-from nanochat.stream import carry_on, open_stream, reading_notes, sample_lengths, stream_identity
+from nanochat.stream import carry_on, open_stream, stream_identity
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
-
-log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
@@ -446,13 +442,14 @@ def claim_run(start: Start, data: RunData) -> Owner:
     settings and, for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
     # planning `binned` rows finds entries that are longer than a row now, instead of at the step that needs them
-    if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
-        from nanochat.plan import rehearse
+    if settings.plan != "off" and settings.order == "lanes":
+        from nanochat.plan import print_passes, rehearse
 
-        print0("start: planning which rows the run reads")
-        plan = rehearse(start, data)
-    elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
-        warn_about_data(start, data)
+        if settings.mix is not None or settings.packing == "binned":
+            print0("start: planning which rows the run reads")
+            plan = rehearse(start, data)
+        elif start.checkpoint is None:
+            print_passes(start, data)
     # shuffles Megatron's order once for all ranks, which then read its tables from the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
@@ -478,20 +475,6 @@ def claim_run(start: Start, data: RunData) -> Owner:
 
 
 # ---- what is printed -----------------------------------------------------------------------------
-
-def warn_about_data(start: Start, data: RunData) -> None:
-    """Warn if a run without a curriculum reads its data more than once or crops much of it, as estimated from a few
-    hundred documents. Such a run has no plan, because its data cannot run dry."""
-    settings, [source] = start.settings, data.train.values()
-    T, lengths = settings.max_seq_len, sample_lengths(source)
-    crops = settings.packing == "bestfit" and settings.long_docs == "crop"
-    cropped = float(np.maximum(lengths - T - 1, 0).sum() / lengths.sum()) if crops else 0.0
-    mean = float(lengths.mean()) - 1  # without BOS
-    tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
-    taken = trained / (1 - cropped) if settings.pack else trained / T * mean  # --no-pack: one entry per row
-    for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped):
-        log.warning("%s", line)
-
 
 def derive(start: Start) -> dict[str, Any]:
     """{name: figure} for the figures that follow from the settings."""
@@ -527,31 +510,32 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
 
 
 def print_split(start: Start, data: RunData) -> None:
-    """Print the validation files, the training files, and about how many times this run goes through the latter."""
+    """Print the validation files and the training files."""
     settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
     if any("documents" in manifest for manifest in val.values()):  # both splits are in the same files
         print0(f"data: {counted(len(files_of(train)), '.bin file')}, whose documents --split={settings.split} "
                f"divides into training, validation and test")
         return
-    if settings.data_format in ("shards", "megatron"):
-        tokens = sum(file.num_bytes for file in files_of(train)) // (2 if settings.vocab_size <= 1 << 16 else 4)
-    else:
-        tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
-    taken = start.horizon.total_tokens
-    reads = f"about {tokens:,} tokens; this run trains on {taken:,}"
+    reads = f"this run trains on {start.horizon.total_tokens:,} tokens"
     chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
     print0(*describe_split(files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen),
            sep="\n")
 
 
 def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
-    """Print what is about to run: settings from the command line or its --config file (`typed`) that differ from the
-    defaults, and the values that follow from these, the data and this machine."""
-    settings = start.settings.differing()
-    print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
-    worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
-    print0("worked out from these settings, the data and this machine:",
-           *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
+    """Print what is about to run. For a new run: settings from the command line or its --config file (`typed`) that
+    differ from the defaults, and the values that follow from these, the data and this machine. For a resume: the
+    settings that differ from those of the run."""
+    if start.config:
+        print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
+        for notice in start.notices:
+            print0(f"changed: {notice}")
+    else:
+        settings = start.settings.differing()
+        print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
+        worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
+        print0("worked out from these settings, the data and this machine:",
+               *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
     batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
@@ -568,8 +552,6 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
         print0(f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
                f"scripts.status {start.run_dir.name} and the next launch name the file. NANOCHAT_READER=pread turns "
                f"the signal into an ordinary error")
-    for notice in start.notices:
-        print0(f"changed: {notice}")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

@@ -162,7 +162,7 @@ def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(tm
         shards = [f"--input-dir={base / 'one.parquet'}", f"--output-dir={base / 'shards'}", "--max-length=0",
                   f"--tokenizer={base / 'own'}", "--num-workers=1", *flags]
         assert tok_shards.main(shards) == 0
-        assert "document(s) shorter than --min-chars skipped" in capsys.readouterr().out
+        assert "documents shorter than --min-chars skipped" in capsys.readouterr().out
         manifest = json.loads((base / "shards/train/data/manifest.json").read_text())
         assert manifest["arguments"]["min_chars"] == 50 and manifest["shards"]["one"]["skipped"]["short"] > 5
         with pytest.raises(ValueError, match=r"made with .*min_chars 50 \(now 60\)"):

@@ -478,6 +478,7 @@ class Journal:
             LAUNCH.aside = tqdm.external_write_mode
         logged_id = newest.get("wandb", {}).get("id")
         self.wandb_id = logged_id or start.state.get("wandb_id")
+        self.val_step = newest.get("val", {}).get("step")
         self.trackers: trackers.Trackers | Silence = Silence()
         if settings.trackers or settings.profiled:
             from nanochat.integrations.trackers import Trackers
@@ -500,8 +501,9 @@ class Journal:
         # trackers get the values of CORE under nanochat's names
         tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
         self.trackers.log({"step": step, **tracked})
+        self.val_step = step if name == "val" else self.val_step
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
-        self.state.update(val_bpb=self.progress.val_bpb, **saved)
+        self.state.update(val_bpb=self.progress.val_bpb, val_step=self.val_step, **saved)
 
     def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
         """Report the step that was just counted: print `line` (every --log-every steps), write `record` to the log and

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     setup_logging()
     settings = from_flags(args)
+    default = "" if settings.model_tag else " (the default name)"
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
            f"{start.settings.device_batch_size}")
     if not refused:
         beginning = "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
-        ok(f"run directory {start.run_dir}: "
+        ok(f"run directory {start.run_dir}{default}: "
            + (f"resumes from {start.checkpoint.path}" if start.checkpoint else beginning))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")

@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (over := start.over()) is not None:
                 print0(over[1])
                 if start.notices:
-                    print0(f"warning: the run is over, so these changes have no effect: {'; '.join(start.notices)}")
+                    print0(f"warning: settings that differ from its config.json: {'; '.join(start.notices)}")
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)

@@ -92,8 +92,7 @@ class Opened:
         try:
             with closing(open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
                                      tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)) as stream:
-                for _ in tqdm(range(step - done), desc=f"packing from step {done}", unit="step",
-                              disable=None):
+                for _ in tqdm(range(step - done), desc=f"packing from step {done}", unit="step", disable=None):
                     stream.next_rows(self.rows_per_lane)
                 yield stream
         except ValueError as e:

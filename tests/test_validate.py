@@ -69,6 +69,7 @@ def test_the_plan_of_a_run_that_can_reach_its_end(workplace, capsys):
     code, out, _ = checked(capsys)
     assert code == 0 and "a new run" in out and "error" not in out
     assert "memory per GPU" not in out, "it runs on a CPU"
+    assert "default name" not in out and "runs/d1 (the default name): a new run" in checked(capsys, model_tag=None)[1]
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]

@@ -18,9 +18,9 @@ tokenized, so lengths are drawn from a few hundred documents, and the plan is ca
 run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
 thousand rows.
 
-A run makes a plan only if it has a curriculum, because otherwise its epochs are unlimited: then it only prints the size
-of its data and the passes, with sampled lengths for token files, too. It keeps the plan in RUN/plan.json for a resume.
-scripts.validate plans every run except one in Megatron's order, which does not start if it has too few samples.
+A run makes a plan only if it has a curriculum, because otherwise its epochs are unlimited. It keeps the plan in
+RUN/plan.json for a resume. scripts.validate plans every run except one in Megatron's order, which does not start if it
+has too few samples.
 """
 
 import logging
@@ -37,7 +37,7 @@ from nanochat.config import stream_config
 from nanochat.order import Order, StreamConfig
 from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Source
-from nanochat.stream import Cursor, Feed, Stream, ledger, share
+from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_notes, sample_lengths, share
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ PHASE = {"first_step": int, "tokens": int, "asked": dict}
 ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of an account
 FAR = 4  # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
-SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
-MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
 DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "
             "once it is dry (--allow-bucket-exhaustion)")
@@ -133,21 +131,15 @@ def read_plan(path: Path) -> Plan:
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
 class Lengths:
-    """A source's documents as lengths. For text, and for all data if `quick`, lengths are drawn from a sample: the
-    first 64 documents of each of up to 8 groups. `plenty`: whether the bucket has far more tokens than requested."""
+    """A source's documents as lengths. For text, lengths are drawn from a sample: 64 documents from each of up to 8
+    groups. `plenty`: whether the bucket has far more tokens than requested."""
 
-    def __init__(self, source: Source, config: StreamConfig, *, quick: bool = False):
+    def __init__(self, source: Source, config: StreamConfig):
         self.source, self.plenty, self.entries = source, False, int(source.groups.sum())
         self.groups, self.means, self.small = source.groups, source.means, source.small
         self.fingerprint, self.locate = source.fingerprint, source.locate
-        self.sample = self._draw() if quick or not source.lengths_known else None
+        self.sample = None if source.lengths_known else sample_lengths(source)
         self.documents, self.tokens, self.rows = self._totals(config)
-
-    def _draw(self) -> np.ndarray:
-        """(n,) int64: lengths, BOS included, of documents in groups spread over the source."""
-        spread = np.linspace(0, len(self.groups) - 1, min(8, len(self.groups))).astype(int)
-        return np.array([len(ids) for group in spread.tolist() for ids in self.source.read(
-            group, np.arange(min(SAMPLE_DOCUMENTS, int(self.groups[group]))))[0]])
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
         """Like `Source.read`, with ranges in place of ids."""
@@ -200,11 +192,11 @@ class Rehearsal(Feed):
 
 def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
               num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
-              start_step: int = 0, quick: bool = False) -> Plan:
+              start_step: int = 0) -> Plan:
     """The plan of a run of `num_steps` steps. With the `cursors` of all lanes, it covers the steps from `start_step`
-    on. `quick`: estimate it also for token files. ValueError for corrupt files."""
+    on. ValueError for corrupt files."""
     V, n = config.V, rows_per_step // config.V
-    lengths = {bucket: Lengths(source, config, quick=quick) for bucket, source in sources.items()}
+    lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
     stream = Stream(config, lengths, range(V), tokenizer=fingerprint, cursors=cursors,  # type: ignore[arg-type]
                     num_threads=0, drop_dry=drop_dry, feed=Rehearsal)
@@ -303,18 +295,9 @@ def rehearse(start: Any, data: Any) -> Plan:
     return plan
 
 
-def print_passes(start: Any, data: Any) -> None:
-    """Print about how many tokens the data of a new run without a curriculum has, and how often it is read."""
-    plan = make_run_plan(start, data, quick=True)
-    [bucket] = plan.buckets.values()
-    print0(f"data: about {bucket.tokens:,} tokens; this run makes about {bucket.passes:.2f} passes over them")
-    for line in warnings(plan):
-        log.warning("%s", line)
-
-
-def make_run_plan(start: Any, data: Any, *, quick: bool = False) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`; `quick`: see `make_plan`. A resume that plans the same number
-    of steps uses RUN/plan.json. Writes nothing."""
+def make_run_plan(start: Any, data: Any) -> Plan:
+    """The plan of a `start_run.Start` with its `RunData`. A resume that plans the same number of steps uses
+    RUN/plan.json. Writes nothing."""
     settings, num_steps = start.settings, start.horizon.num_iterations
     config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
@@ -325,7 +308,7 @@ def make_run_plan(start: Any, data: Any, *, quick: bool = False) -> Plan:
         except (FileNotFoundError, ValueError):
             pass  # the plan is made again
     return make_plan(config, data.train, rows_per_step=settings.total_batch_size // config.T, num_steps=num_steps,
-                     drop_dry=drop_dry, cursors=start.cursors, start_step=start.step, quick=quick)
+                     drop_dry=drop_dry, cursors=start.cursors, start_step=start.step)
 
 
 def problem(plan: Plan) -> str:
@@ -343,14 +326,9 @@ def warnings(plan: Plan) -> list[str]:
     dry, notes, about = [], [], "about " * plan.estimate
     for name, bucket in plan.buckets.items():
         data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
-        if bucket.passes > 1 and not bucket.max_epochs:
-            twice = f", {bucket.repeated:.0%} of them overlaps of split documents" if bucket.repeated > 0.005 else ""
-            lost = f", {cropped:.0%} of them cropped" if plan.crops and cropped > 0.005 else ""
-            notes.append(f"the run reads {data} {about}{bucket.passes:.1f} times: it trains on {bucket.trained:,} "
-                         f"tokens{twice}, and {data} has {about}{bucket.tokens:,}{lost}")
-        if plan.crops and cropped > MUCH_CROPPED:
-            notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are "
-                         f"longer than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")
+        notes += reading_notes(data, trained=bucket.trained, tokens=bucket.tokens, about=about,
+                               passes=0.0 if bucket.max_epochs else bucket.passes, cropped=cropped * plan.crops,
+                               repeated=bucket.repeated)
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""

@@ -21,11 +21,13 @@ refused command leaves no trace. scripts.validate runs everything before `claim_
 
 import contextlib
 import importlib.util
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanochat.attention import activate_kernel
@@ -66,9 +68,11 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import RunData, counts_and_means, open_data
-from nanochat.stream import carry_on, open_stream, stream_identity
+from nanochat.stream import carry_on, open_stream, reading_notes, sample_lengths, stream_identity
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
+
+log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
@@ -442,14 +446,13 @@ def claim_run(start: Start, data: RunData) -> Owner:
     settings and, for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
     # planning `binned` rows finds entries that are longer than a row now, instead of at the step that needs them
-    if settings.plan != "off" and settings.order == "lanes":
-        from nanochat.plan import print_passes, rehearse
+    if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
+        from nanochat.plan import rehearse
 
-        if settings.mix is not None or settings.packing == "binned":
-            print0("start: planning which rows the run reads")
-            plan = rehearse(start, data)
-        elif start.checkpoint is None:
-            print_passes(start, data)
+        print0("start: planning which rows the run reads")
+        plan = rehearse(start, data)
+    elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
+        print_passes(start, data)
     # shuffles Megatron's order once for all ranks, which then read its tables from the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
@@ -475,6 +478,28 @@ def claim_run(start: Start, data: RunData) -> Owner:
 
 
 # ---- what is printed -----------------------------------------------------------------------------
+
+def print_passes(start: Start, data: RunData) -> None:
+    """Print about how many tokens the data of a run without a curriculum has and how often they are read, as estimated
+    from a few hundred documents. Such a run has no plan, because its data cannot run dry."""
+    settings, [source] = start.settings, data.train.values()
+    T, lengths = settings.max_seq_len, sample_lengths(source)
+    beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row
+    cropped = repeated = 0.0
+    if settings.packing == "bestfit" and settings.long_docs == "crop":
+        cropped = float(beyond.sum() / lengths.sum())
+    elif settings.packing == "bestfit":  # each continuation is BOS, overlap and up to T - overlap new tokens
+        again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
+        repeated = again / (again + float(lengths.sum()))
+    mean = float(lengths.mean()) - 1  # without BOS
+    tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
+    # --no-pack: one entry per row
+    taken = trained * (1 - repeated) / (1 - cropped) if settings.pack else trained / T * mean
+    print0(f"data: about {tokens:,} tokens; this run makes about {taken / tokens:.2f} passes over them")
+    for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped,
+                              repeated=repeated):
+        log.warning("%s", line)
+
 
 def derive(start: Start) -> dict[str, Any]:
     """{name: figure} for the figures that follow from the settings."""

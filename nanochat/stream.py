@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from nanochat.curriculum import Mixer
 
 FORMAT = 5  # of cursors
+SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
+MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
@@ -338,6 +340,29 @@ def share(account: Mapping[str, int], name: str) -> float:
     """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted + cropped). Tables show
     the cropped share as `cropped %`."""
     return account[name] / max(1, account["emitted"] + account["cropped"])
+
+
+def sample_lengths(source: Source) -> np.ndarray:
+    """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups spread over a source."""
+    spread = np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int)
+    return np.array([len(ids) for group in spread.tolist() for ids in source.read(
+        group, np.arange(min(SAMPLE_DOCUMENTS, int(source.groups[group]))))[0]])
+
+
+def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,
+                  about: str = "about ") -> list[str]:
+    """Warnings for a run that trains on `trained` tokens of `data`, a share `repeated` of which are overlaps. One
+    sentence each: one if it reads all `tokens` of the data more than once, one if many tokens are cropped."""
+    notes = []
+    if passes > 1:
+        twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""
+        lost = f", {cropped:.0%} of them cropped" if cropped > 0.005 else ""
+        notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
+                     f"{data} has {about}{tokens:,}{lost}")
+    if cropped > MUCH_CROPPED:
+        notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
+                     f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")
+    return notes
 
 
 def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:

@@ -176,7 +176,7 @@ warn_if_shared() { # busy cores slow everything down, especially threads that wa
     fi
 }
 
-echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo " with $NGPU GPU(s)"; fi); output: $NANOCHAT_BASE_DIR"
+echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo ", GPUs: $NGPU"; fi); output: $NANOCHAT_BASE_DIR"
 warn_if_shared
 if [[ -z "$DRY_RUN" ]]; then mkdir -p "$NANOCHAT_BASE_DIR"; fi
 stage "set-up" bash dev/setup.sh

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import table
+from nanochat.common import counted, table
 from nanochat.dist import compute_cleanup, compute_init, gather_all, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.reduce import LeafAccumulator, Message, Part, Reduce, add_in_tree_order, reduce_over_nodes, tree_reduce
@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     N = int(os.environ.get("WORLD_SIZE", 1))
     if N < 2 or N & (N - 1):
-        raise ValueError(f"dev.nccl_check: started as {N} process(es), expected 2, 4, 8 or another power of two; start "
-                         "it with torchrun --standalone --nproc_per_node=N -m dev.nccl_check")
+        raise ValueError(f"dev.nccl_check: started as {counted(N, 'process')}, expected 2, 4, 8 or another power of "
+                         "two; start it with torchrun --standalone --nproc_per_node=N -m dev.nccl_check")
     _, rank, _, _, device = compute_init(args.device, deterministic=True, timeout_s=120)
     tiny = device.type == "cpu"
     rows: list[tuple[str, str, str, str]] = []

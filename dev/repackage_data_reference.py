@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, whole
+from nanochat.common import counted
 from nanochat.dataset import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, SUFFIXES, Selection, add_text_flags
 from nanochat.text_kinds import read_documents
@@ -64,7 +65,7 @@ def read_records(inputs: Sequence[Path], selection: Selection, seed: int, counts
             yield key, text.encode()
         counts.update(broken=skipped["count"], short=skipped["short"])
         for line, why in skipped["lines"][:1]:
-            print(f"{path}: {skipped['count']:,} broken line(s) skipped, the first is line {line:,}: {why}",
+            print(f"{path}: {counted(skipped['count'], 'broken line')} skipped, the first is line {line:,}: {why}",
                   file=sys.stderr)
 
 

@@ -358,6 +358,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     return ["  ".join(line).rstrip() for line in zip(*cells)]
 
 
+def counted(number: int, noun: str) -> str:
+    """1 row; 1,024 rows; 2 batches."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def duration(seconds: float | None) -> str:
     """4.2 s, 12 min 05 s, 3 h 07 min, 2 d 04 h; a dash for None."""
     if seconds is None:

@@ -16,9 +16,10 @@ on purpose or by accident:
                             refused      allowed            automatic: keeps the run's 64
 
 A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume that changes it is
-refused with the reason. A setting that only decides where, how fast and how long the run computes may change; if it
-has a `note`, the change is printed. To train with other settings, start a new run from the old one (--init-from). If
-an old config.json lacks a setting, the default applies; if it has one that this code lacks, the resume is refused.
+refused with the reason. A setting that only decides where, how fast and how long the run computes may change; the
+change is printed, with its `note` if it has one. To train with other settings, start a new run from the old one
+(--init-from). If an old config.json lacks a setting, the default applies; if it has one that this code lacks, the
+resume is refused.
 Rejected: a warning instead of a refusal. No one reads the log of a job that resumes at night.
 """
 
@@ -496,8 +497,8 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
             change = f"{flag(name)}: the run has {before!r}, this launch {after!r}"
             if f.metadata["fixed"]:
                 refused.append(f"{change} ({f.metadata['fixed']})")
-            elif f.metadata["note"]:
-                notices.append(f"{change} ({f.metadata['note']})")
+            else:
+                notices.append(change + (f" ({note})" if (note := f.metadata["note"]) else ""))
     unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last: now --tokenizer
     refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]
@@ -522,8 +523,7 @@ def stream_config(settings: Settings) -> Any:
 
 
 def settings_table() -> str:
-    """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change, and
-    the change is not printed."""
+    """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change."""
     lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
         if reason := f.metadata["fixed"] or f.metadata["note"]:

@@ -40,11 +40,13 @@ from nanochat.cli import did_you_mean, run_main
 from nanochat.common import (
     as_path,
     check_shape,
+    counted,
     each,
     etag_of,
     get_base_dir,
     hash_bytes,
     hash_json,
+    is_remote,
     local_copy,
     make_local_copies,
     read_json,
@@ -151,8 +153,10 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     else:
         below = files = named_files(path) if path.is_file() or data_format != "text" else []
         if not files:
-            raise FileNotFoundError(f"{path}: no such data folder; {GET_DATA} (a pair of token files may be named "
-                                    f"without .bin, with --data-format)")
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() and not is_remote(path) else []
+            hint = did_you_mean(path.name, beside) or (
+                f"; {GET_DATA} (a pair of token files may be named without .bin, with --data-format)")
+            raise FileNotFoundError(f"{path}: no such data folder{hint}")
         if not files[0].name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
                              f"--data-format {data_format}; rename it, or change --data-format")
@@ -255,7 +259,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     """Lines about which files are for validation and for training, and a warning if the split looks accidental.
 
         validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
-        training: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
+        training: 7 files, 7,168 documents; this run trains on 18,800,000 tokens
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file is
     for validation by default, which suits shuffled shards but is a surprise in a folder of a few different files.
@@ -271,7 +275,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
 
     end = f"; {reads}" if reads else ""
     if shared:
-        return [f"validation: {shared:.3g} of the documents of each of {len(train):,} file(s){documents(val, ', ')}",
+        files = counted(len(train), "file")
+        return [f"validation: {shared:.3g} of the documents of each of {files}{documents(val, ', ')}",
                 f"training: the others{documents(train, ', ')}{end}"]
     val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
     share = val_bytes / max(1, all_bytes)
@@ -318,8 +323,9 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
-        raise ValueError(f"{files[0]}: contains only empty documents, like all {len(files)} file(s) of this part of "
-                         f"the data; choose other data with --data-path and --val-path, or another --text-field")
+        raise ValueError(f"{files[0]}: contains only empty documents, like all {counted(len(files), 'file')} of "
+                         f"this part of the data; choose other data with --data-path and --val-path, or another "
+                         f"--text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 
 

@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanochat.common import StopAsked, get_dist_info
+from nanochat.common import StopAsked, counted, get_dist_info
 
 T = TypeVar("T")
 
@@ -64,8 +64,8 @@ def unseen_gpus() -> str:
         return ""
     name, _, driver = listed[0].partition(", ")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return (f"nvidia-smi lists {len([*filter(None, listed)])} GPU(s), the first {name} with driver {driver}, but this "
-            f"PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver")
+    return (f"nvidia-smi lists {counted(len([*filter(None, listed)]), 'GPU')}, the first {name} with driver {driver}, "
+            f"but this PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver")
 
 
 def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: float = 1800.0

@@ -386,7 +386,7 @@ NUMBER = int | float | None
 NEWS = {  # the values that a training run reports, and their shapes
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
     "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None,
-    "skipped": int | None | object}  # object: older versions did not report it
+    "skipped": int | None | object, "val_step": int | None | object}  # object: older versions did not report it
 STATE = {**NEWS, "format_version": int, "world_size": int, "ranks": [PROCESS],
          "started": float, "heartbeat": float}
 LARGEST, LATEST = 1e18, 1e11  # limits of a number, and of a time in unix seconds (the year 5138)

@@ -327,7 +327,8 @@ def warnings(plan: Plan) -> list[str]:
     for name, bucket in plan.buckets.items():
         data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
         notes += reading_notes(data, trained=bucket.trained, tokens=bucket.tokens, about=about,
-                               passes=0.0 if bucket.max_epochs else bucket.passes, cropped=cropped * plan.crops)
+                               passes=0.0 if bucket.max_epochs else bucket.passes, cropped=cropped * plan.crops,
+                               repeated=bucket.repeated)
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""

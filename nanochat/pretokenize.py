@@ -57,7 +57,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanochat.common import atomic_open, etag_of, fsync_dir, hash_file, read_json, remove_leftovers, write_json
+from nanochat.common import (
+    atomic_open,
+    counted,
+    etag_of,
+    fsync_dir,
+    hash_file,
+    read_json,
+    remove_leftovers,
+    write_json,
+)
 from nanochat.text import ALL, Selection, read_footer
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
@@ -228,8 +237,8 @@ class MegatronWriter(TokenWriter):
         """See `TokenWriter.index`; ValueError if the last document has not ended."""
         n, documents = len(self.lengths), len(self._boundaries) - 1
         if self._boundaries[-1] != n:
-            raise ValueError(f"{self.bin_path}: {n - self._boundaries[-1]:,} sequence(s) after the last document; call "
-                             f"end_document() before finalize()")
+            raise ValueError(f"{self.bin_path}: {counted(n - self._boundaries[-1], 'sequence')} after the last "
+                             f"document; call end_document() before finalize()")
         lengths = np.frombuffer(self.lengths, np.int64)
         if lengths.max(initial=0) > MAX_SEQUENCE:
             raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, which Megatron's format "

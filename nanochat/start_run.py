@@ -33,7 +33,7 @@ import torch
 from nanochat.attention import activate_kernel
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
-from nanochat.common import as_path, begin_launch, get_dist_info, is_remote, print0, show, write_json
+from nanochat.common import as_path, begin_launch, counted, get_dist_info, is_remote, print0, show, write_json
 from nanochat.config import Settings, flag, resume_settings, stream_config
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dataset import (
@@ -452,7 +452,7 @@ def claim_run(start: Start, data: RunData) -> Owner:
         print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
     elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
-        warn_about_data(start, data)
+        print_passes(start, data)
     # shuffles Megatron's order once for all ranks, which then read its tables from the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
@@ -479,17 +479,25 @@ def claim_run(start: Start, data: RunData) -> Owner:
 
 # ---- what is printed -----------------------------------------------------------------------------
 
-def warn_about_data(start: Start, data: RunData) -> None:
-    """Warn if a run without a curriculum reads its data more than once or crops much of it, as estimated from a few
-    hundred documents. Such a run has no plan, because its data cannot run dry."""
+def print_passes(start: Start, data: RunData) -> None:
+    """Print about how many tokens the data of a run without a curriculum has and how often they are read, as estimated
+    from a few hundred documents. Such a run has no plan, because its data cannot run dry."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
-    crops = settings.packing == "bestfit" and settings.long_docs == "crop"
-    cropped = float(np.maximum(lengths - T - 1, 0).sum() / lengths.sum()) if crops else 0.0
+    beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row
+    cropped = repeated = 0.0
+    if settings.packing == "bestfit" and settings.long_docs == "crop":
+        cropped = float(beyond.sum() / lengths.sum())
+    elif settings.packing == "bestfit":  # each continuation is BOS, overlap and up to T - overlap new tokens
+        again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
+        repeated = again / (again + float(lengths.sum()))
     mean = float(lengths.mean()) - 1  # without BOS
     tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
-    taken = trained / (1 - cropped) if settings.pack else trained / T * mean  # --no-pack: one entry per row
-    for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped):
+    # --no-pack: one entry per row
+    taken = trained * (1 - repeated) / (1 - cropped) if settings.pack else trained / T * mean
+    print0(f"data: about {tokens:,} tokens; this run makes about {taken / tokens:.2f} passes over them")
+    for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped,
+                              repeated=repeated):
         log.warning("%s", line)
 
 
@@ -527,35 +535,36 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
 
 
 def print_split(start: Start, data: RunData) -> None:
-    """Print the validation files, the training files, and about how many times this run goes through the latter."""
+    """Print the validation files and the training files."""
     settings, train, val = start.settings, data.manifests["train"], data.manifests["val"]
     if any("documents" in manifest for manifest in val.values()):  # both splits are in the same files
-        print0(f"data: {len(files_of(train))} .bin file(s), whose documents --split={settings.split} divides into "
-               f"training, validation and test")
+        print0(f"data: {counted(len(files_of(train)), '.bin file')}, whose documents --split={settings.split} "
+               f"divides into training, validation and test")
         return
-    if settings.data_format in ("shards", "megatron"):
-        tokens = sum(file.num_bytes for file in files_of(train)) // (2 if settings.vocab_size <= 1 << 16 else 4)
-    else:
-        tokens = sum(int(counts @ means) for counts, means in map(counts_and_means, train.values()))
-    taken = start.horizon.total_tokens
-    reads = f"about {tokens:,} tokens; this run trains on {taken:,}"
+    reads = f"this run trains on {start.horizon.total_tokens:,} tokens"
     chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
     print0(*describe_split(files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen),
            sep="\n")
 
 
 def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
-    """Print what is about to run: settings from the command line or its --config file (`typed`) that differ from the
-    defaults, and the values that follow from these, the data and this machine."""
-    settings = start.settings.differing()
-    print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
-    worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
-    print0("worked out from these settings, the data and this machine:",
-           *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
+    """Print what is about to run. For a new run: settings from the command line or its --config file (`typed`) that
+    differ from the defaults, and the values that follow from these, the data and this machine. For a resume: the
+    settings that differ from those of the run."""
+    if start.config:
+        print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
+        for notice in start.notices:
+            print0(f"changed: {notice}")
+    else:
+        settings = start.settings.differing()
+        print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
+        worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
+        print0("worked out from these settings, the data and this machine:",
+               *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
+    batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
-           f"targets overlap) from {layout.V} lanes; {layout.world_size} process(es) x "
-           f"{len(layout.leaves) * layout.micro_batches_per_leaf} micro-batch(es) of {layout.device_batch_size} "
-           f"rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
+           f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
+           f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
@@ -568,8 +577,6 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
         print0(f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
                f"scripts.status {start.run_dir.name} and the next launch name the file. NANOCHAT_READER=pread turns "
                f"the signal into an ordinary error")
-    for notice in start.notices:
-        print0(f"changed: {notice}")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

@@ -349,14 +349,16 @@ def sample_lengths(source: Source) -> np.ndarray:
         group, np.arange(min(SAMPLE_DOCUMENTS, int(source.groups[group]))))[0]])
 
 
-def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, about: str = "about ",
-                  ) -> list[str]:
-    """Warnings for a run that trains on `trained` tokens of `data`, one sentence each: one if it reads all `tokens` of
-    the data more than once, one if many tokens are cropped."""
+def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,
+                  about: str = "about ") -> list[str]:
+    """Warnings for a run that trains on `trained` tokens of `data`, a share `repeated` of which are overlaps. One
+    sentence each: one if it reads all `tokens` of the data more than once, one if many tokens are cropped."""
     notes = []
     if passes > 1:
-        notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens, and {data} "
-                     f"has {about}{tokens:,}{f', {cropped:.0%} of them cropped' if cropped > 0.005 else ''}")
+        twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""
+        lost = f", {cropped:.0%} of them cropped" if cropped > 0.005 else ""
+        notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
+                     f"{data} has {about}{tokens:,}{lost}")
     if cropped > MUCH_CROPPED:
         notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
                      f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.cli import setting
-from nanochat.common import as_path, is_remote
+from nanochat.common import as_path, counted, is_remote
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ TEXT_FIELD = "text"
 TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or an attack on memory
 LITTLE_TEXT = 1 << 18  # bytes; returning less freed memory to the system is not worth a call
-NULLS = "{}: {} null(s) in column `{}` of row group {}; delete or fill these rows"
+NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
 
 
@@ -188,7 +188,7 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
     that is not UTF-8."""
     column.validate(full=True)
     if column.null_count:
-        raise ValueError(NULLS.format(path, column.null_count, field, group))
+        raise ValueError(NULLS.format(path, counted(column.null_count, "null"), field, group))
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_DOCUMENT_BYTES:
         raise ValueError(f"{path}: a document in row group {group} has {longest:,} bytes, "
@@ -210,7 +210,7 @@ def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], 
         text_bytes += group.column(text).total_uncompressed_size
         statistics = group.column(text).statistics
         if statistics is not None and statistics.has_null_count and statistics.null_count:
-            raise ValueError(NULLS.format(path, statistics.null_count, field, g))
+            raise ValueError(NULLS.format(path, counted(statistics.null_count, "null"), field, g))
     with path.open("rb") as f:
         f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
         return f.read(), counts, int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import as_path, atomic_open, get_base_dir, hash_json, local_copy, read_json, write_json
+from nanochat.common import as_path, atomic_open, counted, get_base_dir, hash_json, local_copy, read_json, write_json
 from nanochat.text import (
     ALL,
     CONVERTED,
@@ -200,7 +200,7 @@ def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> Va
     """The error for a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
-    return ValueError(f"{path}: no document{part} ({skipped['count']:,} broken line(s){why}), and "
+    return ValueError(f"{path}: no document{part} ({counted(skipped['count'], 'broken line')}{why}), and "
                       f"{skipped['short']:,} shorter than --min-chars; fix the file, or remove it")
 
 
@@ -209,9 +209,10 @@ def _warn_of_skipped(path: Path, report: Path) -> None:
     """Warn about a file's broken lines and short documents, once per process."""
     skipped = read_json(report)
     if skipped.get("short"):
-        log.warning("%s: skipped %d document(s) shorter than --min-chars %d", path, skipped["short"],
+        log.warning("%s: skipped %s shorter than --min-chars %d", path, counted(skipped["short"], "document"),
                     skipped["min_chars"])
     if skipped.get("lines"):
         number, why = skipped["lines"][0]
-        log.warning("%s: %d broken line(s) skipped; the first is line %d: %s (more in %s)", path, skipped["count"],
-                    number, why, report)
+        broken = counted(skipped["count"], "broken line")
+        log.warning("%s: %s skipped; the first is line %d: %s (more in %s)", path, broken, number, why,
+                    report)

@@ -44,7 +44,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import LAUNCH, StopAsked, duration, get_dist_info, print0, show
+from nanochat.common import LAUNCH, StopAsked, counted, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, StepLayout
 from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
@@ -361,7 +361,7 @@ class Trainer:
         for bucket, lanes in zip(self.loader.buckets, totals.dropped):
             if lanes > p.dropped.get(bucket, 0):
                 p.dropped[bucket] = lanes
-                print0(f"warning: the bucket {bucket!r} has run dry in {lanes} lane(s), which continue without it")
+                print0(f"warning: the bucket {bucket!r} has run dry in {counted(lanes, 'lane')} and is skipped there")
                 self.journal.event("dropped", bucket=bucket, lanes=lanes)
         p.skipped_in_a_row = p.skipped_in_a_row + 1 if totals.spiked else 0
         if not totals.spiked:
@@ -369,7 +369,7 @@ class Trainer:
             return
         p.skipped += 1
         print0(f"warning: step {p.step} exceeds the --skip-spikes limit and was not applied: loss {totals.loss:.6f}, "
-               f"gradient norm {grad_norm:.4f}; {p.skipped} step(s) skipped so far")
+               f"gradient norm {grad_norm:.4f}; {counted(p.skipped, 'step')} skipped so far")
         self.journal.event("skipped", digest=totals.digest, loss=totals.loss, grad_norm=grad_norm, skipped=p.skipped)
         if p.skipped_in_a_row == MOST_IN_A_ROW:
             raise ArithmeticError(f"step {p.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
@@ -478,6 +478,7 @@ class Journal:
             LAUNCH.aside = tqdm.external_write_mode
         logged_id = newest.get("wandb", {}).get("id")
         self.wandb_id = logged_id or start.state.get("wandb_id")
+        self.val_step = newest.get("val", {}).get("step")
         self.trackers: trackers.Trackers | Silence = Silence()
         if settings.trackers or settings.profiled:
             from nanochat.integrations.trackers import Trackers
@@ -500,8 +501,9 @@ class Journal:
         # trackers get the values of CORE under nanochat's names
         tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
         self.trackers.log({"step": step, **tracked})
+        self.val_step = step if name == "val" else self.val_step
         saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
-        self.state.update(val_bpb=self.progress.val_bpb, **saved)
+        self.state.update(val_bpb=self.progress.val_bpb, val_step=self.val_step, **saved)
 
     def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
         """Report the step that was just counted: print `line` (every --log-every steps), write `record` to the log and

@@ -20,7 +20,7 @@ import torch
 
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import print0, write_json
+from nanochat.common import counted, print0, write_json
 from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
 from scripts.export import new_folder
@@ -42,7 +42,7 @@ def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
         checkpoint = first_good(paths)
         if checkpoint is None:
             steps = ", ".join(str(c.step) for c in checkpoints) or "none"
-            raise ValueError(f"--last {number}: {run_dir} has good checkpoints for {len(checkpoints)} step(s) "
+            raise ValueError(f"--last {number}: {run_dir} has good checkpoints for {counted(len(checkpoints), 'step')} "
                              f"({steps}); pass a smaller number, or train with --save-every")
         checkpoints.append(checkpoint)
         paths = [path for path in paths if step_of(path) < checkpoint.step]

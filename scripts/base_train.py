@@ -233,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             start = inspect_run(settings, device)
             if (over := start.over()) is not None:
                 print0(over[1])
+                if start.notices:
+                    print0(f"warning: settings that differ from its config.json: {'; '.join(start.notices)}")
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)

@@ -44,7 +44,7 @@ from nanochat.checkpoint import (
     read_seal,
 )
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
-from nanochat.common import show, table
+from nanochat.common import counted, show, table
 from nanochat.run_dir import find_run, is_step, read_cursors
 from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 
@@ -244,7 +244,7 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
 def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     """(whether all is equal, a sentence: how much is equal, or which difference comes first)."""
     corrupt = sum(note.startswith("skipped") for note in notes)
-    end = f"; {corrupt} corrupt file(s) skipped" if corrupt else ""
+    end = f"; {counted(corrupt, 'corrupt file')} skipped" if corrupt else ""
     if parts[0].name == "digests" and {of_files(gap) for part in parts for gap in part.gaps} == {True}:
         return False, "the same rows from different files: all is equal except the files that cursors name" + end
     for part in parts:

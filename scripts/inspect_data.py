@@ -39,7 +39,7 @@ import torch
 from tqdm import tqdm
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
-from nanochat.common import show, table, visible
+from nanochat.common import counted, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags, stream_config
 from nanochat.dataloader import StepLayout
 from nanochat.find import Document, History, Pass, documents_with, find_document, sample_passes
@@ -59,6 +59,10 @@ DOCUMENTS = 20  # matches that --text shows
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
+LEGEND = """\
+lane_row: the row's number in its lane; loss: the row's mean; at: position in the row; tokens: how many are in the row
+off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
+epoch: pass over the data; start, stop: which of the document's tokens; of: how many it has; numbers count from 0"""
 WORDS = 60  # characters shown from the beginning of a document
 
 
@@ -88,7 +92,7 @@ class Opened:
         try:
             with closing(open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
                                      tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)) as stream:
-                for _ in tqdm(range(step - done), desc=f"packing from step {done}", disable=None):
+                for _ in tqdm(range(step - done), desc=f"packing from step {done}", unit="step", disable=None):
                     stream.next_rows(self.rows_per_lane)
                 yield stream
         except ValueError as e:
@@ -247,8 +251,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if not whole_row:
         print(f"{min(LINES, len(body))} of the step's {len(body):,} documents; --row=N shows all of one row, --json "
               f"everything")
-    print("at: position in the row; off: tokens without a loss; start, stop: which of the document's tokens; of: how "
-          "many tokens it has")
+    print(LEGEND)
     return 0
 
 
@@ -312,8 +315,11 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
     height = np.maximum(scores["loss"], scores["grad_norm"])
     chosen = [i for i in np.argsort(-height, kind="stable")[:args.top].tolist() if height[i] >= OUTLIER]
     if not chosen and not args.json:
-        print(f"no spike in {len(steps):,} steps: no loss and no gradient norm lies {OUTLIER} robust deviations above "
-              f"the median of the {WINDOW} steps before it")
+        before = min(WINDOW, len(steps) - 1)
+        print(f"no spike in {counted(len(steps), 'step')}: " + (
+            f"no loss and no gradient norm lies {OUTLIER} robust deviations above the median of the steps before it "
+            f"(at least {ENOUGH}, at most {before})" if before >= ENOUGH else
+            f"a step can be compared only with {ENOUGH} steps or more before it"))
     recorded = True
     for i in chosen:
         step, rows = steps[i]["step"], []
@@ -359,6 +365,12 @@ def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
 def fate(opened: Opened, one_pass: Pass) -> str:
     """What became of the tokens that are in no row; empty if all of them are in rows."""
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
+    if opened.run.outcome == "completed" and (one_pass.pending or one_pass.expected is not None):
+        if not one_pass.uses:
+            return "never trained on: the run ended first"
+        stop = max(use.stop for use in one_pass.uses)
+        rest = "its other tokens" if one_pass.lane is None else f"tokens {stop:,} to {one_pass.length - 1:,}"
+        return f"{rest} never trained on: the run ended first"
     if one_pass.pending:
         return f"pending{lane}"
     if one_pass.expected is not None and math.isfinite(one_pass.expected):

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import duration, show, write_bytes
+from nanochat.common import counted, duration, show, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
 from nanochat.run_reader import ENDS, RunReader, differing_settings, flat_numbers, ledger_table
 from scripts import status
@@ -161,7 +161,8 @@ def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str,
                 text = f"{kind} at step {step:,}: {', '.join(values)}"
                 marks.append({"at": axis_position(axes, step), "kind": kind, "text": text})
         end, world = launch.end or ("" if run.alive else "killed"), launch.world_size
-        text = f"launch {number} on {world} process(es): {end or 'running'} at step {launch.last:,} {launch.reason}"
+        text = (f"launch {number} on {counted(world, 'process')}: {end or 'running'} at step {launch.last:,} "
+                f"{launch.reason}")
         yield {"from": axis_position(axes, launch.first), "to": axis_position(axes, launch.last), "end": end,
                "label": f"{number}: {world} proc.", "text": text, "marks": marks}
 

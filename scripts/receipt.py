@@ -37,6 +37,7 @@ from nanochat.common import (
     as_path,
     begin_launch,
     check_shape,
+    counted,
     each,
     hash_bytes,
     hash_file,
@@ -275,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     receipt, out = make_receipt(run), args.out or run.run_dir / NAME
     write_json(out, receipt)
     number = sum(bucket["number"] for bucket in receipt["files"].values())
-    print(f"{out}: {receipt['steps']:,} steps, {number:,} file(s), {out.stat().st_size:,} bytes")
+    print(f"{out}: {counted(receipt['steps'], 'step')}, {counted(number, 'file')}, {out.stat().st_size:,} bytes")
     return 0
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import atomic_open, duration, show, visible, write_bytes
+from nanochat.common import atomic_open, counted, duration, show, visible, write_bytes
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader, ledger_table
 
@@ -83,7 +83,7 @@ def summarize(run: RunReader) -> list[str]:
     worlds = sorted({launch.world_size for launch in launches})
     sentences.append(f"It took {number}, on {' and '.join(map(str, worlds))} process{'es' * (worlds != [1])}.")
     if skipped := run.named("skipped"):
-        sentences.append(f"{len(skipped)} step(s) were skipped as spikes, most recently step {skipped[-1]['step']:,}.")
+        sentences.append(f"It skipped {counted(len(skipped), 'spike')}, most recently step {skipped[-1]['step']:,}.")
     return sentences
 
 

@@ -52,8 +52,10 @@ def cells(run: dict[str, Any]) -> dict[str, Any]:
     """{column: value} of a run: a row of the table of runs, or the first lines about a single one."""
     step, total, alive = run.get("step"), run.get("num_iterations"), run["liveness"] == "alive"
     share = f" ({100 * step / total:.1f} %)" if step is not None and total else ""
+    bpb, at = run["val_bpb"], run.get("val_step")
     return {"run": Path(run["run"]).name, "state": run["shown"], "step": f"{show(step)}/{show(total)}{share}",
-            "loss": run.get("loss"), "bits per byte": run["val_bpb"], "tok/s": run["tokens_per_s"] if alive else None,
+            "loss": run.get("loss"), "bits per byte": bpb if None in (bpb, at) else f"{show(bpb)} at step {at:,}",
+            "tok/s": run["tokens_per_s"] if alive else None,
             "eta": duration(run["eta_s"] if alive else None), "last checkpoint": run.get("checkpoint"),
             "age": duration(run.get("heartbeat_age_s")), "reason": run["reason"]}
 

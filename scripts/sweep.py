@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import check_shape, hash_json, print0, table, write_bytes
+from nanochat.common import check_shape, counted, hash_json, print0, table, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint
@@ -135,7 +135,7 @@ def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
     """The reason why no law can be fitted to the runs; "" if one can."""
     sizes = len({row["params_scaling"] for row in rows})
     if sizes < 3:
-        return f"the runs have {sizes} size(s), but a law needs at least 3"
+        return f"the runs have {counted(sizes, 'size')}, but a law needs at least 3"
     for row in rows:
         if row["data"] != rows[0]["data"]:
             return f"{rows[0]['run']} and {row['run']} have different data or tokenizers"

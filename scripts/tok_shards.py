@@ -24,7 +24,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
-from nanochat.common import as_local_path, as_path
+from nanochat.common import as_local_path, as_path, counted
 from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.text import SUFFIXES, Selection, add_text_flags
@@ -145,9 +145,9 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
         if short := shard["skipped"].get("short"):
-            print(f"{shard['input']['name']}: {short:,} document(s) shorter than --min-chars skipped")
+            print(f"{shard['input']['name']}: {counted(short, 'document')} shorter than --min-chars skipped")
         if shard["skipped"]["count"]:
-            print(f"{shard['input']['name']}: {shard['skipped']['count']:,} broken line(s) skipped")
+            print(f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped")
         for number, why in shard["skipped"]["lines"][:SHOWN]:
             print(f"  line {number}: {why}")
     if shards and totals["tokens"] == totals["documents"]:  # every token is an end-of-document id

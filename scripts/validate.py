@@ -23,6 +23,7 @@ import torch
 
 from nanochat.checkpoint import TIMED_KEPT
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
+from nanochat.common import counted
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
@@ -57,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     setup_logging()
     settings = from_flags(args)
+    default = "" if settings.model_tag else " (the default name)"
     ok("flags")
     device = torch.device(settings.device_type or autodetect_device_type())
     settings, tokenizer = command(settings, args.world_size, device.type)
@@ -70,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {e}\na new run with these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
-       f"{sum(p.numel() for p in model.parameters()):,} parameters, {args.world_size} process(es)")
+       f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}")
     if device.type == "cuda":
         ok(f"{describe_memory(estimate_memory(start.settings))}, with --device-batch-size="
            f"{start.settings.device_batch_size}")
     if not refused:
         beginning = "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
-        ok(f"run directory {start.run_dir}: "
+        ok(f"run directory {start.run_dir}{default}: "
            + (f"resumes from {start.checkpoint.path}" if start.checkpoint else beginning))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")

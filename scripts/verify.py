@@ -40,7 +40,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import as_path, begin_launch, duration, hash_file, is_remote, local_copy, table
+from nanochat.common import as_path, begin_launch, counted, duration, hash_file, is_remote, local_copy, table
 from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
@@ -421,7 +421,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 bar.clear()
                 print(f"  PROBLEM {line}" if isinstance(line, Problem) else line, flush=True)
                 num_problems += isinstance(line, Problem)
-    print(f"{num_problems:,} problem(s)" if num_problems else "all good", flush=True)
+    print(counted(num_problems, "problem") if num_problems else "all good", flush=True)
     return 1 if num_problems else 0
 
 

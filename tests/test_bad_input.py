@@ -109,7 +109,7 @@ DATA = [  # (command line, files, words)
     ("base_train --val-path=data", {}, ("climbmix", "nanochat.dataset")),  # a download that never was
     ("base_train --data-path=one", {"one/only.parquet": TEXTS}, ("only.parquet", "--val-path")),
     (ONE, {"one/only.parquet": [*TEXTS, None, None]},
-     ("only.parquet", "2 null(s)", "row group 1")),
+     ("only.parquet", "2 nulls", "row group 1")),
     (ONE, {"one/a.parquet": two_columns}, ("2 columns named `text`",)),
     ("base_train --data-path=odd", {"odd/a.parquet": not_utf8, "odd/z.parquet": TEXTS},
      ("its name is not UTF-8; rename it",)),
@@ -224,7 +224,7 @@ READERS = [
     ("compare_runs run@5 run@4", {}, ("no checkpoint '5'", "there are: final, checkpoint-6")),
     ("compare_runs run empty", {"empty/config.json": partial(shutil.copy, CONFIG)},
      ("nothing to compare", "checkpoints: none")),
-    ("average run --last=5", {}, ("good checkpoints for 4 step(s) (8, 6, 4, 2); pass a smaller number",)),
+    ("average run --last=5", {}, ("good checkpoints for 4 steps (8, 6, 4, 2); pass a smaller number",)),
     ("average run --model-tag=run", {}, ("already exists", "name another run with --model-tag")),
     ("sweep old --out=out", {"runs/old/config.json": '{"max_seq_len": 15}'}, ("none of the runs is completed",)),
     ("sweep --prefix=x --out=out", {}, ("no runs: name some",)),

@@ -70,7 +70,7 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     assert config["derived"]["num_iterations"] == 4 and config["derived"]["total_tokens"] == 4 * training.STEP
     for word in ("tokenizer_fingerprint", "params_total", "flops_per_token", "tokens_per_step",
                  f"8 rows of T + 1 = {training.T + 1} tokens (inputs and targets overlap) from 4 lanes; "
-                 "1 process(es) x 2 micro-batch(es) of 4 rows; 1 leaf"):
+                 "1 process x 2 micro-batches of 4 rows; 1 leaf"):
         assert word in outcome.out, word
     lines = [line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line]
     assert len(lines) == 4 and "mfu" not in lines[0], "the peak of a CPU is unknown"

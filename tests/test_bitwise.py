@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from nanochat import gpt, optim, reduce, trainer
 from nanochat.checkpoint import load_checkpoint
+from nanochat.common import counted
 from nanochat.run_dir import iter_log
 from scripts import base_train, compare_runs, tok_shards
 from tests import training
@@ -138,8 +139,8 @@ def test_the_cases_have_their_stated_shapes(printed):
         dtypes = {dtype for dtype, _, _ in run["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
         lines = [line for line in printed[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
-                 and f" from {V} lanes; 1 process(es) x " in line]
-        part = f" x {K * int(case[0])} micro-batch(es) of {changed['device_batch_size']} rows; {K} leaves"
+                 and f" from {V} lanes; 1 process x " in line]
+        part = f" x {counted(K * int(case[0]), 'micro-batch')} of {changed['device_batch_size']} rows; {K} leaves"
         assert any(part in line for line in lines)
     weights = run["weights"]
     shapes = [shape for _, shape, _ in weights.values()]

@@ -83,7 +83,7 @@ def test_verify_of_a_run_reads_its_token_files(shards, capsys, monkeypatch):
     capsys.readouterr()
     assert verify.main(["run"]) == 1
     output = capsys.readouterr().out
-    assert f"PROBLEM {path}: bin_hash is" in output and "1 problem(s)" in output
+    assert f"PROBLEM {path}: bin_hash is" in output and "1 problem\n" in output
 
 
 def test_verify_of_a_run_names_changed_and_missing_data(workplace, capsys):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanochat.common import duration, get_base_dir, public, read_json, show, visible
+from nanochat.common import counted, duration, get_base_dir, public, read_json, show, visible
 from tests.test_cli import HOSTILE, SHOWN
 
 
@@ -56,3 +56,5 @@ def test_values_and_durations_read_well():
         "1,234,567", "0.1235", "4.2e+19", "2,501", "-", "yes"]
     assert [duration(s) for s in (None, 0.04, 59, 60, 725, 3599.7, 11_220, 187_200)] == [
         "-", "0.0 s", "59.0 s", "1 min 00 s", "12 min 05 s", "1 h 00 min", "3 h 07 min", "2 d 04 h"]
+    assert [counted(n, noun) for n, noun in ((0, "row"), (1, "process"), (2, "process"), (1024, "micro-batch"))] == [
+        "0 rows", "1 process", "2 processes", "1,024 micro-batches"]

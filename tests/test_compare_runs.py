@@ -196,7 +196,7 @@ def test_corrupt_files_are_skipped_with_a_note_and_kept_cursors_are_compared(bas
     file = changed / "checkpoints" / "final" / "model" / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     equal, summary, rest = compare("a", changed)
-    assert equal and "checkpoint 8" not in summary and summary.endswith("; 1 corrupt file(s) skipped")
+    assert equal and "checkpoint 8" not in summary and summary.endswith("; 1 corrupt file skipped")
     assert str(file) in rest and "corrupt" in rest
     with pytest.raises(ValueError, match="corrupt"):
         compare("a", f"{changed}@8")
@@ -205,10 +205,10 @@ def test_corrupt_files_are_skipped_with_a_note_and_kept_cursors_are_compared(bas
     state["cursors"][2]["row"] += 1
     kept.write_bytes(gzip.compress(json.dumps(state).encode()))
     assert compare("a", changed)[1] == (
-        "cursors differ first at step 4.lane 2.row: 8 and 9; 1 of 4 differ; 1 corrupt file(s) skipped")
+        "cursors differ first at step 4.lane 2.row: 8 and 9; 1 of 4 differ; 1 corrupt file skipped")
     kept.write_bytes(b"torn")
     (changed / "checkpoints" / "checkpoint-4" / "trainer_state.json").write_text("{")
-    assert compare("a", changed)[1].endswith("; 3 corrupt file(s) skipped")
+    assert compare("a", changed)[1].endswith("; 3 corrupt files skipped")
 
 
 def test_averaged_weights_are_compared_without_an_optimizer_state(base):

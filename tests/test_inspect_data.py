@@ -1,6 +1,7 @@
 """scripts.inspect_data shows exactly what training sees in a step."""
 
 import json
+import re
 import sys
 from contextlib import closing
 
@@ -169,8 +170,11 @@ def test_text_is_that_of_the_rows_tokens(corpus, capsys, monkeypatch):
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
     many = run(capsys, "rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
-    assert len(many) == 1 + 2 * 5 + 2 and many[-2].startswith("5 of the step's ")
-    assert many[-1].startswith("at: ") and many[-1] == table.splitlines()[-1]
+    assert len(many) == 1 + 2 * 5 + 1 + 3 and many[-4].startswith("5 of the step's ")
+    assert many[-3:] == table.splitlines()[-3:]
+    legend = "; " + "; ".join(many[-3:])
+    unexplained = [name for name in many[0].split() if not re.search(rf"[,;] {name}[,:]", legend)]
+    assert unexplained == ["step", "row", "lane", "bucket", "file"], "explained by the name itself"
 
 
 def test_a_document_does_not_control_the_terminal(corpus, tmp_path, capsys, monkeypatch):

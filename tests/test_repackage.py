@@ -109,7 +109,7 @@ def test_broken_lines_are_named_and_counted_or_fatal_with_strict(tmp_path, capsy
     (tmp_path / "in.jsonl").write_bytes(b"\n".join([good[0], b'{"text": "cut', b'{"other": 1}', *good[1:]]))
     counts = repackage([tmp_path / "in.jsonl"], tmp_path / "out")
     assert counts["broken"] == 2 and sorted(order(tmp_path / "out")) == ["one", "three", "two"]
-    assert "in.jsonl: 2 broken line(s) skipped, the first is line 2: not JSON" in capsys.readouterr().err
+    assert "in.jsonl: 2 broken lines skipped, the first is line 2: not JSON" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"in\.jsonl: line 2: not JSON.*--strict"):
         main(["--input", str(tmp_path / "in.jsonl"), "--output-dir", str(tmp_path / "strict"), "--strict"])
     assert not (tmp_path / "strict").exists()

@@ -180,7 +180,9 @@ def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, wor
         sync_save=True, keep_last_k=9, keep_milestone_every=7, max_runtime_seconds=1e5, walltime_reserve_seconds=1,
         collective_timeout_seconds=300, plan="warn", tokenizer=training.run_dir() / "tokenizer")
     assert "changed: --eval-tokens: the run has 1024, this launch 512" in outcome.out
-    assert outcome.out.count("changed: ") == 1
+    assert outcome.out.count("changed: ") == 14 and "changed: --save-every: the run has" in outcome.out
+    assert f"settings: those in {training.run_dir() / 'config.json'}\nchanged: " in outcome.out
+    assert "params_total" not in outcome.out, "the settings themselves are printed only when a run starts"
     assert digests() == reference["digests"] and losses() == reference["losses"]
     ours, theirs = state_of(final()), reference["final"]
     assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]

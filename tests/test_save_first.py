@@ -37,7 +37,9 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_e
     succeed()
     assert events("val")[-1]["bpb"] == events("val", "whole")[-1]["bpb"] and events("val")[-1]["step"] == 4
     assert len(digests()) == 4 and status.main(["run", "--exit-code"]) == 0
-    assert "nothing to do" in succeed().out and len(events("val")) == 3
+    outcome = succeed(data_path="mistyped")
+    assert "nothing to do" in outcome.out and len(events("val")) == 3
+    assert "warning: settings that differ from its config.json: --data-path: the run has " in outcome.out
 
 
 @pytest.mark.parametrize(("function", "flags", "what"), [

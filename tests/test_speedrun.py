@@ -151,7 +151,7 @@ def test_without_gpus_the_default_profile_is_cpu_and_profile_gpu_is_an_error(tmp
     result = speedrun(PROFILE="gpu", PATH=path, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
     assert result.returncode == 2 and "no GPU" in result.stderr and not (tmp_path / "base").exists()
     (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\necho 'GPU 0: A'\necho '  MIG 1'\necho 'GPU 1: B'\n")
-    assert "# profile gpu with 2 GPU(s)" in speedrun(DRY_RUN="1", PATH=path).stdout
+    assert "# profile gpu, GPUs: 2" in speedrun(DRY_RUN="1", PATH=path).stdout
     assert speedrun(DRY_RUN="1", PROFILE="tpu").returncode == 2
 
 

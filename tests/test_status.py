@@ -114,13 +114,14 @@ def fake_run(base, name, status, **fields):
 def test_one_run_at_a_glance(base, capsys):
     ranks = [{**identify(), "host": "node1"}] + [{**identify(), "host": "node2"}] * 2
     path = fake_run(base, "d1", "running", step=1234, num_iterations=5000, loss=3.21456, tokens=647_000_000,
-                   eta_s=7500.0, tokens_per_s=412_345.6, checkpoint="checkpoint-1000", val_bpb=1.25,
+                   eta_s=7500.0, tokens_per_s=412_345.6, checkpoint="checkpoint-1000", val_bpb=1.25, val_step=1000,
                    phase="2 of 3", ranks=ranks, world_size=3)
     assert status.main(["d1"]) == 0
     shown = dict(re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert re.fullmatch(r".*, 50 min 0\d s ago", shown.pop("started")) and re.fullmatch(r"\d\.\d s", shown.pop("age"))
     assert shown == {
-        "run": "d1", "state": "running", "step": "1,234/5,000 (24.7 %)", "loss": "3.215", "bits per byte": "1.25",
+        "run": "d1", "state": "running", "step": "1,234/5,000 (24.7 %)", "loss": "3.215",
+        "bits per byte": "1.25 at step 1,000",
         "tok/s": "412,346", "eta": "2 h 05 min", "last checkpoint": "checkpoint-1000", "tokens": "647,000,000",
         "phase": "2 of 3", "processes": f"3 on node1 (1), node2 (2); rank 0 has pid {os.getpid()}", "folder": str(path)}
     fake_run(base, "d2", "completed", heartbeat=time.time() - 600)

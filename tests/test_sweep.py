@@ -50,8 +50,8 @@ def test_a_row_has_the_logged_values_of_its_run(runs, capsys):
 
 
 @pytest.mark.parametrize("tags, why", [
-    (["s_small"], "the runs have 1 size(s), but a law needs at least 3"),
-    (["s_small", "s_large"], "the runs have 2 size(s), but a law needs at least 3"),
+    (["s_small"], "the runs have 1 size, but a law needs at least 3"),
+    (["s_small", "s_large"], "the runs have 2 sizes, but a law needs at least 3"),
     (["s_small", "s_medium", "s_large", "other"], "s_small and other have different data or tokenizers")])
 def test_runs_without_a_sweep_get_a_table_but_no_laws(runs, tmp_path, tags, why, capsys):
     """Regression: laws were fitted to any two runs."""

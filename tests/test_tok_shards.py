@@ -176,7 +176,7 @@ def test_a_corrupt_input_fails_alone_and_broken_lines_are_reported(raw, tmp_path
         f.write(b"{truncated\n")
     assert run(raw, out, tokenizer) == 0
     output = capsys.readouterr().out
-    assert "web/0.jsonl: 1 broken line(s) skipped" in output and "line 31: not JSON" in output
+    assert "web/0.jsonl: 1 broken line skipped" in output and "line 31: not JSON" in output
     assert run(raw, out, tokenizer, "--strict") == 1
     assert "0.jsonl: line 31: not JSON" in capsys.readouterr().err
     assert not (out / "train/web/0.idx").exists() and not (out / "train/web/manifest.json").exists()

@@ -384,7 +384,7 @@ def test_a_full_disk_at_any_change_leaves_the_old_pair_or_no_half_of_a_new_one(t
     (ShardWriter, add([1], [2], [0]), "add up to 2"), (ShardWriter, add([1], [1], [0, 0]), "2 prefixes for 1 entries"),
     (ShardWriter, add([1], [2, -1], [0, 0]), "expected the same number"),
     (MegatronWriter, add([1], [1], [1]), "Megatron's format holds whole documents only"),
-    (MegatronWriter, lambda writer: writer.append([1], [1]), r"1 sequence\(s\) after the last document"),
+    (MegatronWriter, lambda writer: writer.append([1], [1]), "1 sequence after the last document"),
     (MegatronWriter, add([70_000], [1], [0]), "below 300")])
 def test_an_exception_or_bad_arrays_leave_no_file(tmp_path, kind, act, message):
     with pytest.raises((ValueError, ZeroDivisionError), match=message), kind(tmp_path / "a", vocab_size=300) as writer:

@@ -69,6 +69,7 @@ def test_the_plan_of_a_run_that_can_reach_its_end(workplace, capsys):
     code, out, _ = checked(capsys)
     assert code == 0 and "a new run" in out and "error" not in out
     assert "memory per GPU" not in out, "it runs on a CPU"
+    assert "default name" not in out and "runs/d1 (the default name): a new run" in checked(capsys, model_tag=None)[1]
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]
@@ -119,13 +120,16 @@ def test_text_is_an_estimate_and_never_an_error(workplace, capsys):
 
 
 @pytest.mark.parametrize("data_format", ["text", "shards"])
-def test_without_a_curriculum_training_warns_the_same_without_a_plan(workplace, capsys, monkeypatch, data_format):
+def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures(workplace, capsys, data_format):
     plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
              "long_docs": "crop", "num_iterations": 40}
     words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
-    validated = re.findall(words, checked(capsys, **plain)[1])
-    monkeypatch.setattr(plan_module, "make_plan", None)
+    out = checked(capsys, **plain)[1]
+    validated, tokens = re.findall(words, out), out.split("figures")[1].split()[5]
     outcome = training.succeed(**command(workplace, **plain))
+    if data_format == "text":  # the same estimate
+        assert f"data: about {tokens} tokens; " in outcome.out
+        assert [line.partition("warning: ")[2] in out for line in outcome.err.splitlines()] == [True] * 2, outcome.err
     assert re.findall(words, outcome.err) == validated and len(validated) == 2 and not (run_dir() / PLAN_NAME).exists()
     assert "reads its data" not in training.succeed(**command(workplace, **plain)).err, "only when it starts"
     few = {**plain, "num_iterations": 1, "long_docs": "split", "model_tag": "few"}

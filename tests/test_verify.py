@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat.common import counted
 from nanochat.run_dir import delete_checkpoint, keep_cursors, pack_cursors
 from scripts import verify
 from tests.test_checkpoint import files_of, reseal
@@ -116,7 +117,7 @@ def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, make, name
         assert sum(p.startswith(f"{folder}/{text}") for p in problems) == 1 or (block and "a.idx" in text), problems
     known = [any(p.startswith(f"{folder}/{text}") for text in expected) for p in problems]
     assert all(known) or (block and make is megatron_folder), problems
-    assert f"{len(problems)} problem(s)" in out
+    assert counted(len(problems), "problem") in out
 
 
 @given(windowed(), st.data())

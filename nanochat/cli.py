@@ -119,17 +119,20 @@ class Parser(argparse.ArgumentParser):
             words = self._words_of(path)
             for word in words:
                 refuse_secrets(word)
-            needed = [action for action in self._actions if action.required]
-            for action in needed:
-                action.required = False
+            required: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
+            required = [flags for flags in required if flags.required]
+            for flags in required:  # they may be on the command line
+                flags.required = False
             super().parse_known_args(words)
-            for action in needed:
-                action.required = True
+            for flags in required:
+                flags.required = True
             self.where = ""
             given = [*words, f"--config={path}", *given]
         if "--config" not in self._option_string_actions:  # added only now, so that a file cannot name another file
-            self.add_argument("--config", metavar="FILE", help="read flags from a .yaml, .toml or .json file, such as "
-                              "a run's config.json; flags on the command line take precedence")
+            takes_run = "of_run" in vars(self)  # `nanochat.config.add_flags` sets it
+            example = ", such as a run's config.json" * takes_run
+            self.add_argument("--config", metavar="FILE", help=f"read this command's flags from a .yaml, .toml or "
+                              f".json file{example}; flags on the command line take precedence")
         return given
 
     def _words_of(self, path: str) -> list[str]:

@@ -367,8 +367,8 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
         where = f"{list_path}: line {number}: {line}"
         place = next((place for place in counts if place[1] == name), None)  # in the first bucket with such a file
         if place is None or not (row == "*" or row.isdecimal()):
-            raise ValueError(f"{where}: expected FILE:ROW or FILE:*, where FILE is a training file such as "
-                             f"{next(iter(counts))[1]}")
+            raise ValueError(f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
+                             f"{next(iter(counts))[1]}, and DOC counts its documents from 0")
         if row == "*":
             listed[place] = None
             continue
@@ -477,7 +477,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
                                     f"--data-dir={root}`")
         if files[-1] != root / pinned:
             raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
-                             f"shard {pinned}; move files that are not from {name} elsewhere")
+                             f"shard {pinned}; move other files elsewhere")
     return [str(file) for file in files]
 
 

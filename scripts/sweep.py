@@ -1,5 +1,5 @@
 """
-Compare runs of many sizes: tables, power laws of size and data over compute, and pictures.
+Compare runs of many sizes: tables, power laws of size and data in compute, and plots.
 
     python -m scripts.sweep --prefix=miniseries_ --out=results
     python -m scripts.sweep d12 d16 d20 --out=results

@@ -258,7 +258,7 @@ READERS = [
         ("run", ("--document",)), ("run --text=''", ("--text: it is empty",)),
         ("run --document=shard_9.parquet:0", ("no file shard_9.parquet; its files are shard_0.parquet, shard_1",)),
         ("run --document=shard_0.parquet:96", ("shard_0.parquet has documents 0 to 95; name one",)),
-        ("run --document=shard_0.parquet", ("expected FILE:ROW",)),
+        ("run --document=shard_0.parquet", ("expected FILE:DOC",)),
         ("run --text='there is no such text'", ("occurs in no document of the run's files",)),
         ("--text=x --data-path=data", ("find: it needs the log and the saves of a run",)))),
 ]

@@ -492,7 +492,7 @@ def test_types_of_ids_have_megatrons_codes(code, name, size):
 
 
 def test_bad_data_is_one_sentence():
-    with pytest.raises(ValueError, match=r"p, split train: 5 samples from 2 sequences without a token"):
+    with pytest.raises(ValueError, match=r"p, split train: needs 5 samples, but its 2 sequences have no tokens"):
         make(Memory([0, 0]), 5)
     assert len(make(Memory([0, 0]))) == 0 and make(Memory([0, 0])).sample_index.tolist() == [[0, 0]]
     memory = Memory([4, 4, 4])

@@ -52,8 +52,8 @@ SHAPES = {  # the JSON of an item, by kind
     "language_modeling": {"context": TEXT, "continuation": TEXT},
 }
 TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
-FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or name "
-         "another with --eval-bundle DIR")
+FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
+         "another folder to this command: --eval-bundle=DIR")
 
 
 # ---- the bundle ----------------------------------------------------------------------------------

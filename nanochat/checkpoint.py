@@ -208,7 +208,8 @@ def read_seal(path: Path) -> dict[str, Any]:
     if hash_bytes(raw.replace(seal["checksum"].encode(), NO_CHECKSUM.encode())) != seal["checksum"]:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in it)")
     if seal.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this version reads {FORMAT_VERSION}")
+        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this code reads {FORMAT_VERSION}; use "
+                         f"the code that wrote it")
     for name, record in seal["files"].items():
         check_shape(record, {"bytes": int, "blake2b": str}, f"{file}: the checksum of {name!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -335,7 +336,7 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     matches = [path for path in checkpoints if whole or selector in (path.name, f"{step_of(path):.0f}")]
     if not matches:
         which = "" if whole else f" {selector!r}, expected a step, final, or nothing for the newest"
-        raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; there are: "
+        raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; existing checkpoints: "
                                 f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}")
     return first_good(matches) or load_checkpoint(matches[0])  # raises the reason for the newest
 

@@ -1,7 +1,7 @@
 """
 The command line of every script: flags, settings, flags from a file, and how a command begins and ends.
 
-    Parser               argparse with whole flags only, defaults in --help, and errors of one line
+    Parser               argparse without abbreviations, with defaults in --help and errors of one line
     --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
     setting(...)         a field of a dataclass of settings, from which nanochat/config.py makes a flag
     read_yaml(path)      a small YAML file from an untrusted author: plain values only
@@ -107,7 +107,7 @@ class Parser(argparse.ArgumentParser):
             del namespace.config
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
-                       f"to read its flags")
+                       f"to read a run's flags")
         return namespace, rest
 
     def _with_file(self, given: list[str]) -> list[str]:

@@ -165,8 +165,8 @@ class DataSettings:
         128, "number of pending short documents per lane, from which bestfit fills rows", fixed=STREAM)
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
-        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, for which the "
-        "data suffices", auto=True, least=1, fixed="decides each lane's share of the data")
+        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
+        "data can feed", auto=True, least=1, fixed="decides each lane's share of the data")
     leaves: int = setting(
         -1, "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
@@ -288,7 +288,7 @@ class LongRunSettings:
     collective_timeout_seconds: float = setting(600.0, "end the run if a rank hangs for this long", above=0)
     init_from: str | None = setting(
         None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
-    init_optimizer: bool = setting(False, "with --init-from: also load its optimizer state", fixed=ORIGIN)
+    init_optimizer: bool = setting(False, "with --init-from: also load that run's optimizer state", fixed=ORIGIN)
     init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or where that "
                              "checkpoint stopped reading", choices=("fresh", "continue"), fixed=ORIGIN)
     skip_steps: int = setting(0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)

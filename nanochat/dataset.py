@@ -15,7 +15,7 @@ The place of a file decides whether it is used for training or validation, and i
 Hidden files are never data. All of these paths may be in object storage.
 
 **Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
-its size, a hash of its footer, the rows of its groups and, for an object, its ETag. If a file has changed or vanished,
+its size, a hash of its footer, the sizes of its groups and, for an object, its ETag. If a file has changed or vanished,
 an error names it. Files that arrive later are not in the manifest, so the stream ignores them. Hashing whole files at
 each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk, so
 a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
@@ -176,7 +176,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
 def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
     """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders form
-    the bucket BUCKET, with `merge`, all files do."""
+    the bucket BUCKET; with `merge`, all files do."""
     folder, prefixes = data_folder(path), not path.exists()
     buckets: dict[str, list[Path]] = {}
     for file in find_files(path, data_format):
@@ -208,7 +208,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     if shared:
         if val_path is not None or has_train:
             raise ValueError(f"--val-fraction: the data already has validation files "
-                             f"({root / 'val' if val_path is None else val_path}); use only one of the two")
+                             f"({root / 'val' if val_path is None else val_path}); remove one of the two")
         files = find_buckets(root, data_format, merge=not by_bucket)
         return {"train": files, "val": files}
     if known_dataset(root):
@@ -255,7 +255,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     """Lines about which files are for validation and for training, and a warning if the split looks accidental.
 
         validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
-        training: 7 files, 7,168 documents; about 9,400,000 tokens; this run reads 18,800,000, about 2.0 passes
+        training: 7 files, 7,168 documents; about 9,400,000 tokens; this run trains on 18,800,000
 
     `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file is
     for validation by default, which suits shuffled shards but is a surprise in a folder of a few different files.
@@ -457,7 +457,8 @@ def known_dataset(data_dir: Path | str) -> str | None:
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
     name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
-        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}")
+        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}; "
+                         f"delete the file")
     return name
 
 
@@ -468,7 +469,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     root = as_path(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
-        raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")
+        raise FileNotFoundError(f"{root}: no .parquet file below it; name another folder")
     if name := known_dataset(root):
         pinned = index_to_filename(DATASETS[name].last_shard)
         if root / pinned not in files:

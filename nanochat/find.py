@@ -40,7 +40,7 @@ class Document(NamedTuple):
 
     bucket: str
     name: str  # FILE:DOC
-    number: int  # ROW
+    number: int  # DOC
     group: int
     row: int
 
@@ -90,8 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. After an epoch whose lane has not read it yet, the next epoch follows
-        only if its own lane has."""
+        """The uses of a document, epoch by epoch. Ends before the second of two consecutive epochs whose lanes have not
+        read it yet."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return

@@ -350,8 +350,8 @@ class Binned(BestFit):
         """ValueError for an entry that is longer than a row."""
         T = self.capacity - 2
         if length > T + 1:
-            raise ValueError(f"an entry has {length:,} tokens, but a row of the binned layout holds only {T + 1:,}; "
-                             f"make the shards with --max-length {T}, or use --packing bestfit")
+            raise ValueError(f"a stored document has {length:,} tokens, but a row of the binned layout holds only "
+                             f"{T + 1:,}; make the shards with --max-length {T}, or use --packing bestfit")
         super().push(key, length, start, place)
 
     def next_row(self) -> list[Placement]:

@@ -394,7 +394,7 @@ class RustBPETokenizer(Tokenizer):
         if the name is unknown, OSError if the download fails."""
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
-            raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {known}")
+            raise ValueError(f"tokenizer {tiktoken_name!r}: unknown; tiktoken has {known}")
         try:
             encoding = tiktoken.get_encoding(tiktoken_name)
         except OSError as e:

@@ -221,7 +221,7 @@ READERS = [
           ({"max_seq_len": None}, "max_seq_len: expected a whole number"))),
     ("compare_runs run nosuch", {}, ("no run 'nosuch'",)),
     ("compare_runs run nosuch@4", {}, ("no run 'nosuch'",)),
-    ("compare_runs run@5 run@4", {}, ("no checkpoint '5'", "there are: final, checkpoint-6")),
+    ("compare_runs run@5 run@4", {}, ("no checkpoint '5'", "existing checkpoints: final, checkpoint-6")),
     ("compare_runs run empty", {"empty/config.json": partial(shutil.copy, CONFIG)},
      ("nothing to compare", "checkpoints: none")),
     ("average run --last=5", {}, ("good checkpoints for 4 step(s) (8, 6, 4, 2); pass a smaller number",)),

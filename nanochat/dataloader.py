@@ -10,9 +10,9 @@ micro-batches as the longest leaf needs. Dead rows, whose targets are all off, f
     V = 6 lanes of one row, K = 4, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
 One thread per rank packs, copies and hashes rows ahead of the trainer, while the stream's pool tokenizes. Host buffers
-are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after a CUDA event reports that its
-copy is done. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched
-rows that were not used.
+are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after a CUDA event reports that its copy
+is done. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched rows
+that were not used.
 
 Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared memory, state
 and a shutdown of their own.

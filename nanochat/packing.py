@@ -9,7 +9,7 @@ documents of any step.
 
     bestfit    # a a a a a # b      the oldest first, then the document (or pair) that fills the row exactly
       crop     # c c c c c c c      bestfit drops the tail of a cut document, or
-      split    # c c c c c c c      packs it again: BOS, the last tokens before it (targets off), the tail
+      split    # c c c c c c c      packs it later: BOS, the last tokens before it (targets off), the tail
                # c c c ...
     concat     # a a a a a # b      one stream of tokens; the next row starts with the last token of this one
                b # c c c c c c
@@ -169,7 +169,7 @@ class Packer:
 
 
 class BestFit(Packer):
-    """Rows that start with BOS and are always full. The tail of a cut document is packed again if `split`; otherwise
+    """Rows that start with BOS and are always full. The tail of a cut document is packed later if `split`; otherwise
     it is dropped."""
 
     own_bos = True

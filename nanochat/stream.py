@@ -1,8 +1,8 @@
 """
 The stream: which tokens are in row k of lane l.
 
-**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. The
-world size, rank, batch size, number of threads and restarts have no effect on it.
+**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World
+size, rank, batch size, number of threads and restarts have no effect on it.
 
     step s: R = nV rows;   lane 0's rows sn .. sn+n-1,  lane 1's rows sn .. sn+n-1,  ...
     rank r of W:           the rows of lanes floor(rV/W) .. floor((r+1)V/W) - 1

@@ -141,7 +141,7 @@ def copy(url: str, part: Path, token: str = "") -> None:
         if attempt < ATTEMPTS:
             log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
             time.sleep(pause)
-    raise OSError(f"gave up after {ATTEMPTS} attempts; in the last one: {problem}")
+    raise OSError(f"gave up after {ATTEMPTS} attempts; the last: {problem}")
 
 
 def check_url(given_by: str, url: str) -> None:

@@ -84,6 +84,7 @@ class Parser(argparse.ArgumentParser):
 
     instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects the flags from a run's config.json
+    example = ""  # of a file for --config, in --help
     where = ""  # beginning of every error
 
     def __init__(self, **kwargs: Any):
@@ -129,10 +130,8 @@ class Parser(argparse.ArgumentParser):
             self.where = ""
             given = [*words, f"--config={path}", *given]
         if "--config" not in self._option_string_actions:  # added only now, so that a file cannot name another file
-            takes_run = "of_run" in vars(self)  # `nanochat.config.add_flags` sets it
-            example = ", such as a run's config.json" * takes_run
             self.add_argument("--config", metavar="FILE", help=f"read this command's flags from a .yaml, .toml or "
-                              f".json file{example}; flags on the command line take precedence")
+                              f".json file{self.example}; flags on the command line take precedence")
         return given
 
     def _words_of(self, path: str) -> list[str]:

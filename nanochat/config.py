@@ -434,6 +434,7 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
     """Add the flags of all settings except `without` to a parser, in their groups. Without `listed`, --help omits
     them."""
     parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
+    parser.example = ", such as a run's config.json" * listed
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):

@@ -301,7 +301,7 @@ def test_tok_train_reuses_the_tokenizer_of_the_same_arguments_and_files(data_dir
     run_train(data_dir, "--force")
     assert "reused" not in capsys.readouterr().out
     (base_dir / "tokenizer" / "ranks.tiktoken").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"tokenizer\.json or ranks\.tiktoken is damaged .*train again with python -m scripts\.tok_train"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json or ranks\.tiktoken is damaged .*scripts\.tok_train --force"):
         run_train(data_dir)
     run_train(data_dir, "--force")
     assert get_tokenizer().get_vocab_size() == 600

@@ -8,15 +8,15 @@ Checkpoints: written so that a crash at any instant leaves a good one, read so t
       model/config.json               builds the module
       optimizer.bin  scheduler.bin  rng/rank_0.pkl
 
-**The seal.** A checkpoint counts only if its seal is valid. The seal holds a BLAKE2b checksum of each file, and one of
-its own bytes, computed with zeros in place of that checksum:
+**The seal.** A checkpoint counts only if its seal is valid. The seal holds a BLAKE2b checksum of each file and one of
+itself, computed with zeros in place of that checksum:
 
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one rename gives the
 checkpoint its name. A good checkpoint of the same step is kept, because the law of the stream makes both equal; a
 corrupt one is replaced. If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was
-saved at. So the newest good checkpoint exists at every instant.
+saved at. So a good checkpoint exists at every instant.
 
 **Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose every byte matches
 its checksum. States hold only tensors and plain values, and are loaded with `weights_only=True`: nothing is executed.
@@ -35,7 +35,8 @@ except the newest two. For `keep_last_k` = 2 and `keep_milestone_every` = 400, j
     checkpoint-  100   200   300   400   500   600   700   800(corrupt)   final
                   x     x     x     M     x     L     L     ?              F
 
-Files of other programs, and checkpoints newer than the one just written, are never touched."""
+x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`. Files of other programs, `final`, and checkpoints
+that are corrupt or newer than the one just written are never touched."""
 
 import contextlib
 import errno
@@ -84,7 +85,7 @@ MAX_ERRORS = 3  # failed saves in a row that end the run
 def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A contiguous copy of tensors in host memory, which later steps do not change."""
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        # from a GPU into pinned memory, which takes the full speed of the bus
+        # from a GPU into pinned memory, at the full speed of the bus
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         return host.copy_(tensor.detach(), non_blocking=True)
 
@@ -105,7 +106,7 @@ def save_plain(state: Any, name: str) -> bytes:
     data.seek(0)
     if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(data):
         raise TypeError(f"{name}: a checkpoint holds tensors and plain values, got {', '.join(kinds)}")
-    return data.getvalue()  # no copy; a view would outlive its buffer in the collector, where Python 3.12 crashes
+    return data.getvalue()  # no copy; a getbuffer() view can crash Python 3.12's garbage collector
 
 
 def load_plain(file: Path) -> Any:
@@ -207,7 +208,8 @@ def read_seal(path: Path) -> dict[str, Any]:
     if hash_bytes(raw.replace(seal["checksum"].encode(), NO_CHECKSUM.encode())) != seal["checksum"]:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in it)")
     if seal.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this version reads {FORMAT_VERSION}")
+        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this code reads {FORMAT_VERSION}; use "
+                         f"the code that wrote it")
     for name, record in seal["files"].items():
         check_shape(record, {"bytes": int, "blake2b": str}, f"{file}: the checksum of {name!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -334,7 +336,7 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     matches = [path for path in checkpoints if whole or selector in (path.name, f"{step_of(path):.0f}")]
     if not matches:
         which = "" if whole else f" {selector!r}, expected a step, final, or nothing for the newest"
-        raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; there are: "
+        raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; existing checkpoints: "
                                 f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}")
     return first_good(matches) or load_checkpoint(matches[0])  # raises the reason for the newest
 

@@ -1,7 +1,7 @@
 """
 The command line of every script: flags, settings, flags from a file, and how a command begins and ends.
 
-    Parser               argparse with whole flags only, defaults in --help, and errors of one line
+    Parser               argparse without abbreviations, with defaults in --help and errors of one line
     --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
     setting(...)         a field of a dataclass of settings, from which nanochat/config.py makes a flag
     read_yaml(path)      a small YAML file from an untrusted author: plain values only
@@ -84,6 +84,7 @@ class Parser(argparse.ArgumentParser):
 
     instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects the flags from a run's config.json
+    example = ""  # of a file for --config, in --help
     where = ""  # beginning of every error
 
     def __init__(self, **kwargs: Any):
@@ -107,7 +108,7 @@ class Parser(argparse.ArgumentParser):
             del namespace.config
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
-                       f"to read its flags")
+                       f"to read a run's flags")
         return namespace, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
@@ -119,17 +120,18 @@ class Parser(argparse.ArgumentParser):
             words = self._words_of(path)
             for word in words:
                 refuse_secrets(word)
-            needed = [action for action in self._actions if action.required]
-            for action in needed:
-                action.required = False
+            required: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
+            required = [flags for flags in required if flags.required]
+            for flags in required:  # they may be on the command line
+                flags.required = False
             super().parse_known_args(words)
-            for action in needed:
-                action.required = True
+            for flags in required:
+                flags.required = True
             self.where = ""
             given = [*words, f"--config={path}", *given]
         if "--config" not in self._option_string_actions:  # added only now, so that a file cannot name another file
-            self.add_argument("--config", metavar="FILE", help="read flags from a .yaml, .toml or .json file, such as "
-                              "a run's config.json; flags on the command line take precedence")
+            self.add_argument("--config", metavar="FILE", help=f"read this command's flags from a .yaml, .toml or "
+                              f".json file{self.example}; flags on the command line take precedence")
         return given
 
     def _words_of(self, path: str) -> list[str]:

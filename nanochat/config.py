@@ -72,7 +72,9 @@ class RunSettings:
     log_to: str = setting(
         "wandb", "where to plot the logged values: wandb (if --run names a run), tensorboard, trackio, or several of "
         "them separated by commas")
-    model_tag: str | None = setting(None, "name of the run directory (default: d<depth>)")
+    model_tag: str | None = setting(
+        None, "name of the run: its folder is <base dir>/runs/NAME, where <base dir> is $NANOCHAT_BASE_DIR or "
+        "~/.cache/nanochat (default: d<depth>)", metavar="NAME")
     resume: str = setting(
         "auto", "checkpoint to start from: auto (the run's newest good one, if any) | scratch (none) | path of a "
         "checkpoint | RUN@STEP")
@@ -80,8 +82,8 @@ class RunSettings:
     device_type: str = setting("", "cuda | mps | cpu (default: the best available)",
                                note=ROUNDING + "devices round differently")
     dtype: str = setting(
-        "auto", "type of activations, embeddings and Muon's products: auto | bfloat16 | float32 (without TF32)",
-        auto=True, fixed="decides the type of activations, embeddings and Muon's products")
+        "auto", "type of activations, embeddings and Muon's matmuls: auto | bfloat16 | float32 (without TF32)",
+        auto=True, fixed="decides the type of activations, embeddings and Muon's matmuls")
     fp8: bool = setting(
         False, "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher", fixed=STEP)
     attention_kernel: str = setting(
@@ -113,7 +115,7 @@ class ModelSettings:
     max_seq_len: int = setting(
         2048, "T: number of tokens that a row trains on", fixed="decides the length of a row", least=1, most=10**8)
     attention_mode: str = setting(
-        "causal", "attention kernel; all but causal confine attention to one document", choices=tuple(MODES),
+        "causal", "how attention is masked; all but causal confine it to one document", choices=tuple(MODES),
         fixed="decides which tokens a token attends to")
     window_pattern: str = setting(
         "SSSL", "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
@@ -147,24 +149,25 @@ class DataSettings:
         None, "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
         metavar="DIR")
     without_documents: str | None = setting(
-        None, "file of documents to exclude from the loss, one FILE:ROW per line (FILE:* for a whole file); their "
-        "tokens stay in the rows", metavar="LIST", fixed=TARGETS, of_order="lanes")
+        None, "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
+        "from 0); their tokens stay in the rows", metavar="LIST", fixed=TARGETS, of_order="lanes")
     packing: str = setting(
         "bestfit", "how documents are packed into rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
     pack: bool = setting(
-        True, "pack several entries into a row (default: on); --no-pack puts one into each, and needs --packing=binned",
+        True, "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
+        "--packing=binned",
         fixed=STREAM, of_order="lanes")
     long_docs: str = setting(
         "crop", "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
         "on it in a later row", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
     overlap: int = setting(
-        64, "with --long-docs=split: number of tokens repeated as context before the rest of a document", fixed=STREAM)
+        64, "with --long-docs=split: number of tokens repeated as context before the tail of a document", fixed=STREAM)
     buffer_size: int = setting(
         128, "number of pending short documents per lane, from which bestfit fills rows", fixed=STREAM)
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
-        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, for which the "
-        "data suffices", auto=True, least=1, fixed="decides each lane's share of the data")
+        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
+        "data can feed", auto=True, least=1, fixed="decides each lane's share of the data")
     leaves: int = setting(
         -1, "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
@@ -219,7 +222,7 @@ class HorizonSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """optimization (learning rates are given for the reference depth and batch size, and scaled from there)"""
+    """optimization (rates are scaled from batches of 2^19 tokens; embeddings and head also from width 768)"""
 
     activation_checkpointing: bool = setting(
         False, "recompute each layer in the backward pass: slower, but needs far less memory",
@@ -286,9 +289,9 @@ class LongRunSettings:
     collective_timeout_seconds: float = setting(600.0, "end the run if a rank hangs for this long", above=0)
     init_from: str | None = setting(
         None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
-    init_optimizer: bool = setting(False, "with --init-from: also load its optimizer state", fixed=ORIGIN)
-    init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or continue where its "
-                             "checkpoint was saved", choices=("fresh", "continue"), fixed=ORIGIN)
+    init_optimizer: bool = setting(False, "with --init-from: also load that run's optimizer state", fixed=ORIGIN)
+    init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or where that "
+                             "checkpoint stopped reading", choices=("fresh", "continue"), fixed=ORIGIN)
     skip_steps: int = setting(0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)
 
 
@@ -432,6 +435,7 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
     """Add the flags of all settings except `without` to a parser, in their groups. Without `listed`, --help omits
     them."""
     parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
+    parser.example = ", such as a run's config.json" * listed
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):

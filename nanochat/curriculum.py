@@ -227,7 +227,7 @@ class Mixer:
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
-        """The bucket of a lane's row, given the buckets the lane has dropped; None if these are all of the phase's."""
+        """The bucket of a lane's row, given the buckets that the lane has dropped; None if the phase has no other."""
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
         return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]

@@ -7,12 +7,12 @@ A rank owns a block of lanes. Its rows of a step are divided into **leaves** (bl
 in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never cross a leaf. Every leaf has as many
 micro-batches as the longest leaf needs. Dead rows, whose targets are all off, fill the gaps, so shapes never change:
 
-    V = 6 lanes, n = 1, K = 4 leaves, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
+    V = 6 lanes of one row, K = 4, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
-One thread per rank packs, copies and digests rows ahead of the trainer, while the stream's pool tokenizes. Host buffers
-are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after the event recorded after its copy
-has completed. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched
-rows that were not used.
+One thread per rank packs, copies and hashes rows ahead of the trainer, while the stream's pool tokenizes. Host buffers
+are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after a CUDA event reports that its copy
+is done. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched rows
+that were not used.
 
 Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared memory, state
 and a shutdown of their own.
@@ -115,7 +115,7 @@ class StepLayout:
         return self.rows_per_step // self.V
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
-        """The numbers, counted over all ranks, of the rows in a micro-batch of one of this rank's leaves."""
+        """The indices, counted over all ranks, of the rows in a micro-batch of one of this rank's leaves."""
         n, B, lanes = self.rows_per_lane, self.device_batch_size, self.leaves[leaf]
         first, stop = lanes.start * n + micro_batch * B, lanes.stop * n
         return range(min(first, stop), min(first + B, stop))
@@ -271,8 +271,8 @@ class DataLoader:
         return self._first
 
     def next_digest(self, wait_s: float = math.inf) -> int | None:
-        """This rank's part of the next step's digest. Call it between steps. None if the step has no rows on this rank,
-        or if they are not packed within `wait_s`."""
+        """This rank's part of the next step's digest. Call it between steps. None if its rows are not packed
+        within `wait_s`, or if packing them raised an error, which `next` will raise."""
         filled = self._peek(wait_s)
         return None if filled is None or isinstance(filled, BaseException) else filled[1]
 
@@ -316,11 +316,11 @@ def validation_config(source: Source, T: int) -> StreamConfig:
 def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_batch_size: int, num_tokens: int,
                       device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
                       num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same number from each lane (at
-    least one; fewer if the data ends).
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows: at least one
+    from each lane, and the same number from all lanes whose data does not end.
 
-    The rows of a batch belong to one leaf (of the run's `num_leaves`, or of V if that is fewer), so batches are the
-    same for every W that divides the leaves. A rank beyond V has no batches.
+    The rows of a batch belong to one leaf (there are `num_leaves`, but at most V), so batches are the same for
+    every W that divides the number of leaves. A rank beyond V has no batches.
     """
     config, B = validation_config(source, T), device_batch_size
     if rank >= config.V:
@@ -381,9 +381,9 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
     if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
-        raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so these loaders did not write it. "
-                         f"nanochat's own state names a row group, not the next row, and this loader reads documents "
-                         f"in a different order: start without resume_state_dict")
+        raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so another loader wrote it. The "
+                         f"original nanochat's state names a row group, not the next row, and this loader reads "
+                         f"documents in a different order: start without resume_state_dict")
     if (state["rank"], state["world_size"]) != (rank, world_size):
         raise ValueError(f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
                          f"is rank {rank} of {world_size}. Use nanochat.dataloader.DataLoader, which resumes on any "

@@ -15,7 +15,7 @@ The place of a file decides whether it is used for training or validation, and i
 Hidden files are never data. All of these paths may be in object storage.
 
 **Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
-its size, a hash of its footer, the rows of its groups and, for an object, its ETag. If a file has changed or vanished,
+its size, a hash of its footer, the sizes of its groups and, for an object, its ETag. If a file has changed or vanished,
 an error names it. Files that arrive later are not in the manifest, so the stream ignores them. Hashing whole files at
 each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk, so
 a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
@@ -180,7 +180,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
 def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
     """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders form
-    the bucket BUCKET, with `merge`, all files do."""
+    the bucket BUCKET; with `merge`, all files do."""
     folder, prefixes = data_folder(path), not path.exists()
     buckets: dict[str, list[Path]] = {}
     for file in find_files(path, data_format):
@@ -212,7 +212,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     if shared:
         if val_path is not None or has_train:
             raise ValueError(f"--val-fraction: the data already has validation files "
-                             f"({root / 'val' if val_path is None else val_path}); use only one of the two")
+                             f"({root / 'val' if val_path is None else val_path}); remove one of the two")
         files = find_buckets(root, data_format, merge=not by_bucket)
         return {"train": files, "val": files}
     if known_dataset(root):
@@ -373,8 +373,8 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
         where = f"{list_path}: line {number}: {line}"
         place = next((place for place in counts if place[1] == name), None)  # in the first bucket with such a file
         if place is None or not (row == "*" or row.isdecimal()):
-            raise ValueError(f"{where}: expected FILE:ROW or FILE:*, where FILE is a training file such as "
-                             f"{next(iter(counts))[1]}")
+            raise ValueError(f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
+                             f"{next(iter(counts))[1]}, and DOC counts its documents from 0")
         if row == "*":
             listed[place] = None
             continue
@@ -463,7 +463,8 @@ def known_dataset(data_dir: Path | str) -> str | None:
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
     name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
-        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}")
+        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}; "
+                         f"delete the file")
     return name
 
 
@@ -474,7 +475,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     root = as_path(data_dir) if data_dir is not None else default_data_dir()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
-        raise FileNotFoundError(f"{root}: no .parquet file below it; is this the right folder?")
+        raise FileNotFoundError(f"{root}: no .parquet file below it; name another folder")
     if name := known_dataset(root):
         pinned = index_to_filename(DATASETS[name].last_shard)
         if root / pinned not in files:
@@ -483,7 +484,7 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
                                     f"--data-dir={root}`")
         if files[-1] != root / pinned:
             raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
-                             f"shard {pinned}; move files that are not from {name} elsewhere")
+                             f"shard {pinned}; move other files elsewhere")
     return [str(file) for file in files]
 
 

@@ -82,7 +82,8 @@ class Engine:
         """
         room = self.model.config.sequence_len - len(tokens)
         if not tokens or num_samples < 1:
-            raise ValueError(f"generate: got {len(tokens)} prompt tokens, num_samples={num_samples}, expected >= 1")
+            raise ValueError(f"generate: got {len(tokens)} prompt tokens, num_samples={num_samples}, expected both "
+                             f"to be at least 1")
         if max_tokens is None and room < 1:
             raise ValueError(f"generate: a prompt of {len(tokens):,} tokens fills sequence_len; pass max_tokens")
         max_tokens = room if max_tokens is None else max_tokens

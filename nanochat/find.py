@@ -12,7 +12,7 @@ The cost does not depend on the length of the run, and training need not record 
 In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list
 the documents of each sample.
 
-A document has the name FILE:ROW, where ROW is its number, from 0, among the documents that are read from the file. In
+A document has the name FILE:DOC, where DOC is its number, from 0, among the documents that are read from the file. In
 pretokenized files, each entry is a document.
 """
 
@@ -39,8 +39,8 @@ class Document(NamedTuple):
     """One document of a source. `group` is counted over all files of the source, `row` within the group."""
 
     bucket: str
-    name: str  # FILE:ROW
-    number: int  # ROW
+    name: str  # FILE:DOC
+    number: int  # DOC
     group: int
     row: int
 
@@ -90,8 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. After an epoch whose lane has not read it yet, the next epoch follows
-        only if its own lane has."""
+        """The uses of a document, epoch by epoch. Ends before the second of two consecutive epochs whose lanes have not
+        read it yet."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
@@ -176,8 +176,8 @@ def uses_of(row: Row, key: tuple[int, int, int], step: int, number: int, config:
     """The uses of a document in a row."""
     for placed, start, length, _ in row.placed:
         if placed == key:
-            rest = start > 0 and config.layout == "bestfit"  # a rest, which begins with a BOS of its own
-            yield Use(key[0], step, number, row.lane, start, start + length - rest)
+            tail = start > 0 and config.layout == "bestfit"  # a tail begins with a BOS of its own
+            yield Use(key[0], step, number, row.lane, start, start + length - tail)
 
 
 def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
@@ -198,12 +198,12 @@ def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
-    """(split, the document FILE:ROW) in {split: {bucket: source}}. ValueError if the file or row does not exist. If
+    """(split, the document FILE:DOC) in {split: {bucket: source}}. ValueError if either does not exist. If
     several splits share a file, a document that is not whole in any of them has group -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
-        raise ValueError(f"{name}: expected FILE:ROW, for example web/0007.parquet:41; FILE is relative to the data "
-                         f"path, and ROW is the number of the document in it, from 0")
+        raise ValueError(f"{name}: expected FILE:DOC, for example web/0007.parquet:41; FILE is relative to the data "
+                         f"path, and DOC is the number of the document in it, from 0")
     row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
     for split, sources in data.items():
         for bucket, source in sources.items():

@@ -7,8 +7,8 @@ FP8: a model's matrix products in eight bits, for GPUs that compute them twice a
 
 Each tensor has one scale, which maps its largest magnitude to the largest number of its dtype (tensorwise scaling). A
 scale depends only on the tensors of one micro-batch, and a maximum is the same in any order, so a step has the same
-bits for every number of ranks that divides the number of leaves. Master weights, sums and the optimizer stay the same,
-as do evaluation and generation, which need no gradients. Only runs with --fp8 import this module.
+bits for every number of ranks that divides the number of leaves. Master weights, sums and the optimizer are unchanged,
+as are evaluation and generation, which need no gradients. Only runs with --fp8 import this module.
 """
 
 from typing import Any

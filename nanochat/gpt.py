@@ -154,7 +154,7 @@ def _(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
 
 class _LookUp(torch.autograd.Function):
     """An embedding that keeps the eager backward pass in compiled code. Inductor's own backward pass adds with atomics,
-    in any order; if that is forbidden, it sorts separately for each embedding."""
+    in any order."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
@@ -449,8 +449,8 @@ class GPT(nn.Module):
             layers += size * matrices  # cast copies of the matrices
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
-        # float32 sums in the backward pass: attention's dq, in as many copies as there are thread blocks per head; and
-        # one embedding's gradient, for segments of ten tokens and for the ids
+        # float32 sums in the backward pass: attention's dq, one copy per thread block of a head; and one embedding's
+        # gradient, one sum per ten tokens and one per id
         splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
         dq = 4 * tokens * config.n_embd * splits
         sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))

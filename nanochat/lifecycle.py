@@ -9,10 +9,10 @@ Why a run stops, which launch owns it, and where it stands.
     RUN/.owner.json            names the launch that owns the run; that launch holds a lock on this file
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0
 
-**Stopping.** Each process enters one `StopWatch` before anything slow. A signal never interrupts, because a handler
-that raises would leave a collective unfinished on one rank: the handler only records the signal. The reason to stop
-is part of a sum that all ranks compute anyway, so one rank's signal stops all of them after the same step (for
-torchrun see docs/clusters.md). A run stops because of its walltime when the next check would come too late to save:
+**Stopping.** Each process enters one `StopWatch` before anything slow. The signal handler never raises, because
+that would leave a collective unfinished on one rank: it only records the signal. The reason to stop is part of a sum
+that all ranks compute anyway, so one rank's signal stops all of them after the same step (for torchrun see
+docs/clusters.md). A run stops because of its walltime when the next check would come too late to save:
 
     started                                     check       next check     deadline
     |---------------------------------------------|--step, work--|--reserve--|
@@ -21,7 +21,7 @@ Each check allows for a step as slow as the slowest recent one and, for each kin
 evaluation, samples, the copy for a save), for the slowest of this launch.
 
 **One owner.** Two launches that write the same run would mix two histories. So a launch takes the operating system's
-lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a stopped process keeps
+lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a suspended process keeps
 it. The record proves that no other launch has owned the run since this one inspected it:
 
     A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
@@ -83,8 +83,8 @@ LOCK_TRIES, LOCK_TRY_S = 10, 0.1  # an inspection holds a shared lock for a mome
 
 def slurm_end(env: Mapping[str, str]) -> str:
     """When this process's SLURM job ends, as unix seconds in text; empty outside a job and when the end is unknown.
-    SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Only rank 0 asks, to spare the
-    controller; when it stops, all ranks stop."""
+    SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Only rank 0 asks squeue, to
+    spare the controller; when rank 0 stops, all ranks stop."""
     end = env.get(SLURM_END, "")
     if end or not env.get("SLURM_JOB_ID") or env.get("RANK", "0") != "0":
         return end
@@ -175,7 +175,7 @@ class StopWatch:
     def _on_signal(self, number: int, frame: object) -> None:
         """The handler: no locks, no buffered output, no exception."""
         if not self._signals and os.environ.get("RANK", "0") == "0":  # one rank reports it
-            hint = ("; wait one second and press Ctrl-C again to exit immediately without saving"
+            hint = ("; to exit without saving, press Ctrl-C again after one second"
                     if number == signal.SIGINT else "")
             os.write(2, f"\n{signal.Signals(number).name}: finishing the step, then saving{hint}\n".encode())
         if number == signal.SIGINT:
@@ -289,7 +289,7 @@ class Owner:
 
     def lost(self) -> str:
         """'' while this launch owns the run, otherwise the error to exit with."""
-        try:  # by opening the file, which makes network file systems check their caches
+        try:  # opening the file makes network file systems check their caches
             with open_regular(self.run_dir / OWNER_NAME, os.O_RDONLY) as current:
                 if os.path.sameopenfile(current.fileno(), self._file.fileno()) and current.read() == self._record:
                     return ""
@@ -341,7 +341,7 @@ def check_free(run_dir: Path) -> bytes:
     except ValueError:
         who = f"{run_dir / OWNER_NAME} does not name it"
     raise ValueError(f"{run_dir}: another launch owns this run: {who}; end it with python -m scripts.stop "
-                     f"{run_dir.name} (--force if it is stopped or hangs), or name another run with --model-tag")
+                     f"{run_dir.name} (--force if it is suspended or hangs), or name another run with --model-tag")
 
 
 def claim(run_dir: Path, before: bytes) -> Owner:
@@ -386,7 +386,7 @@ NUMBER = int | float | None
 NEWS = {  # the values that a training run reports, and their shapes
     "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
     "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None,
-    "skipped": int | None | object, "val_step": int | None | object}  # object: older versions did not report it
+    "skipped": int | None | object, "val_step": int | None | object}  # object: may be missing (older versions)
 STATE = {**NEWS, "format_version": int, "world_size": int, "ranks": [PROCESS],
          "started": float, "heartbeat": float}
 LARGEST, LATEST = 1e18, 1e11  # limits of a number, and of a time in unix seconds (the year 5138)

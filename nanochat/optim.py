@@ -4,8 +4,8 @@ MuonAdamW: Muon for matrices and AdamW for everything else, in one class for any
 **Muon** replaces the momentum of a matrix with the nearest semi-orthogonal matrix (all singular values become 1), so
 every direction is learned at the same speed. The steps are Nesterov momentum -> row equilibration -> Polar Express ->
 renormalization -> per-neuron variance reduction -> update with cautious weight decay. Row equilibration (every row gets
-the mean row norm, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) stay
-because nanochat's learning rates were tuned with them.
+the RMS of the row norms, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545)
+stay because nanochat's learning rates were tuned with them.
 
 **Sharding** (ZeRO, arXiv 1910.02054; reduce.py has a diagram). Flattened tensors are laid out in messages of W equal
 chunks. Rank r owns chunk r of every message: only rank r keeps its optimizer state and computes its update. A large
@@ -37,8 +37,8 @@ own grains into a table, the tables are added exactly (x + 0), and the entries o
 
 State and arithmetic are float32, except that a model that computes in bfloat16 runs `polar_express` in bfloat16.
 bfloat16 parameters are rounded when they are written back. For a bfloat16 embedding, float32 state costs 8 bytes per
-element instead of 4, divided by W, but bfloat16 would often leave exp_avg_sq unchanged: its relative change per step,
-1 - beta2, is often below bfloat16's resolution of 2**-8.
+element instead of 4, divided by W, but bfloat16 would often leave exp_avg_sq unchanged: its relative change per step
+is often below bfloat16's resolution of 2**-8.
 """
 
 import contextlib

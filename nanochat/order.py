@@ -66,7 +66,7 @@ class StreamConfig:
         if self.layout not in LAYOUTS:
             raise ValueError(f"--packing: got {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
         if not self.pack and self.layout != "binned":
-            raise ValueError(f"--no-pack: got it with --packing {self.layout}, expected --packing binned")
+            raise ValueError(f"--no-pack: needs --packing binned, got --packing {self.layout}")
         if self.long_docs not in ("crop", "split"):
             raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
         if self.layout == "bestfit" and self.long_docs == "split" and not 0 <= self.overlap <= self.T - 2:

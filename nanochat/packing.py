@@ -2,14 +2,14 @@
 Packers: from document lengths to rows, without a token in sight.
 
 A packer takes documents as (key, length) and returns rows as lists of placements. It never sees a token. So the same
-code streams text, reads token files, plans a run from lengths alone, keeps the ledger, and finds the documents of any
-step.
+code streams text, reads token files, plans a run from lengths alone, counts where every token goes, and finds the
+documents of any step.
 
     T = 7, so a row has 8 tokens; three documents are pending, # is BOS:   a: #aaaaa    b: #b    c: #cccccccc
 
     bestfit    # a a a a a # b      the oldest first, then the document (or pair) that fills the row exactly
-    crop       # c c c c c c c      a long document leaves when it is due; its rest is dropped
-    split      # c c c c c c c      its rest comes back: BOS, the last tokens again (targets off), the rest
+      crop     # c c c c c c c      bestfit drops the tail of a cut document, or
+      split    # c c c c c c c      packs it later: BOS, the last tokens before it (targets off), the tail
                # c c c ...
     concat     # a a a a a # b      one stream of tokens; the next row starts with the last token of this one
                b # c c c c c c
@@ -26,11 +26,11 @@ It must implement:
 `push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up to date. The packer may
 override:
 
-    ready, wants(target), pending      if they differ from "the pending tokens fill a row"
+    ready, wants(target), pending      if the number `tokens` alone does not decide them
     of(config)                         if it needs more settings than T
     lead(keys)                         if it changes the order of documents: the next row starts with these
     whole_length(piece)                if a piece is shorter than its document
-    framed, own_bos, max_tokens        if documents have no BOS, continuations get one, or rows hold only part of one
+    framed, own_bos, max_tokens        if documents have no BOS, tails get one, or rows hold only part of a document
 
 `tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to change any placement
 of an existing layout, rename it or raise VERSION.
@@ -49,10 +49,10 @@ as at most one row. A document that fills a row is due once as many tokens have 
 rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that fits.
 
     arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
-    tokens left  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
+    tokens gone  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
 
 So every stretch of rows holds long and short documents in the proportions of the data, and nothing waits forever. The
-rest of a cut document arrives again behind all pending pieces, and starts a row when it is due. So the pieces of one
+tail of a cut document arrives again behind all pending pieces, and starts a row when it is due. So the pieces of one
 document lie as far apart as the buffer allows.
 
 **The buffer** counts fillers only. Long documents need no partner, so a lane continues to read until enough fillers are
@@ -62,7 +62,7 @@ pending, or until it holds as many tokens as memory allows (`token_limit`).
 passed to `lead`: the next row starts with them, and documents of the next epoch complete it.
 
 Rejected: long documents first (the first rows hold nothing else); every row started with the oldest document (the
-first rows hold only short ones); rests as fillers (two pieces of one document in neighbouring rows); nanochat's search
+first rows hold only short ones); tails as fillers (two pieces of one document in neighbouring rows); nanochat's search
 through a list for each placement, where long documents fill up the buffer.
 """
 
@@ -78,9 +78,9 @@ Placement = tuple[Key, int, int, int]
 
 
 class Piece(NamedTuple):
-    """A pending document, or the rest of one."""
+    """A pending document, or the tail of one that was cut."""
 
-    length: int  # tokens; of a rest: 1 BOS + context + the tokens not yet in any row
+    length: int  # tokens; of a tail: 1 BOS + context + the tokens not yet in any row
     start: int  # tokens of the document already placed in rows; 0: the whole document is pending
     place: int  # tokens that arrived before it, where a piece counts as at most one row
 
@@ -111,7 +111,7 @@ class Packer:
         self.max_tokens: int | None = None  # the part of a document that rows can hold, in tokens; None: all of it
         self.tokens = 0  # in all pending pieces
         self.row = 0  # number of rows packed
-        self.inserted = 0  # BOS tokens put in front of documents and rests
+        self.inserted = 0  # BOS tokens put in front of documents and tails
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
         self.padded = 0  # places in rows that no document fills
@@ -169,8 +169,8 @@ class Packer:
 
 
 class BestFit(Packer):
-    """Rows that start with BOS and are always full. The rest of a cut document comes back if `split`; otherwise it is
-    dropped."""
+    """Rows that start with BOS and are always full. The tail of a cut document is packed later if `split`; otherwise
+    it is dropped."""
 
     own_bos = True
 
@@ -185,11 +185,11 @@ class BestFit(Packer):
         self.crops_fillers = not split  # whether a row may end with a filler that is slightly too long
         self.leading: list[Key] = []  # the pieces that the next row must start with
         self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
-        self.timed: dict[Key, Piece] = {}  # documents that fill a row, and rests, oldest first
+        self.timed: dict[Key, Piece] = {}  # documents that fill a row, and tails, oldest first
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
         self.bits = self.mirror = 0  # the lengths of the fillers, see the head of this file
         self.counted = 0  # pending tokens, where a piece counts as at most one row
-        self.context = 0  # BOS and repeated tokens of the pending rests
+        self.context = 0  # BOS and repeated tokens of the pending tails
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.fillers or key in self.timed
@@ -208,7 +208,7 @@ class BestFit(Packer):
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document, or its rest from token `start`. `place` is its place on the token clock (default: behind
+        """Add a document, or its tail from token `start`. `place` is its place on the token clock (default: behind
         everything that has arrived)."""
         piece = Piece(length, start, self.left + self.counted if place is None else place)
         self.tokens += length
@@ -225,7 +225,7 @@ class BestFit(Packer):
         self.by_length[length].append(key)
 
     def _context(self, start: int) -> int:
-        """Number of BOS and repeated tokens in front of a rest."""
+        """Number of BOS and repeated tokens in front of a tail."""
         return 1 + min(self.overlap, start - 1) if start else 0
 
     def whole_length(self, piece: Piece) -> int:
@@ -255,7 +255,7 @@ class BestFit(Packer):
         are dropped or come back."""
         length, start, _ = self._pop(key)
         placed = min(length, room)
-        # A rest is a BOS, then context (targets off), then new tokens. Its placement starts at the first token of the
+        # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at the first token of the
         # context. If there is little room, the row may end within the context.
         context = self._context(start)
         off = min(context, placed) - 1 if start else 0
@@ -283,7 +283,7 @@ class BestFit(Packer):
         self.row += 1
         room = self.capacity
         if not self.leading:
-            # The oldest long document or rest is due if the clock has reached its place.
+            # The oldest long document or tail is due if the clock has reached its place.
             first = next(iter(self.timed), None)
             if first is None or (self.fillers and self.timed[first].place > self.left):
                 first = next(iter(self.fillers))
@@ -297,8 +297,8 @@ class BestFit(Packer):
             else:
                 length = self._best(room)
                 if length == 0:
-                    # Nothing fits, so a filler is cut: the shortest one if its rest is dropped, because that loses
-                    # least; the longest one if its rest comes back.
+                    # Nothing fits, so a filler is cut: the shortest one if its tail is dropped, because that loses
+                    # least; the longest one if its tail comes back.
                     length = (self.bits if self.split else self.bits & -self.bits).bit_length() - 1
                 key = self.by_length[length][0]
             room = self._place(key, room, placements)
@@ -350,8 +350,8 @@ class Binned(BestFit):
         """ValueError for an entry that is longer than a row."""
         T = self.capacity - 2
         if length > T + 1:
-            raise ValueError(f"an entry has {length:,} tokens, but a row of the binned layout holds only {T + 1:,}; "
-                             f"make the shards with --max-length {T}, or use --packing bestfit")
+            raise ValueError(f"a stored document has {length:,} tokens, but a row of the binned layout holds only "
+                             f"{T + 1:,}; make the shards with --max-length {T}, or use --packing bestfit")
         super().push(key, length, start, place)
 
     def next_row(self) -> list[Placement]:

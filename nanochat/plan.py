@@ -67,7 +67,7 @@ class BucketPlan:
     @property
     def passes(self) -> float:
         """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, divided by
-        `tokens`. The account only contributes the number of tokens per row."""
+        `tokens`. Only ratios of the account are used."""
         account = self.account
         if not account["rows"]:
             return 0.0

@@ -33,7 +33,7 @@ hold. Two nodes of L = 2 ranks (each digit is a chunk of the message):
 
     ranks 0 and 1   0123  0123   inside a node: rank 0 adds chunks 0 and 2, rank 1 adds 1 and 3
     ranks 2 and 3   0123  0123                  rank 2 adds chunks 0 and 2, rank 3 adds 1 and 3
-                                 across nodes: 0 and 2 exchange their 02, 1 and 3 their 13
+                                 across nodes: ranks 0, 2 swap 02, ranks 1, 3 swap 13
 
 If L is a power of two, the tree is the same, because a node is one of its branches. With any other L, there is only
 the one all-to-all.
@@ -51,7 +51,7 @@ a leftover part is carried up: the sum is reproducible for this W, but differs f
 With W = 2 (`.` is padding), an embedding E, matrices A B C, and small tensors s and t:
 
                  rank 0         rank 1
-    message 1  | E E E E E E | E E E E E E |   a large AdamW tensor is cut between its grains (runs that stay whole)
+    message 1  | E E E E E E | E E E E E E |   a large AdamW tensor is cut between its grains (spans that stay whole)
     message 2  | A A A A A   | B B B B .   |   whole tensors are dealt out, the largest first, each to
     message 3  | .           | C C         |   the rank that has the least; a matrix is never cut
     message 4  | s s s .     | t t t t     |   small tensors are dealt out in the same way
@@ -233,8 +233,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then padding. Messages are the
-    same on every rank."""
+    """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then padding. The
+    layout is the same on every rank."""
 
     parts: list[Part | None]  # by rank
     chunk: int

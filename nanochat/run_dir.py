@@ -22,7 +22,7 @@ pid of the process):
     {"event": "resumed", "step": 100}
     {"step": 100, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 100
 
-Readers take the last line of each step and skip truncated lines. Rejected: cutting the log at a resume. That looks
+Readers take the last line of each step and skip truncated lines. Rejected: truncating the log at a resume. That looks
 tidier, but destroys evidence: a resumed run is checked against the digests in the log.
 
 **Only the launch that owns a run makes its folders,** when it starts. If the log or the checkpoints are removed while

@@ -237,8 +237,8 @@ class RunReader:
                 "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)]}
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: shares}: for each logged step, the bucket's share of the tokens in the steps up to it (a fiftieth of
-        the run, at least 20); empty for a run with one bucket."""
+        """{bucket: shares}: for each logged step, the bucket's share of the tokens in the last steps up to it (a
+        fiftieth of all steps, at least 20); empty for a run with one bucket."""
         import numpy as np
 
         columns = sorted({name for step in self.steps for name in step if name.startswith("tokens/")})
@@ -334,8 +334,8 @@ class RunReader:
         return status
 
     def damaged_tokens(self) -> str:
-        """The error for the first damaged token file that the run reads, '' if there is none. SIGBUS kills, without a
-        message, a process that reads a truncated file through a memory map."""
+        """The error for the first damaged token file that the run reads, '' if there is none. A process
+        that reads a truncated file through a memory map is killed by SIGBUS, without a message."""
         from nanochat.tokens import open_tokens
 
         try:
@@ -383,5 +383,6 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
     text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} 'cropped %' is a share of emitted + cropped; 'epochs': those that any lane completed.")
+            f"overlap. {verdict} 'cropped %' is a share of emitted + cropped; 'epochs': completed by at "
+            f"least one lane.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

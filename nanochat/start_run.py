@@ -569,7 +569,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but not the "
-               f"same bits as with a number of processes that does (--leaves is fixed when a run starts)")
+               f"same bits as with a number that divides them (--leaves is fixed when a run starts)")
     if layout.dead_share > 0.1:
         print0(f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
                f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf")

@@ -1,8 +1,8 @@
 """
 The stream: which tokens are in row k of lane l.
 
-**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. This module does not
-know the world size, rank, batch size, number of threads or restarts, so none of them can change a row.
+**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World
+size, rank, batch size, number of threads and restarts have no effect on it.
 
     step s: R = nV rows;   lane 0's rows sn .. sn+n-1,  lane 1's rows sn .. sn+n-1,  ...
     rank r of W:           the rows of lanes floor(rV/W) .. floor((r+1)V/W) - 1
@@ -10,7 +10,7 @@ know the world size, rank, batch size, number of threads or restarts, so none of
 So the ranks' rows, concatenated in rank order, are the same for every W.
 
 A lane has one **feed** per bucket. A feed holds its position in the order of the data, a packer, the tokens of the
-documents that are pending in that packer, and the counts of the ledger.
+documents that are pending in that packer, and the **ledger**: counts that show where every token went.
 
     order --a unit--> source.read: ids --> packer (lengths) and documents (ids) --> next row
                                         until enough are pending
@@ -174,7 +174,7 @@ class Feed:
         return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit once the pending documents are less than half a unit above the target."""
+        """Have the pool read the next unit once documents are less than half a unit above the target."""
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
@@ -244,15 +244,15 @@ class Feed:
             document = self.documents.pop(key)
             ids, repeated = document.result().pop(key) if isinstance(document, Future) else document
             # The continuation of a cut document gets a BOS of its own, which counts towards `length`.
-            rest = start > 0 and self.packer.own_bos
-            if rest:
+            tail = start > 0 and self.packer.own_bos
+            if tail:
                 pieces.append(np.full(1, bos, ids.dtype))
-            pieces.append(ids[start:start + length - rest])
-            # Tokens that are already in an earlier row or stored window are context, so their targets are off. The BOS
+            pieces.append(ids[start:start + length - tail])
+            # Tokens that are already in an earlier row or stored entry are context, so their targets are off. The BOS
             # in front of them stays a target.
-            if rest or repeated:
-                begin = at + (framed and (rest or start == 0))
-                end = at + rest + max(context, min(repeated + framed - start, length - rest))
+            if tail or repeated:
+                begin = at + (framed and (tail or start == 0))
+                end = at + tail + max(context, min(repeated + framed - start, length - tail))
                 if begin < end:
                     off.append((begin, end))
             # --without-documents: the document's tokens are off, and so is the BOS that its last token predicts.

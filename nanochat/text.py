@@ -150,7 +150,7 @@ def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
     path = as_path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: the file is gone; restore it, or start a new run (--model-tag)")
-    with named_in_errors(path, "not a whole parquet file"):
+    with named_in_errors(path, "truncated or not a parquet file"):
         # pre_buffer would hold the pages of a whole row group in memory, although a reader needs one batch at a time
         file = pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False,
                               page_checksum_verification=True)

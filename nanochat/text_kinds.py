@@ -78,7 +78,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
 
 def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
     """The texts of a stream of Arrow record batches, as `datasets` saves it."""
-    with named_in_errors(path, "not a whole stream of Arrow record batches"), path.open("rb") as file:
+    with named_in_errors(path, "truncated or not a stream of Arrow record batches"), path.open("rb") as file:
         batches = pa.ipc.open_stream(file)
         if problem := misfit(batches.schema, field):
             raise ValueError(f"{path}: {problem}")
@@ -120,7 +120,7 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
     codec = CODECS.get(path.suffix)
     with contextlib.ExitStack() as files:
         lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
-        problem = f"not a whole {codec} file" if codec else "the file cannot be read to its end"
+        problem = f"truncated or not a {codec} file" if codec else "the file cannot be read to its end"
         files.enter_context(named_in_errors(path, problem))
         if codec:
             lines = files.enter_context(io.BufferedReader(pa.CompressedInputStream(lines, codec), 1 << 20))
@@ -136,7 +136,7 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
             try:
                 yield _document(line, selection.text_field)
             except (ValueError, RecursionError) as e:
-                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON of a document'}: {e}"[:200]
+                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON with a text'}: {e}"[:200]
                 if selection.strict:
                     raise ValueError(f"{path}: line {number}: {problem}; fix the line, or drop --strict to skip "
                                      f"such lines") from None

@@ -78,7 +78,7 @@ RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 TRIAL = "a text, 1\n"  # encoded once when a tokenizer is opened
 MAX_IDS = 1 << 24  # tables have one entry per id, so a forged size must not fill memory
 TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json from Hugging Face; .model from SentencePiece; tokenizer.pkl "
-                  "from nanochat; name of a tiktoken encoding (gpt2, ...); ids:VOCAB:EOD if there are only token files")
+                  "from nanochat; name of a tiktoken encoding (gpt2, ...); ids:SIZE:EOD_ID if only token files exist")
 EOD_HELP = "the token that separates documents (text or id), if the tokenizer's files do not name it"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str}  # fields of every tokenizer.json
@@ -315,15 +315,16 @@ class Tokenizer(metaclass=_Opens):
                 raise ValueError(f"{json_path}: kind {saved['kind']!r} is unknown to this code; {RESTORE}")
             kind = SAVED[saved["kind"]]
         path = json_path.with_name(kind.file or JSON_FILE)
+        files = json_path if path == json_path else f"{json_path} or {path.name}"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: missing, although {JSON_FILE} exists; {RESTORE}")
         try:
             tokenizer = kind.from_saved(saved, local_copy(path).read_bytes(), str(path))
         except (ValueError, TypeError) as e:
-            raise ValueError(f"{json_path}: it or {path.name} is damaged ({e}); {RESTORE}") from e
+            raise ValueError(f"{files} is damaged ({e}); {RESTORE}") from e
         if tokenizer.fingerprint != saved["fingerprint"]:
-            raise ValueError(f"{json_path}: it or {path.name} has changed since it was saved: the fingerprint is "
-                             f"{tokenizer.fingerprint}, the file says {saved['fingerprint']}; {RESTORE}")
+            raise ValueError(f"{files} has changed since it was saved: the fingerprint is {tokenizer.fingerprint}, "
+                             f"{JSON_FILE} says {saved['fingerprint']}; {RESTORE}")
         return tokenizer
 
 
@@ -393,7 +394,7 @@ class RustBPETokenizer(Tokenizer):
         if the name is unknown, OSError if the download fails."""
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
-            raise ValueError(f"tokenizer {tiktoken_name!r}: tiktoken knows {known}")
+            raise ValueError(f"tokenizer {tiktoken_name!r}: unknown; tiktoken has {known}")
         try:
             encoding = tiktoken.get_encoding(tiktoken_name)
         except OSError as e:

@@ -114,7 +114,7 @@ def find_prefixes(data_path: str) -> list[Path]:
                          f"not use; add --order=megatron, or write --data-path={','.join(parts[1::2])}")
     if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
         raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
-                         f"and on this machine; a run reads its data from one of them, so copy the rest there")
+                         f"and on this machine; a run reads from only one place, so copy all files to one of them")
     files = [as_path(f"{as_path(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not file.is_file() and not file.with_suffix(".idx").is_file():

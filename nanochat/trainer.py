@@ -13,8 +13,8 @@ host reads the result only after it has launched the update, so a GPU never wait
     GPU        ... backward ............. reduction | update |
 
 The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step in three places: a printed
-line, a line of JSON in the log, and wandb or TensorBoard for a run with trackers (nanochat/integrations/trackers.py).
-On a terminal, printed lines scroll above a progress bar.
+line, a line of JSON in the log, and the run's trackers (nanochat/integrations/trackers.py), such as TensorBoard. a
+terminal, printed lines scroll above a progress bar.
 """
 
 import contextlib
@@ -270,7 +270,7 @@ class Trainer:
 
     def between_steps(self, what: str, function: Callable[["Trainer"], None]) -> None:
         """Run an evaluation, and record how long it took, so that a run with a walltime can reserve that time. If the
-        evaluation fails, the reason is logged and the run continues: only a step can fail a run. `function` must raise
+        evaluation fails, the reason is logged and the run continues: only a failed step ends it. `function` must raise
         on all ranks, or have no collective after the point where it raises."""
         began = time.perf_counter()
         try:

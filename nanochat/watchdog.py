@@ -12,7 +12,7 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
 
     rank 0  count 36  step 18 (reduction)     rank 3 has the smallest count and is late, so it hangs, and the
     rank 1  count 36  step 18 (reduction)     others wait for it. If a rank no longer publishes anything, it is
-    rank 3  count 35  step 18                 stopped, or its machine is dead.
+    rank 3  count 35  step 18                 suspended, or its machine is dead.
 
 - The stated time is the limit, plus up to 30 s in which rank 0 listens, plus up to 30 s to agree and leave. The limit
   is the longest of `timeout_s`, the patience of the last beat and, until the second step, `first_timeout_s`.
@@ -22,7 +22,7 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
   thread is. Rank 0 prints and records it (rank 1 prints one that blames rank 0); a rank that hangs prints its stacks. A
   rank that fails with an exception leaves its error as the verdict.
 
-Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was stopped, so `fg`
+Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was suspended, so `fg`
 after Ctrl-Z and a long lunch would end a healthy run."""
 
 import faulthandler
@@ -75,7 +75,7 @@ class Watchdog:
         self._store, self._refresh, self._on_failure = store, refresh, on_failure
         self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
         self._count, self._first_step, self._at, self._patience_s = 0, -1, "set-up", first_timeout_s
-        self._clock = 0.0  # seconds in which this process was not stopped, counted by the timer
+        self._clock = 0.0  # seconds in which this process was not suspended, counted by the timer
         self._active = self._watched = 0.0  # the clock at the last beat of the main thread, and of rank 0's heartbeat
         self._last_round = time.monotonic()  # when the heartbeat last completed a round
         self._local = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]  # visible here
@@ -213,11 +213,11 @@ class Watchdog:
     # ---- the timer
 
     def _watch(self) -> None:
-        """Count the seconds in which this process was not stopped, and end the process on a verdict."""
+        """Count the seconds in which this process was not suspended, and end the process on a verdict."""
         before = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()
-            self._clock += min(now - before, self.interval_s + PAUSED_S)  # after a longer gap, this process was stopped
+            self._clock += min(now - before, self.interval_s + PAUSED_S)  # a longer gap: this process was suspended
             before, verdict = now, self._verdict
             if not verdict and self._idle() > self._limit() and self._clock - self._watched > self.silence_s:
                 verdict = (f"{self._name(self.rank)} has waited at {self._at} for {self._idle():,.0f} s, and the "

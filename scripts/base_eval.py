@@ -47,7 +47,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--eval", default="bpb,sample", metavar="MODES",
                    help=f"comma-separated list of {', '.join(MODES)}")
     p.add_argument("--max-per-task", type=whole(1, also=-1), default=-1, help="items per task of CORE; -1: all")
-    p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: $NANOCHAT_BASE_DIR/eval_bundle)")
+    p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: <base dir>/eval_bundle, where <base dir> is "
+                   "$NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
     p.add_argument("--eval-tokens", type=whole(1, also=-1), default=-1,
                    help="tokens to evaluate from each split; -1: the run's --eval-tokens")
     p.add_argument("--unigram-tokens", type=whole(1), default=2**22,

@@ -10,8 +10,8 @@ A small run for a laptop or a test:
         --device-batch-size=4 --total-batch-size=8192 --num-iterations=100 --eval-tokens=65536 \\
         --matrix-lr=0.16 --embedding-lr=2.4 --unembedding-lr=0.064 --data-path=DIR
 
-The default learning rates suit batches of 2^19 tokens and are scaled by the square root of the batch size. Here the
-scale is 1/8, too low to learn much in 100 steps, so the example passes eight times the defaults.
+The default learning rates suit batches of 2^19 tokens and are scaled by sqrt(batch / 2^19 tokens). Here that is 1/8,
+too low to learn much in 100 steps, so the example passes eight times the defaults.
 
 A run writes everything into one folder, <base dir>/runs/<model tag>: configuration, log, checkpoints, tokenizer and
 the list of its data files. --model-tag is d<depth> by default.
@@ -120,7 +120,7 @@ def loop(run: Trainer) -> int:
         checkpoints = list_checkpoints(run.start.run_dir)
         kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
         raise ValueError(f"{e}. The step was not applied, and {kept}. Start a new run with lower learning rates "
-                         f"(--model-tag NAME), or one that skips these rows (--init-from, --skip-steps)") from e
+                         f"(--model-tag NAME), or one that skips this step (--init-from, --skip-steps)") from e
     run.journal.end("completed")
     peak = peak_memory(run.loader.device)
     memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
@@ -185,7 +185,7 @@ def one_step(run: Trainer) -> None:
     if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
         raise ArithmeticError(f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}")
 
-    # The step counts from here on: it is recorded, logged and printed before a requested stop ends the run.
+    # From here on the step counts: it is recorded, logged and printed before a requested stop ends the run.
     run.check_totals(totals, grad_norm)
     log_step(run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited)
     if totals.stop:

@@ -16,7 +16,7 @@ Differences appear in this order, and each kind has typical causes:
     losses a   5.1  4.9  4.7  4.6         losses       = = # #     differ from step 2 on
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, not after 4
 
-Each of these is a plain state of nested dicts and lists, and one function compares them leaf by leaf. Step k of a log
+Logs, cursors and checkpoints are nested dicts and lists, and one function compares them leaf by leaf. Step k of a log
 is the step taken after k others; checkpoint k is saved after k steps. For two different experiments, a table shows loss
 and bits per byte at the same numbers of tokens.
 
@@ -308,7 +308,7 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path")
-    parser.add_argument("b", metavar="B", help="the run or checkpoint to compare it with")
+    parser.add_argument("b", metavar="B", help="the run or checkpoint to compare A with")
     parser.add_argument("--tensors", action="store_true", help="list everything that differs in checkpoints")
     return parser.parse_args(argv)
 

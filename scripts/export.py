@@ -14,9 +14,9 @@ Export a model to Hugging Face transformers or nanochat, or import a nanochat ch
                                            README.md, the model card
     logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)   receipt.json beside the model
 
-Parameters keep their names and types in every direction. The output appears by one rename, complete or not at all, and
-never overwrites anything. Reading executes nothing: weights are tensors only, and a pickled tokenizer may name only one
-known class.
+Parameters keep their names and types in every direction. One rename puts the output in place, complete or not at all;
+it never overwrites anything. Reading executes nothing: weights are tensors only, and in a pickled tokenizer, only
+tiktoken's class is accepted.
 
 An imported checkpoint has no optimizer and no position in the data. The run counts as completed, and can be evaluated,
 sampled from and trained further with --init-from.
@@ -68,7 +68,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or the folder of a checkpoint; with --from: "
                         "a folder of nanochat checkpoints (FOLDER@STEP for a step other than the newest)")
     parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (default with "
-                        "--from: $NANOCHAT_BASE_DIR/runs/MODEL_TAG)")
+                        "--from: <base dir>/runs/MODEL_TAG; <base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument("--to", choices=("hf", "nanochat"), help="format to write; hf: for transformers")
     direction.add_argument("--from", choices=("nanochat",), dest="origin", help="format to read")

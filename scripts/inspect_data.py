@@ -493,10 +493,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     digest.add_argument("--world-size", dest="ranks", type=whole(1), metavar="W",
                         help="also print the part of each rank, for W ranks")
     spikes = commands.add_parser("spikes", help="show steps with an unusual loss or gradient norm, and their rows")
-    spikes.add_argument("--top", type=whole(1), default=5, metavar="N", help="show at most N steps, highest first")
+    spikes.add_argument("--top", type=whole(1), default=5, metavar="N",
+                        help="show at most N steps, largest spike first")
     find = commands.add_parser("find", help="show every step and row that trained on a document")
     named = find.add_mutually_exclusive_group(required=True)
-    named.add_argument("--document", metavar="FILE:ROW", help="the document, as `rows` prints it; ROW counts "
+    named.add_argument("--document", metavar="FILE:DOC", help="the document, as `rows` prints it; DOC counts "
                        "from 0")
     named.add_argument("--text", help=f"find the first {DOCUMENTS} documents that contain this text")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
@@ -507,13 +508,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                             (accounts, show_ledger)):
         subparser.set_defaults(main=main)
         needs_log = main in (show_spikes, show_find)
-        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder" + ", or a receipt" * (
-            not needs_log) + " (default: the only run, if no flag is given)")
+        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder" + (
+            " (default: the only run)" if needs_log else
+            ", or a receipt (default: the only run, if no base_train flag is given)"))
         add_flags(subparser, without=("run",), listed=False)
         subparser.usage = "%(prog)s [RUN] [flags]"
         subparser.epilog = None if needs_log else (
-            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. With a receipt: --data-path, "
-            "--tokenizer and --eod-token.")
+            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
+            "--data-path, and takes --tokenizer and --eod-token.")
     return parser.parse_args(argv)
 
 

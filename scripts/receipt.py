@@ -204,7 +204,7 @@ def compare_file(file: FileLine, root: Path, selection: Selection) -> tuple[dict
     entry = pin(path, file.name, selection)
     now = describe_file(root, entry)
     if problem := file.differs(path, now):
-        raise ValueError(f"{problem}, so the run was trained on a different file")
+        raise ValueError(f"{problem}, so the run was trained on a different file; restore that file")
     return entry, now
 
 

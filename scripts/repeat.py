@@ -1,5 +1,5 @@
 """
-Train one configuration with several seeds, and report whether a change exceeds the noise of seeds.
+Train one configuration with several seeds, and report whether a change exceeds seed noise.
 
     python -m scripts.repeat --seeds=5 --name=base -- --depth=4 --num-iterations=500
     python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02
@@ -22,6 +22,8 @@ mean difference, its 95 % interval, and the exact p-value of the sign-flip permu
 signs of the differences, the share whose mean is at least as far from 0. With 5 seeds, p is at least 2 / 32.
 
     <base dir>/repeats/NAME.json    results, seeds, flags        NAME.png    a dot for each run, means and intervals
+
+<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat.
 """
 
 import argparse
@@ -176,7 +178,7 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
         if low <= 0 <= high:
             print0("the interval contains 0: this difference may be noise")
         else:
-            print0("the interval does not contain 0: the difference exceeds the noise of seeds")
+            print0("the interval does not contain 0: the difference exceeds seed noise")
         if 2 / 2**n > 0.05:
             print0(f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05")
     smallest = results["smallest_difference"]

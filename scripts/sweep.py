@@ -1,5 +1,5 @@
 """
-Compare runs of many sizes: tables, power laws of size and data over compute, and pictures.
+Compare runs of many sizes: tables, power laws of size and data in compute, and plots.
 
     python -m scripts.sweep --prefix=miniseries_ --out=results
     python -m scripts.sweep d12 d16 d20 --out=results
@@ -8,7 +8,7 @@ Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, 
 tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped with a note.
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
-    scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte over
+    scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte in
                    log(parameters) is the best size for that budget: one point (the second approach in 2203.15556)
 
       bits |.       .                    N |            .
@@ -16,14 +16,14 @@ tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped 
            |   '-'                         |    .            log N = a log C + b,  a +- its standard error
            |____^______ N                  |_____________ C
 
-A power law, for parameters or for tokens over FLOPs, is a straight line, fitted to the logarithms of the points by
+A power law of parameters or tokens in FLOPs is a straight line, fitted to the logarithms of the points by
 least squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more.
 Scaling laws count the parameters in the layers' matrices and the output head. Runs of fewer than three sizes, with only
 one budget, or on different data get tables and pictures, but no laws.
 
-    OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte over parameters
-    OUT/points.csv    the best size for each budget     OUT/scaling.png    parameters, tokens and bits per byte over
-    OUT/fit.csv       the power laws, if any                               FLOPs, with the power laws
+    OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte against parameters
+    OUT/points.csv    the best size for each budget     OUT/scaling.png    parameters, tokens and bits per byte
+    OUT/fit.csv       the power laws, if any                               against FLOPs, with the power laws
 """
 
 import argparse

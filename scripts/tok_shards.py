@@ -59,8 +59,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def check_args(args: argparse.Namespace) -> Windows:
     """The windows that the flags describe. ValueError for flags that contradict each other."""
     if not 0 <= args.task_index < args.num_tasks:
-        raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index from 0 and "
-                         f"below the number of tasks")
+        raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index of at "
+                         f"least 0 and below the number of tasks")
     if as_local_path(args.output_dir, "--output-dir").resolve() == as_path(args.input_dir).resolve():
         raise ValueError(f"--output-dir {args.output_dir}: it is also the --input-dir; name another folder")
     if args.format == "megatron":
@@ -151,7 +151,7 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
         for number, why in shard["skipped"]["lines"][:SHOWN]:
             print(f"  line {number}: {why}")
     if shards and totals["tokens"] == totals["documents"]:  # every token is an end-of-document id
-        failed.append(f"failed: all {totals['documents']:,} documents are empty; is --text-field right?")
+        failed.append(f"failed: all {totals['documents']:,} documents are empty; check --text-field")
     for line in sorted(failed):
         print(line, file=sys.stderr)
     return not failed

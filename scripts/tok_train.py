@@ -52,7 +52,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
                                             f"(default: the {NAME} download)")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="validation files, which are not read (default: the last file)")
-    parser.add_argument("--output-dir", type=Path, help="folder to write (default: $NANOCHAT_BASE_DIR/tokenizer)")
+    parser.add_argument("--output-dir", type=Path, help="folder to write (default: <base dir>/tokenizer, where "
+                        "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
     parser.add_argument("--force", action="store_true", help="train even if the output folder holds a tokenizer, and "
                         "replace it")
     return parser.parse_args(argv)

@@ -9,7 +9,7 @@ dry; the number of passes; the cropped, repeated and padded tokens; and the exac
 plan is exact for shards, whose documents have known lengths; for text it is an estimate from a sample, and never makes
 the check fail.
 
-Exit code: 0 if the run can reach its last step, else 1.
+Exit code: 1 if a check fails or an exact plan shows that the run cannot reach its last step, else 0.
 """
 
 import os

@@ -221,7 +221,7 @@ READERS = [
           ({"max_seq_len": None}, "max_seq_len: expected a whole number"))),
     ("compare_runs run nosuch", {}, ("no run 'nosuch'",)),
     ("compare_runs run nosuch@4", {}, ("no run 'nosuch'",)),
-    ("compare_runs run@5 run@4", {}, ("no checkpoint '5'", "there are: final, checkpoint-6")),
+    ("compare_runs run@5 run@4", {}, ("no checkpoint '5'", "existing checkpoints: final, checkpoint-6")),
     ("compare_runs run empty", {"empty/config.json": partial(shutil.copy, CONFIG)},
      ("nothing to compare", "checkpoints: none")),
     ("average run --last=5", {}, ("good checkpoints for 4 steps (8, 6, 4, 2); pass a smaller number",)),
@@ -258,7 +258,7 @@ READERS = [
         ("run", ("--document",)), ("run --text=''", ("--text: it is empty",)),
         ("run --document=shard_9.parquet:0", ("no file shard_9.parquet; its files are shard_0.parquet, shard_1",)),
         ("run --document=shard_0.parquet:96", ("shard_0.parquet has documents 0 to 95; name one",)),
-        ("run --document=shard_0.parquet", ("expected FILE:ROW",)),
+        ("run --document=shard_0.parquet", ("expected FILE:DOC",)),
         ("run --text='there is no such text'", ("occurs in no document of the run's files",)),
         ("--text=x --data-path=data", ("find: it needs the log and the saves of a run",)))),
 ]

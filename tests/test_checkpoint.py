@@ -279,7 +279,7 @@ def test_a_checkpoint_is_found_by_tag_path_step_and_name(two_runs, tmp_path):
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_do(two_runs):
-    existing = r"there are: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
+    existing = r"existing checkpoints: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
         with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{existing}"):
             ckpt.find_checkpoint(spec)

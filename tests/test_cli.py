@@ -36,6 +36,20 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_are_not_empty():
     assert "layers (default: 20)" in text and "folder of text (" not in text and "skip checks (" not in text
 
 
+def test_a_file_of_flags_need_not_hold_the_required_ones(tmp_path, capsys):
+    (tmp_path / "flags.yaml").write_text("fast: true\n")
+    p = parser()
+    either = p.add_mutually_exclusive_group(required=True)
+    either.add_argument("--name")
+    either.add_argument("--number", type=int)
+    config = f"--config={tmp_path / 'flags.yaml'}"
+    args = p.parse_args(["--text=x", "--name=y", config])
+    assert (args.text, args.name, args.fast) == ("x", "y", True)
+    with pytest.raises(SystemExit, match="2"):
+        p.parse_args(["--text=x", config])
+    assert capsys.readouterr().err.startswith("error: one of the arguments --name --number is required")
+
+
 @pytest.mark.parametrize("argv, error", [
     (["--dept=4"], "error: --dept: unknown flag; did you mean --depth? (all flags: --help)"),
     (["--input=x"], "error: --input: unknown flag; did you mean --input-dir?"),

@@ -181,7 +181,7 @@ def change(path, before, after):
     ("eval_meta_data.csv", ",25.0", ",100", "no row has a baseline from 0 to below 100"),
     ("eval_data/made_up/choices.jsonl", "{", "[", "choices.jsonl, line 1: not valid JSON"),
     ("eval_data/made_up/choices.jsonl", '"query"', '"question"', "choices.jsonl, line 1: query: expected a string"),
-    ("eval_data/made_up/long_choices.jsonl", '"gold": 1', '"gold": 9', "line 1: gold is 9, expected the number of one"),
+    ("eval_data/made_up/long_choices.jsonl", '"gold": 1', '"gold": 9', "line 1: gold is 9, expected 0 to "),
 ])
 def test_a_bad_bundle_is_one_sentence(tmp_path, name, before, after, message):
     path = make_eval_bundle(tmp_path, num_items=10) / name

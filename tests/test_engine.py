@@ -196,7 +196,7 @@ def test_load_model_refuses_mismatched_and_missing_files(run):
     with pytest.raises(FileNotFoundError, match="existing runs: run"):
         load_model("huge", "cpu")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(FileNotFoundError, match="no checkpoint; there are: none yet"):
+    with pytest.raises(FileNotFoundError, match="no checkpoint; existing checkpoints: none yet"):
         load_model("run", "cpu")
 
 

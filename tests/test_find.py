@@ -101,7 +101,7 @@ def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):
     assert find_document(data, "b.parquet:1") == ("val", ("web", "b.parquet:1", 1, 3, 0))
     assert [found.name for found in documents_with(source, "web", "two")] == ["a.parquet:1", "b.parquet:1"]
     for name, words in (("a.parquet:3", "documents 0 to 2"), ("c.parquet:0", "no file c.parquet; its files are a.pa"),
-                        ("a.parquet", "expected FILE:ROW"), ("a.parquet:-1", "expected FILE:ROW")):
+                        ("a.parquet", "expected FILE:DOC"), ("a.parquet:-1", "expected FILE:DOC")):
         with pytest.raises(ValueError, match=words):
             find_document(data, name)
 

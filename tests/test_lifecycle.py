@@ -104,7 +104,7 @@ def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
         os.kill(os.getpid(), signal.SIGINT)
         assert ended == [130]
     err = capfd.readouterr().err
-    assert "; wait one second and press Ctrl-C again to exit immediately without saving\n" in err
+    assert "; to exit without saving, press Ctrl-C again after one second\n" in err
     assert err.count("finishing the step") == 1
     assert err.endswith("\nsecond SIGINT: exiting immediately without saving\n")
 
@@ -619,8 +619,8 @@ def test_a_stopped_owner_keeps_its_run_and_is_named_even_in_another_namespace(tm
                         "try:\n    acquire(Path(sys.argv[1]))\nexcept ValueError as e:\n    print(e)", run_dir)
         assert second.communicate(timeout=PATIENCE_S)[0] == (
             f"{run_dir}: another launch owns this run: host '{owner['host']}', pid {owner['pid']}, since "
-            f"'{owner['since']}'; end it with python -m scripts.stop run (--force if it is stopped or hangs), or name "
-            f"another run with --model-tag\n")
+            f"'{owner['since']}'; end it with python -m scripts.stop run (--force if it is suspended or hangs), or "
+            f"name another run with --model-tag\n")
         assert liveness(run_dir, read_state(run_dir)) == "alive"
     finally:
         first.kill()

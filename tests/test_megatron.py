@@ -429,7 +429,7 @@ BAD = [
     ({"blend": (["a", "b"], [1.0, 0.0])}, "weights .1.0, 0.0. for 2"),
     ({"blend": (["a"], [-2.0])}, "weights .-2.0. for 1"),
     ({"blend": (["a"], [float("nan")])}, "weights .nan."),
-    ({"blend_per_split": [None, None, None]}, "expected it alone"), ({"sequence_length": 0}, "at least 1"),
+    ({"blend_per_split": [None, None, None]}, "pass it alone"), ({"sequence_length": 0}, "at least 1"),
     ({"blend": None, "split": None, "blend_per_split": [(["a"], None)]}, "got 1 blends, expected 3"),
     ({"random_seed": -1}, "random_seed.: got -1"), ({"random_seed": 2**32}, "random_seed"),
     ({"mid_level_dataset_surplus": -0.1}, "mid_level_dataset_surplus"), ({"eod_mask_loss": True}, "it has no `eod`"),
@@ -492,7 +492,7 @@ def test_types_of_ids_have_megatrons_codes(code, name, size):
 
 
 def test_bad_data_is_one_sentence():
-    with pytest.raises(ValueError, match=r"p, split train: 5 samples from 2 sequences without a token"):
+    with pytest.raises(ValueError, match=r"p, split train: needs 5 samples, but its 2 sequences have no tokens"):
         make(Memory([0, 0]), 5)
     assert len(make(Memory([0, 0]))) == 0 and make(Memory([0, 0])).sample_index.tolist() == [[0, 0]]
     memory = Memory([4, 4, 4])

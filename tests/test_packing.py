@@ -296,7 +296,7 @@ def test_crop_drops_no_more_than_nanochats_loader_does(T, median, spread):
 
 def long_shares(T, split, lengths, rows=8_000):
     """Share of the row tokens that come from documents longer than a row, by tenths of the rows, and the maximum number
-    of rows for which a document or a rest was pending."""
+    of rows for which a document or a tail was pending."""
     drive, shares, came, longest = Drive(BestFit(T, split=split), lengths, 128), np.zeros((10, 2)), [], 0
     for i, placements in zip(range(rows), drive):
         came += [i] * (drive.pushed - len(came))

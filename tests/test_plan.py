@@ -192,5 +192,5 @@ def test_text_is_estimated_from_a_sample(tmp_path):
 
 def test_an_entry_longer_than_a_row_is_named(tmp_path):
     stored = {"data": source(tmp_path / "b", [[20] * 4], as_stored=True)}
-    with pytest.raises(ValueError, match=r"s0\.bin: group 0: an entry has 21 tokens"):
+    with pytest.raises(ValueError, match=r"s0\.bin: group 0: a stored document has 21 tokens"):
         make_plan(StreamConfig(T=12, V=1, layout="binned", max_epochs=1), stored, rows_per_step=1, num_steps=5)

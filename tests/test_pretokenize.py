@@ -156,7 +156,7 @@ def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_no_file(tmp_pa
     nulls = write_parquet(tmp_path / "nulls.parquet", [*"abcdefghij", None], 4)
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\nbroken\n")
-    for path, what in ((cut, "not a whole gzip file"), (nulls, "row group 2"),
+    for path, what in ((cut, "truncated or not a gzip file"), (nulls, "row group 2"),
                        (empty, "no document .*line 2: not JSON")):
         with pytest.raises(ValueError, match=rf"{path}.*{what}"):
             make(path, tmp_path / "out")

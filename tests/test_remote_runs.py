@@ -193,7 +193,8 @@ def test_refused_and_corrupt_parquet_have_different_errors(bucket, monkeypatch):
     assert re.match(f"s3://bucket/{name}: row group . cannot be read",
                     refuse(**command("text", "s3://bucket", model_tag="broken")))
     bucket.put(name, data[:-4] + b"XXXX")
-    assert f"s3://bucket/{name}: not a whole parquet file" in refuse(**command("text", "s3://bucket", model_tag="cut"))
+    assert f"s3://bucket/{name}: truncated or not a parquet" in refuse(
+        **command("text", "s3://bucket", model_tag="cut"))
 
 
 def test_prefixes_may_be_in_several_buckets_of_one_service(bucket, prepared):

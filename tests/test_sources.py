@@ -84,8 +84,8 @@ def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
 
 
 @pytest.mark.parametrize("damage, what", [
-    (lambda path: path.write_bytes(path.read_bytes()[:-20]), "not a whole parquet file"),
-    (lambda path: path.write_bytes(b"PAR1"), "not a whole parquet file"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-20]), "truncated or not a parquet file"),
+    (lambda path: path.write_bytes(b"PAR1"), "truncated or not a parquet file"),
     (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"has changed since this run began \("),
     (lambda path: path.unlink(), ".*gone.*--model-tag")])
 def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
@@ -283,10 +283,10 @@ def test_strict_makes_a_broken_line_fatal_even_after_a_conversion(tmp_path, base
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("s.jsonl", b"broken\n\n", "no document"), ("s.jsonl.gz", b'{"text": "plain"}\n', "not a whole gzip file"),
-    ("s.jsonl.gz", compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9], "not a whole gzip file"),
-    ("s.jsonl.zst", b'{"text": "plain"}\n', "not a whole zstd file"),
-    ("s.jsonl.zst", compressed(b'{"text": "a"}\n' * 99, ".zst")[:-9], "not a whole zstd file"),
+    ("s.jsonl", b"broken\n\n", "no document"), ("s.jsonl.gz", b'{"text": "plain"}\n', "truncated or not a gzip file"),
+    ("s.jsonl.gz", compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9], "truncated or not a gzip file"),
+    ("s.jsonl.zst", b'{"text": "plain"}\n', "truncated or not a zstd file"),
+    ("s.jsonl.zst", compressed(b'{"text": "a"}\n' * 99, ".zst")[:-9], "truncated or not a zstd file"),
     ("s.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"), ("s.txt", "wide".encode("utf-16"), "not UTF-8")])
 def test_unusable_text_is_named_and_leaves_no_files(tmp_path, base_dir, name, content, message):
     (tmp_path / name).write_bytes(content)

@@ -166,7 +166,7 @@ class Life(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.workplace = training.workplace(Path(self.folder.name), **SETTINGS)
         self.workplace.__enter__()
-        self.run, self.stopped = training.run_dir(), []
+        self.run, self.suspended = training.run_dir(), []
         self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
 
     def teardown(self):
@@ -176,7 +176,7 @@ class Life(RuleBasedStateMachine):
                 self.launch()
                 assert self.over
         finally:
-            for group in self.stopped:  # they would outlive a failed test
+            for group in self.suspended:  # they would outlive a failed test
                 group.kill()
             self.workplace.__exit__(None, None, None)
             self.folder.cleanup()
@@ -345,9 +345,9 @@ class Life(RuleBasedStateMachine):
         self.make_unfinished()
         hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(pause, heartbeat))
         group = training.start(world_size, hook=partial(on_rank, 0, hook), num_iterations=self.horizon, **how)
-        self.stopped.append(group)
+        self.suspended.append(group)
         process = group.processes[0]
-        training.wait_for(lambda: process.exitcode is not None or is_stopped(process.pid))
+        training.wait_for(lambda: process.exitcode is not None or is_suspended(process.pid))
         return group, process.pid if process.exitcode is None else None
 
     @rule(how=HOW)
@@ -431,7 +431,7 @@ class Life(RuleBasedStateMachine):
         self.update()
 
 
-def is_stopped(pid):
+def is_suspended(pid):
     try:
         return ") T" in Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # it has ended

@@ -300,7 +300,7 @@ def test_a_copy_is_the_same_tokenizer_and_a_changed_one_is_refused(paths, opened
     assert len({tokenizer.fingerprint for tokenizer in opened.values()}) == len(KINDS)
     copy = tmp_path / "gpt2" / "hf_tokenizer.json"
     copy.write_text(copy.read_text().replace('"<|pad|>"', '"<|pod|>"'))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: it or hf_tokenizer\.json has changed since it was saved"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json or hf_tokenizer\.json has changed since it was saved"):
         get_tokenizer(tmp_path / "gpt2")
     (tmp_path / "pieces" / "sentencepiece.model").unlink()
     with pytest.raises(FileNotFoundError, match=r"sentencepiece\.model: missing"):
@@ -333,7 +333,7 @@ def test_a_broken_file_is_one_sentence_that_names_it(tmp_path, name, content):
 
 
 @pytest.mark.parametrize("name, problem", [
-    ("ids:x", "expected ids:VOCAB:EOD"), ("ids:10", "--eod-token"), ("ids:10:10", "--eod-token.*10 ids"),
+    ("ids:x", "expected ids:SIZE:EOD_ID"), ("ids:10", "--eod-token"), ("ids:10:10", "--eod-token.*10 ids"),
     ("ids:999999999:0", "at most"), ("x.vocab", "expected a folder, tokenizer.json"),
     ("meta/llama", "hubs are not searched"), (".", "no tokenizer here")])
 def test_a_name_without_a_tokenizer_is_one_sentence(tmp_path, monkeypatch, name, problem):

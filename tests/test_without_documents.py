@@ -88,8 +88,8 @@ def test_the_list_is_pinned_with_the_data_and_bad_lines_are_one_sentence(tmp_pat
     path.unlink()
     training.succeed(num_iterations=4, without_documents=path)
     assert "--without-documents" in training.refuse(num_iterations=6), "the run has a list of its own"
-    for line, words in ((f"{name}:99999", "the file has documents 0 to "), ("none.parquet:1", "expected FILE:ROW"),
-                        (name, "expected FILE:ROW"), (f"{name}:-1", "expected FILE:ROW")):
+    for line, words in ((f"{name}:99999", "the file has documents 0 to "), ("none.parquet:1", "expected FILE:DOC"),
+                        (name, "expected FILE:DOC"), (f"{name}:-1", "expected FILE:DOC")):
         path.write_text(f"\n{line}\n")
         error = training.refuse(model_tag="new", without_documents=path)
         assert words in error and f"{path}: line 2: {line}" in error

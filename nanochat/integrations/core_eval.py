@@ -52,8 +52,8 @@ SHAPES = {  # the JSON of an item, by kind
     "language_modeling": {"context": TEXT, "continuation": TEXT},
 }
 TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
-FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or name "
-         "another with --eval-bundle DIR")
+FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
+         "another folder to this command: --eval-bundle=DIR")
 
 
 # ---- the bundle ----------------------------------------------------------------------------------
@@ -114,7 +114,8 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
     for task, num_fewshot in zip(content["icl_tasks"], shots):
         label, kind, path = task["label"], task["icl_task_type"], folder / "eval_data" / task["dataset_uri"]
         if kind not in SHAPES:
-            raise ValueError(f"{config}: task {label!r}: icl_task_type is {kind!r}, expected {', '.join(SHAPES)}")
+            raise ValueError(f"{config}: task {label!r}: icl_task_type is {kind!r}, expected {', '.join(SHAPES)}; "
+                             f"{FETCH}")
         if not 0 <= baselines.get(label, -1) < 1:
             raise ValueError(f"{meta}: no row has a baseline from 0 to below 100 for the task {label!r} of "
                              f"{config.name}; {FETCH}")
@@ -146,14 +147,14 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
     items = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         where = f"{path}, line {number}"
-        entry = parse_json(line, where, SHAPES[kind])
+        entry = parse_json(line, where, SHAPES[kind], remedy=FETCH)
         if kind == "language_modeling":
             items.append(Item([str(entry["context"]).strip()], [str(entry["continuation"])], 0))
             continue
         options = [*map(str, entry["choices" if kind == "multiple_choice" else "context_options"])]
         if not 0 <= entry["gold"] < len(options):
-            raise ValueError(f"{where}: gold is {entry['gold']}, expected the number of one of {len(options)} options, "
-                             f"counted from 0")
+            raise ValueError(f"{where}: gold is {entry['gold']}, expected 0 to {len(options) - 1}, the number of an "
+                             f"option; {FETCH}")
         shared = [str(entry["query" if kind == "multiple_choice" else "continuation"])] * len(options)
         items.append(Item(*((shared, options) if kind == "multiple_choice" else (options, shared)), entry["gold"]))
     return items

@@ -220,13 +220,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description="Download text to train on, or verify downloaded text.\n\n"
                                 "    python -m nanochat.dataset -n 8    # 8 shards for training and one for validation")
     parser.add_argument("-n", "--num-files", type=int, default=-1,
-                        help="number of training shards to download, about 100 MB each; -1: all of the thousands")
+                        help="number of training shards to download, about 100 MB each; -1: all (thousands)")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="number of shards to download at once")
     parser.add_argument("--dataset", choices=DATASETS, default=NAME, help="data set to download or verify")
     parser.add_argument("--base-url", help="address of a different folder that has the shards, or eval_bundle.zip")
-    parser.add_argument("--data-dir", type=Path, help="folder to use instead of $NANOCHAT_BASE_DIR/data/DATASET")
+    parser.add_argument("--data-dir", type=Path, help="folder to use instead of <base dir>/data/DATASET; "
+                        "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat")
     parser.add_argument("--eval-bundle", action="store_true",
-                        help="download the tasks of the CORE metric instead, to $NANOCHAT_BASE_DIR/eval_bundle")
+                        help="download the tasks of the CORE metric instead, to <base dir>/eval_bundle")
     parser.add_argument("--verify", action="store_true",
                         help="instead of downloading, read every downloaded shard in full")
     args = parser.parse_args(argv)

@@ -95,7 +95,7 @@ class BlendedMegatronDatasetConfig:
         if not 0 <= surplus < math.inf:
             raise ValueError(f"mid_level_dataset_surplus: got {surplus}, expected 0 or more")
         if per_split is not None and (self.blend, self.split) != (None, None):
-            raise ValueError("blend_per_split: got it with blend or split, expected it alone")
+            raise ValueError("blend_per_split: cannot be combined with blend or split; pass it alone")
         if per_split is not None and len(per_split) != len(Split):
             raise ValueError(f"blend_per_split: got {len(per_split)} blends, expected {len(Split)} (None for a split "
                              f"without data)")

@@ -75,8 +75,8 @@ def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | N
     epochs = 1
     if num_samples:
         if not tokens:
-            raise ValueError(f"{num_samples:,} samples from {len(documents):,} sequences without a token; give this "
-                             f"split a larger share, or set its number of samples to 0")
+            raise ValueError(f"needs {num_samples:,} samples, but its {len(documents):,} sequences have no tokens; "
+                             f"give this split a larger share, or set its number of samples to 0")
         epochs = -(-(num_samples * T + extra) // tokens)
     before = max(0, (epochs - 1) * tokens - extra) // T
     apart = epochs > 1 and (num_samples or 0) - before < int(APART * ((tokens - extra) // T))

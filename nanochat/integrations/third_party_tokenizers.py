@@ -7,7 +7,7 @@ module for any tokenizer that is not in our own format.
     FILE.model                       sentencepiece       sentencepiece.model
     gpt2, cl100k_base, ...           tiktoken            ranks.tiktoken, in our format
     tokenizer.pkl (nanochat's)       `read_pickle`       ranks.tiktoken, in our format
-    ids:VOCAB:EOD                    nothing             no file: it cannot encode text
+    ids:SIZE:EOD_ID                  nothing             no file: it cannot encode text
 
 **Ids** are the library's own, with one exception: text never becomes a special token. "</s>" in a document is four
 ordinary characters. Some models (Unigram, WordPiece, WordLevel) find that name in their vocabulary anyway. Then each
@@ -368,8 +368,8 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
     if name.startswith("ids:"):
         match = re.fullmatch(r"ids:(\d{1,9})(?::(\d{1,9}))?", name)
         if match is None or not 2 <= int(match[1]) <= MAX_IDS:
-            raise ValueError(f"--tokenizer {name}: expected ids:VOCAB:EOD, the number of ids (at most {MAX_IDS:,}) and "
-                             f"the id that ends a document")
+            raise ValueError(f"--tokenizer {name}: expected ids:SIZE:EOD_ID, the number of ids (at most {MAX_IDS:,}) "
+                             f"and the id that ends a document")
         tokenizer: ThirdPartyTokenizer = IdsTokenizer(match[1].encode(), name)
         tokenizer.ends = [int(match[2] or -1)]
     else:

@@ -201,14 +201,14 @@ def child_environment() -> dict[str, str]:
 
 
 def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, dies: bool = False,
-          env: Mapping[str, str] | None = None, **flags: Any) -> list[dict[str, Any]]:
+          **flags: Any) -> list[dict[str, Any]]:
     """Run scripts.base_train in its own process, and return the steps in its log. The process first calls `hook`;
     `dies`: the process is expected to kill itself."""
     given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
              "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
              "buffer_size": bench.sizes.buffer, "model_tag": tag}
     with mock.patch.dict(os.environ, child_environment(), clear=True):
-        group = training.launch(base_train.main, [training.as_flags(given | flags)], [dict(env or {})], hook)
+        group = training.launch(base_train.main, [training.as_flags(given | flags)], [{}], hook)
     try:
         if dies:
             group.wait_for_death()
@@ -278,18 +278,16 @@ def leaves_on_host() -> None:
 
 
 def bits(bench: Bench, what: str, **way: Any) -> Iterator[Figure]:
-    """Train twice, the second time with a disturbance, and compare everything that both runs wrote. With further flags
-    (`way`), the second run is killed and resumed."""
+    """Train twice, and compare everything that both runs wrote. The second run keeps its leaves on the host, or, with
+    further flags (`way`), is killed and resumed."""
     flags, tag = bench.sizes.runs | way, what.replace(" ", "-")
     straight = f"straight-{tag}" if way else "straight"
     if not training.run_dir(straight).exists():
         train(bench, straight, **flags)
-    with tempfile.TemporaryDirectory() as cache:
-        env = {"TORCHINDUCTOR_CACHE_DIR": cache} if what == "empty cache" else {}
-        if what == "killed and resumed" or way:
-            killed = partial(training.die_after_step, flags["save_every"] + 1)
-            train(bench, tag, hook=killed, dies=True, sync_save=True, **flags)
-        train(bench, tag, env=env, hook=leaves_on_host if what == "leaves on the host" else None, **flags)
+    if way:
+        killed = partial(training.die_after_step, flags["save_every"] + 1)
+        train(bench, tag, hook=killed, dies=True, sync_save=True, **flags)
+    train(bench, tag, hook=None if way else leaves_on_host, **flags)
     notes: list[str] = []
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
     parts = compare_runs.compare(a, b, notes)

@@ -14,7 +14,7 @@ itself, computed with zeros in place of that checksum:
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one rename gives the
-checkpoint its name. A good checkpoint of the same step is kept, because the law of the stream makes both equal; a
+checkpoint its name. A good checkpoint of the same step is kept, because both trained on the same rows; a
 corrupt one is replaced. If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was
 saved at. So a good checkpoint exists at every instant.
 
@@ -224,7 +224,7 @@ def check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing")
     if (size := file.stat().st_size) != record["bytes"]:
-        raise ValueError(f"{file}: corrupt ({size:,} bytes on disk, the seal says {record['bytes']:,})")
+        raise ValueError(f"{file}: corrupt ({size:,} bytes on disk, {STATE_NAME} says {record['bytes']:,})")
     if hash_file(file) != record["blake2b"]:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in {STATE_NAME})")
 
@@ -292,7 +292,7 @@ def open_verified(path: Path, seal: dict[str, Any]) -> Checkpoint:
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != seal["step"]:
         raise ValueError(f"{path / CURSORS_NAME}: holds cursors for step {step}, but {STATE_NAME} is for step "
-                         f"{seal['step']}")
+                         f"{seal['step']}; use another checkpoint")
     return Checkpoint(path, seal, read_json(path / MODEL_CONFIG_NAME, dict), cursors)
 
 
@@ -317,7 +317,7 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
         try:
             return load_checkpoint(path)
         except (OSError, ValueError) as e:
-            log.warning("checkpoint %s is skipped: %s", path.name, e)
+            log.warning("%s is skipped: %s", path.name, e)
     return None
 
 
@@ -367,7 +367,7 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
             delete_checkpoint(path)
             deleted.append(name)
         except OSError as e:
-            log.warning("checkpoint %s could not be deleted: %s", name, e)
+            log.warning("%s could not be deleted: %s", name, e)
     return deleted
 
 

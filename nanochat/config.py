@@ -131,14 +131,14 @@ class DataSettings:
         None, "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
         f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
     val_path: str | None = setting(
-        None, "validation data (default: the last file below --data-path; with --order=megatron, the complete "
-        "documents of the validation split)")
+        None, "validation data (default: val/ below --data-path, else its last file; with --order=megatron, the "
+        "complete documents of the validation split)")
     data_format: str = setting(
         "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
         "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "
         "nanochat/source_xyz.py", fixed=STREAM)
     tokenizer: str | None = setting(
-        None, f"{TOKENIZER_HELP} (default: the folder tokenizer/ beside the data, or <base dir>/tokenizer, where "
+        None, f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
         "scripts.tok_train writes it)", also=["--tokenizer-dir"], metavar="NAME")
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
@@ -172,7 +172,7 @@ class DataSettings:
         -1, "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
     plan: str = setting(
-        "error", "what to do when the plan shows the data running out before the last step; off: make no plan",
+        "error", "what to do when a forecast (plan) shows the data running out before the last step; off: make no plan",
         choices=("error", "warn", "off"))
     curriculum: dict | None = setting(
         None, "YAML file with the mix of buckets (subfolders of the data) in each phase of the run", metavar="YAML",
@@ -222,7 +222,7 @@ class HorizonSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """optimization (rates are scaled from batches of 2^19 tokens; embeddings and head also from width 768)"""
+    """optimization (base rates are for batches of 2^19 tokens and, for embeddings and head, width 768)"""
 
     activation_checkpointing: bool = setting(
         False, "recompute each layer in the backward pass: slower, but needs far less memory",
@@ -397,8 +397,8 @@ TYPES = get_type_hints(Settings)
 
 # ---- the command line ---------------------------------------------------------------------------
 
-SECTION = ("gpt-simple's files have sections; here every flag is at the top level, such as data_path: DIR or "
-           "num_iterations: 1000 (docs/coming_from.md lists the names)")
+SECTION = ("each setting has its own flag, such as --data-path=DIR or --num-iterations=1000 (docs/coming_from.md lists "
+           "gpt-simple's names)")
 ELSEWHERE = {  # flags of other programs
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
                           "from the newest",
@@ -498,7 +498,8 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
             fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
-            change = f"{flag(name)}: the run has {before!r}, this launch {after!r}"
+            # the positive form of a switch, because values follow
+            change = f"{flag(name).replace('--no-', '--')}: the run has {before!r}, this launch {after!r}"
             if f.metadata["fixed"]:
                 refused.append(f"{change} ({f.metadata['fixed']})")
             else:

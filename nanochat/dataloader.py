@@ -66,7 +66,7 @@ class Dry(Exception):
 
 
 def default_leaves(world_size: int, V: int) -> int:
-    """K of a new run: the next power of two >= W, but at most V."""
+    """K of a new run: the smallest power of two >= W, but at most V."""
     return 1 << min((world_size - 1).bit_length(), V.bit_length() - 1)
 
 
@@ -132,7 +132,7 @@ class StepLayout:
 
 
 class Slot:
-    """Reusable host memory for one micro-batch. It holds int32, which the device converts to int64."""
+    """Reusable host memory for one micro-batch. Tokens are int32, which the device converts to int64."""
 
     def __init__(self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False):
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -307,7 +307,7 @@ class DataLoader:
 # ---- validation ----------------------------------------------------------------------------------
 
 def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and drops nothing."""
+    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and crops nothing."""
     documents = int(source.groups.sum())
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
@@ -317,7 +317,7 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
                       device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
                       num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows: at least one
-    from each lane, and the same number from all lanes whose data does not end.
+    from each lane, the same number from all, or fewer where a lane's data ends.
 
     The rows of a batch belong to one leaf (there are `num_leaves`, but at most V), so batches are the same for
     every W that divides the number of leaves. A rank beyond V has no batches.

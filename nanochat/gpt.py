@@ -73,7 +73,7 @@ class GPTConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive integer")
         if self.n_embd % self.n_head or self.head_dim % 2:
-            raise ValueError(f"n_embd / n_head: got {self.n_embd} / {self.n_head}, expected an even integer")
+            raise ValueError(f"head_dim = n_embd / n_head: got {self.n_embd} / {self.n_head}, expected an even integer")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head: got {self.n_kv_head}, expected a divisor of n_head ({self.n_head})")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
@@ -320,7 +320,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Cast the embeddings to `dtype`, and compute the rotary tables in it (checkpoints do not contain them)."""
+        """Cast the embeddings to `dtype`, and the rotary tables, which are computed in float32 and not saved."""
         self.transformer["wte"].to(dtype=dtype)
         self.value_embeds.to(dtype=dtype)
         half = self.config.head_dim // 2
@@ -414,7 +414,7 @@ class GPT(nn.Module):
 
     def num_scaling_params(self) -> dict[str, int]:
         """Number of parameters by kind, for scaling laws with embeddings (Chinchilla, 2203.15556) and without (Kaplan
-        et al., 2001.08361). The counts include padding rows."""
+        et al., 2001.08361). The counts include the padding of the vocabulary."""
         def count(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters())
 
@@ -435,8 +435,8 @@ class GPT(nn.Module):
                         num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
         """Peak memory of a step on one of `world_size` GPUs, in bytes by part. dtype: the compute dtype; num_leaves,
         micro_batches: how many of each a rank has in a step. For compiled code, the sizes of a layer and of the logits
-        are fitted to traces in bfloat16 (T = 2048, depths 12 to 24: within 2 %); for eager code, they are counted from
-        the tensors that autograd keeps. Neither has been measured on a GPU."""
+        are fitted to memory traced without a GPU (bfloat16, T = 2048, depths 12 to 24: within 3 %); for eager code,
+        they are counted from the tensors that autograd keeps. Neither has been measured on a GPU."""
         counts, config = self.num_scaling_params(), self.config
         tokens, size, total = batch_size * config.sequence_len, dtype.itemsize, counts["total"]
         embeddings, matrices = counts["wte"] + counts["value_embeds"], counts["transformer_matrices"]
@@ -450,7 +450,7 @@ class GPT(nn.Module):
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
         # float32 sums in the backward pass: attention's dq, one copy per thread block of a head; and one embedding's
-        # gradient, one sum per ten tokens and one per id
+        # gradient, one partial sum per ten tokens and one sum per id
         splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
         dq = 4 * tokens * config.n_embd * splits
         sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))

@@ -10,7 +10,7 @@ Why a run stops, which launch owns it, and where it stands.
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0
 
 **Stopping.** Each process enters one `StopWatch` before anything slow. The signal handler never raises, because
-that would leave a collective unfinished on one rank: it only records the signal. The reason to stop is part of a sum
+that would leave a collective unfinished on one rank: it only records the signal. Whether to stop is part of a sum
 that all ranks compute anyway, so one rank's signal stops all of them after the same step (for torchrun see
 docs/clusters.md). A run stops because of its walltime when the next check would come too late to save:
 
@@ -94,7 +94,7 @@ def slurm_end(env: Mapping[str, str]) -> str:
                                 timeout=SQUEUE_S, check=True).stdout.strip()
         return str(int(answer))  # 'N/A' and 'NONE' are jobs without an end
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        log.warning("walltime: %s is not set, and squeue did not report when job %s ends (%s)", SLURM_END,
+        log.warning("walltime: no %s, and squeue gave no end of job %s (%s); set --max-runtime-seconds", SLURM_END,
                     env["SLURM_JOB_ID"], e)
         return ""
 

@@ -21,13 +21,13 @@ device: it launches the whole step while the backward pass is still running. To 
 gradient by NaN. On several ranks, a step needs memory for one more copy of the gradients.
 
 **Compiled** (on CUDA), each matrix shape is one graph, and AdamW has three graphs for all groups (float32, bfloat16, a
-single element; a fourth on a rank whose parts begin inside a message), because values that differ between groups are
-passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs, once
-per group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product
-and a sum into one FMA, divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW,
-except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon differs from eager
-Muon: it adds norms and means in a different order, and on CUDA it uses FMAs. No promise about W depends on this,
-because every rank compiles the same code.
+single element; a fourth on ranks whose chunk does not begin where a message begins), because values that differ between
+groups are passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the
+graphs, once per group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would
+contract a product and a sum into one FMA, divide approximately and flush denormals. So compiled AdamW has the same bits
+as eager AdamW, except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon differs
+from eager Muon: it adds norms and means in a different order, and on CUDA it uses FMAs. No promise about W depends on
+this, because every rank compiles the same code.
 
 **Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes the order of sums, a
 matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms
@@ -256,7 +256,7 @@ class MuonAdamW(torch.optim.Optimizer):
         parts: dict[str, Part] = {}
         for index, group in enumerate(self.param_groups):
             kind, params = group.get("kind", ""), group["params"]
-            if missing := [key for key in NEEDED.get(kind, ["a known kind"]) if key not in group]:
+            if missing := [key for key in NEEDED.get(kind, ["a known kind (adamw or muon)"]) if key not in group]:
                 raise ValueError(f"parameter group {index} ({kind}) lacks {', '.join(missing)}")
             group.setdefault("names", [f"param_{len(parts) + i}" for i in range(len(params))])
             group.setdefault("initial_lr", group["lr"])
@@ -293,7 +293,7 @@ class MuonAdamW(torch.optim.Optimizer):
             grad_scale = grad_scale * (max_norm / norm).clamp(max=1.0)
         scalars = {id(group): self._scalars(group, live) for group in self.param_groups}
 
-        @torch.no_grad()  # for threads of its own
+        @torch.no_grad()  # the grad mode is per thread
         def update(message: Message, part: Part | None, chunk: Tensor) -> Tensor:
             """Update this rank's part. Returns the message of parameters, in which only that part is up to date."""
             packed = message.parameters()

@@ -45,8 +45,9 @@ T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits 
 `bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
 **The token clock.** Each pending piece has a place: the number of tokens that arrived before it, where a piece counts
-as at most one row. A document that fills a row is due once as many tokens have left as arrived before it. All other
-rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that fits.
+as at most one row. A document that fills a row starts the next row once as many tokens have left as arrived before it.
+All other rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
+fits.
 
     arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
     tokens gone  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
@@ -56,7 +57,7 @@ tail of a cut document arrives again behind all pending pieces, and starts a row
 document lie as far apart as the buffer allows.
 
 **The buffer** counts fillers only. Long documents need no partner, so a lane continues to read until enough fillers are
-pending, or until it holds as many tokens as memory allows (`token_limit`).
+pending, or until its pending tokens reach a limit (`token_limit`).
 
 **The end of an epoch.** A lane finishes an epoch before it begins the next one. Pieces that no longer fill a row are
 passed to `lead`: the next row starts with them, and documents of the next epoch complete it.
@@ -86,9 +87,9 @@ class Piece(NamedTuple):
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """The maximum number of tokens that a lane keeps pending, where a document counts as at most one row: `buffer_size`
-    rows of at least 2,049 tokens. It takes effect if few documents are shorter than a row. At 2 bytes per token, 64
-    lanes hold at most 34 MB for T up to 2,048."""
+    """The maximum number of tokens that a lane keeps pending in `crop`, where a document counts as at most one row:
+    `buffer_size` rows of at least 2,049 tokens. It takes effect if few documents are shorter than a row. At 2 bytes per
+    token, 64 lanes hold at most 34 MB for T up to 2,048."""
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
@@ -202,7 +203,7 @@ class BestFit(Packer):
         return self.tokens - self.context
 
     def wants(self, target: int) -> bool:
-        """True until `target` fillers are pending, or as many tokens as memory allows."""
+        """True until `target` fillers are pending, or the pending tokens reach a limit."""
         limit = target * self.capacity if self.split else token_limit(target, self.capacity)
         full = len(self.fillers) >= target or self.counted >= limit
         return not self.ready or not full

@@ -113,7 +113,7 @@ class LeafAccumulator:
             return
         self._done += 1
         last = self._done == self.num_leaves
-        # Counting the leaf carries once for each trailing zero of the count: first a pending sum of one leaf is
+        # One carry for each trailing zero of the count: first a pending sum of one leaf is
         # added, then one of two leaves, of four, ... These sums are on top of the stack, in this order.
         carries = (self._done & -self._done).bit_length() - 1
         carried = [self._pending.pop() for _ in range(carries)]

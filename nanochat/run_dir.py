@@ -187,7 +187,7 @@ def set_aside(run_dir: Path) -> Path:
     names = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in itertools.count(1))
     aside = next(path for path in names if not os.path.lexists(path))
     os.rename(run_dir, aside)
-    log.warning("%s was renamed to %s; delete it if you do not need it", run_dir, aside)
+    log.warning("%s was renamed to %s; delete the latter if you do not need it", run_dir, aside)
     return aside
 
 

@@ -154,7 +154,7 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
 
 
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
-    """The tokenizer that the settings name; by default the folder tokenizer/ beside the data, or <base dir>/tokenizer.
+    """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base dir>/tokenizer.
     ValueError or FileNotFoundError if neither exists."""
     folder = data_folder(data_path)
     if len(folder.parts) == 1:  # the prefixes have no folder in common

@@ -174,7 +174,7 @@ class Feed:
         return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit once documents are less than half a unit above the target."""
+        """Have the pool read the next unit once fewer documents than the target plus half a unit are pending."""
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
@@ -209,7 +209,7 @@ class Feed:
 
     def _kept(self, ids: np.ndarray) -> Any:
         """A pending document's ids as the feed stores them: cut to what a row can hold if documents are cropped,
-        compressed if `split` will cut the document."""
+        compressed in `split` if longer than CHUNK."""
         limit = self.packer.max_tokens
         if limit is not None:
             return ids[:limit].copy() if len(ids) > limit else ids

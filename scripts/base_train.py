@@ -148,7 +148,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
             # the leaf's last micro-batch: add the finished leaf to the rank's tree of leaves
             if at + 1 == per_leaf:
                 run.leaves.leaf_done()
-            # enter each row's loss, live targets and bucket; the padding rows at the end of a batch have no entry
+            # enter each row's loss, live targets and bucket; the dead rows at the end of a batch have no entry
             rows = loader.layout.rows_of(leaf, at)
             values = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1)  # (B, 3)
             table[rows.start:rows.stop] = values[:len(rows)]
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (over := start.over()) is not None:
                 print0(over[1])
                 if start.notices:
-                    print0(f"warning: settings that differ from its config.json: {'; '.join(start.notices)}")
+                    print0(f"warning: ignored settings that differ from its config.json: {'; '.join(start.notices)}")
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)

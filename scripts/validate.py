@@ -1,5 +1,5 @@
 """
-Check a run before it starts: takes the flags of scripts.base_train, and writes nothing.
+Check a run before it starts: takes the flags of scripts.base_train, and starts nothing.
 
     python -m scripts.validate --config=runs/laptop.yaml --data-path=mytext --num-iterations=100
 

@@ -19,7 +19,7 @@ pid of the process):
 
     {"step": 129, "loss": 3.1, "digest": "0f.."}
     {"step": 130, "lo                                    <- truncated by the crash; the next launch adds a newline
-    {"event": "resumed", "step": 100}
+    {"event": "started", "step": 100}
     {"step": 100, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 100
 
 Readers take the last line of each step and skip truncated lines. Rejected: truncating the log at a resume. That looks
@@ -67,8 +67,8 @@ def run_path(tag: str) -> Path:
     """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless `tag` is a plain,
     printable name of at most 100 characters that cannot be mistaken for a flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
-        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a plain folder name of at most 100 characters that "
-                         "does not start with a hyphen, such as d12")
+        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected up to 100 letters, digits, spaces or _@+=,%~.- "
+                         "(no . or - in front), such as d12")
     return get_base_dir() / "runs" / tag
 
 

@@ -93,6 +93,7 @@ install() { # a requirements file
 finished() {
     wanted_stamp >"$stamp.tmp"
     mv "$stamp.tmp" "$stamp"
+    echo "setup: done; activate it with: source .venv/bin/activate"
     exit 0
 }
 

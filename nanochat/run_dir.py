@@ -357,8 +357,8 @@ class RowLosses:
                 f.seek(offset)
                 data = f.read(self.size)
         if len(data) < self.size or not any(data):
-            raise FileNotFoundError(f"{path}: no row losses for step {step}: the run has not trained that step, or did "
-                                    "so with --no-row-losses")
+            raise FileNotFoundError(f"no row losses for step {step}: the run has not trained that step, or did so "
+                                    f"with --no-row-losses ({path.parent})")
         if data[:4] != _checksum(step, data[4:]):
             raise ValueError(f"{path}: the row losses for step {step} are corrupt (wrong checksum), so they "
                              "cannot be shown; training does not need them. Delete the file to hide this message")

@@ -522,7 +522,8 @@ class Journal:
         self.trackers.log({"step": p.step - 1, **for_trackers})
         self.state.update(status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state)
         self.bar.set_postfix_str(
-            f"loss {show(state['loss'])}, bits per byte {show(p.val_bpb)}, {show(state['tokens_per_s'])} tok/s, "
+            f"loss {show(state['loss'])}, bits per byte {show(p.val_bpb)} at step {show(self.val_step)}, "
+            f"{show(state['tokens_per_s'])} tok/s, "
             f"eta {duration(state['eta_s'])}", refresh=False)
         self.bar.update()
         self.trackers.at(p.step)

@@ -109,8 +109,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument("shell", choices=SHELLS)
         print(completion(parser, parser.parse_args(rest).shell))
         return 0
+    # modules' names work, too: tok_train is tok-train, base_train is train
+    name = next((short for short, module in known.items() if module == f"scripts.{name}"), name)
     if name not in known:
-        raise ValueError(f"nanochat {name}: unknown command{did_you_mean(name, known)} (all commands: "
+        raise ValueError(f"{name}: unknown command{did_you_mean(name, known)} (all commands: "
                          f"python -m scripts.help)")
     sys.argv = [f"nanochat {name}", *rest]
     return importlib.import_module(known[name]).main(rest)

@@ -55,7 +55,7 @@ from scripts.receipt import open_receipt, read_receipt
 log = logging.getLogger(__name__)
 
 LINES = 40  # documents that the table of a step shows
-DOCUMENTS = 20  # matches that --text shows
+DOCUMENTS, TRACED = 20, 200  # matches that --text shows, and that it follows through the run
 OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
@@ -366,8 +366,8 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     """What became of the tokens that are in no row; empty if all of them are in rows."""
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
     if opened.run.outcome == "completed" and (one_pass.pending or one_pass.expected is not None):
-        if not one_pass.uses:
-            return "never trained on: the run ended first"
+        if not one_pass.uses:  # an epoch after the first may be one that the run never began
+            return "" if one_pass.epoch else "never trained on: the run ended first"
         stop = max(use.stop for use in one_pass.uses)
         rest = "its other tokens" if one_pass.lane is None else f"tokens {stop:,} to {one_pass.length - 1:,}"
         return f"{rest} never trained on: the run ended first"
@@ -388,30 +388,42 @@ def is_left_out(source: Source, document: Document) -> bool:
     return listed is not None and bool(listed[document.row])
 
 
-def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document]]:
-    """The (split, document) pairs that --document or --text names. ValueError if there are none."""
-    data = {"train": opened.data.train, "validation": opened.data.val}
+def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document, list[Pass]]]:
+    """(split, document, its passes) for each document that --document or --text names. Of those that contain a text,
+    at most DOCUMENTS, and first those that the run trained on. ValueError if there are none."""
+    data, passes_of = {"train": opened.data.train, "validation": opened.data.val}, tracer(opened)
+
+    def traced(split: str, document: Document) -> tuple[str, Document, list[Pass]]:
+        return split, document, list(passes_of(document)) if split == "train" else []
+
     if args.document is not None:
-        return [find_document(data, args.document)]
+        return [traced(*find_document(data, args.document))]
     if not args.text:
         raise ValueError("--text: it is empty; pass some words from a document")
     matches = ((split, document) for split, sources in data.items() for bucket, source in sources.items()
                for document in documents_with(source, bucket, args.text))
-    documents = list(islice(matches, DOCUMENTS + 1))
-    if not documents:
+    used: list[Any] = []
+    others: list[Any] = []
+    for match in islice(matches, TRACED):
+        found = traced(*match)
+        (used if any(one_pass.uses for one_pass in found[2]) else others).append(found)
+        if len(used) == DOCUMENTS:
+            break
+    if not used + others:
         raise ValueError(f"--text: {args.text!r} occurs in no document of the run's files; capitals, spaces and line "
                          f"breaks count")
-    if len(documents) > DOCUMENTS:
-        log.warning("more than %d documents contain the text; showing the first %d", DOCUMENTS, DOCUMENTS)
+    more = next(matches, None) is not None
     if not args.json:
-        print(f"{visible(args.text)!r} is in {', '.join(visible(d.name) for _, d in documents[:DOCUMENTS])}")
-    return documents[:DOCUMENTS]
+        print(f"{visible(args.text)!r}: the run trained on {len(used)} of the {'first ' * more}"
+              f"{counted(len(used + others), 'document')} that contain it")
+    shown = (used + others)[:DOCUMENTS]
+    if more or len(used + others) > len(shown):
+        log.warning("showing %d documents; name any other with --document", len(shown))
+    return shown
 
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every row that trained on tokens of a document, epoch by epoch."""
-    passes_of = tracer(opened)
-
     @lru_cache(None)
     def losses(step: int) -> list[float | None] | None:
         try:
@@ -422,13 +434,13 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             log.warning("%s", e)
             return None
 
-    for split, document in named_documents(opened, args):
+    for split, document, traced in named_documents(opened, args):
         passes, ids = [], np.zeros(0, np.int64)
         source, words = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
         if document.group >= 0:
             ids = source.read(document.group, np.array([document.row]))[0][0]
             words = first_words(opened, ids)
-        for one_pass in passes_of(document) if split == "train" else ():
+        for one_pass in traced:
             uses = [{**use._asdict(), "loss": of_step[use.row] if (of_step := losses(use.step)) else None}
                     for use in one_pass.uses]
             if args.text:  # a row may hold another part of the document
@@ -499,7 +511,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     named = find.add_mutually_exclusive_group(required=True)
     named.add_argument("--document", metavar="FILE:DOC", help="the document, as `rows` prints it; DOC counts "
                        "from 0")
-    named.add_argument("--text", help=f"find the first {DOCUMENTS} documents that contain this text")
+    named.add_argument("--text", help=f"find up to {DOCUMENTS} documents that contain this text, those "
+                       "trained on first")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
     accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
     for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):

@@ -138,7 +138,7 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
         weights, data = (seed if vary in (which, "both") else settings.seed for which in ("weights", "data"))
         command = [*launcher, "scripts.base_train", *flags, f"--seed={weights}", f"--data-seed={data}",
                    f"--model-tag={tag}"]
-        print0(f"run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}")
+        print0(f"{name}: run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}")
         log = get_base_dir() / "repeats" / f"{tag}.log"
         with open(log, "wb") if jobs > 1 else contextlib.nullcontext() as out:
             code = subprocess.run(command, stdout=out, stderr=out).returncode
@@ -183,7 +183,8 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
             print0(f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05")
     smallest = results["smallest_difference"]
     rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
-    print0("", *table(["seeds", "smallest difference, unpaired", "paired"], rows), sep="\n")
+    print0("", "the smallest difference that so many seeds can show, of unpaired runs and of runs paired by seed:",
+           *table(["seeds", "unpaired", "paired"], rows), sep="\n")
     if record.get("rerun_difference") is not None:
         print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")
 

@@ -30,10 +30,13 @@ def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, 
     with pytest.raises(SystemExit, match="0"):
         help_.main(["help", "stop"])
     assert "usage: nanochat stop" in capsys.readouterr().out
+    for name in ("tok_train", "tok-train", "base_train", "train"):  # the modules' names, too
+        with pytest.raises(SystemExit, match="0"):
+            help_.main(["help", name])
     for words in (["trian"], ["help", "trian"]):
-        with pytest.raises(ValueError, match="nanochat trian: unknown command; did you mean train"):
+        with pytest.raises(ValueError, match="trian: unknown command; did you mean train"):
             help_.main(words)
-    with pytest.raises(ValueError, match="nanochat xyzzy: unknown command"):
+    with pytest.raises(ValueError, match="xyzzy: unknown command"):
         help_.main(["xyzzy"])
 
 

@@ -26,10 +26,10 @@ bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling
     u = 0.6                         142                         86            28
 
 So each count differs from its share by less than one row, and all sum to 256. With u = frac(block / golden ratio +
-lane sqrt(2)), whose values are spread about as evenly as points can be, remainders carry over: within 4,096 consecutive
-blocks, a bucket is off by less than five rows in total. A permutation keyed by (seed, phase, lane, block) orders the
-rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are sorted by
-name. So the sequence is the same on every machine and for every order of the buckets in the file.
+lane sqrt(2)), whose values are spread about as evenly as points can be, rounding errors cancel: within 4,096
+consecutive blocks, a bucket is off by less than five rows in total. A permutation keyed by (seed, phase, lane, block)
+orders the rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are
+sorted by name. So the sequence is the same on every machine and for every order of the buckets in the file.
 
 Rejected: a draw for each row (a quarter of 256 rows would often differ by 7); remainders added up from block to block
 (the mix of a row would depend on all blocks before it).
@@ -131,8 +131,7 @@ class Curriculum:
             raise ValueError("curriculum: no phase in it, expected a list of phases, each with duration_tokens and mix")
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
-                raise ValueError(f"max_epochs: no phase uses {_show(bucket)}{_hint(bucket, self.buckets)}; "
-                                 f"give it a weight")
+                raise ValueError(f"max_epochs: no phase gives {_show(bucket)} a weight{_hint(bucket, self.buckets)}")
             _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
 
     @property

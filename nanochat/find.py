@@ -90,8 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. Ends before the second of two consecutive epochs whose lanes have not
-        read it yet."""
+        """The uses of a document, epoch by epoch. Of two epochs in a row that still lie ahead, only the first is
+        yielded, as the last."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return

@@ -13,14 +13,14 @@ of the run, and a plan follows that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-For token files, the plan is exact, including the halting step and the ledger. Text has no lengths before it is
+For token files, the plan is exact, including the halting step and all counts. Text has no lengths before it is
 tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate. A bucket that cannot
 run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
 thousand rows.
 
-A run makes a plan only if it has a curriculum, because otherwise its epochs are unlimited. It keeps the plan in
-RUN/plan.json for a resume. scripts.validate plans every run except one in Megatron's order, which does not start if it
-has too few samples.
+Only runs with a curriculum (otherwise epochs are unlimited) or `binned` rows make a plan. They keep it in RUN/plan.json
+for a resume. scripts.validate plans every run except one in Megatron's order, which does not start if it has too few
+samples.
 """
 
 import logging
@@ -55,7 +55,7 @@ class BucketPlan:
     """What a run takes from a bucket, in tokens. The run trains on rows * T of them."""
 
     documents: int  # in one pass; overlapping windows are one document
-    tokens: int  # in one pass, as `read` counts them: without BOS and repeated tokens
+    tokens: int  # in one pass, without BOS and repeated tokens
     max_epochs: int  # maximum number of passes; 0 = unlimited
     asked: int  # tokens that the mix requests
     trained: int  # tokens that the run receives
@@ -338,7 +338,7 @@ def warnings(plan: Plan) -> list[str]:
             line += f"; {cropped:.1%} are cropped, which --long-docs=split would use"
         dry.append(f"{line}; fewer --lanes may use more of it")
     if plan.estimate and plan.halt:
-        dry.append(f"the run would halt at that step; {DRY_WAYS}")
+        dry.append(f"the run would halt around step {plan.steps:,}; {DRY_WAYS}")
     return dry + notes
 
 

@@ -1,9 +1,9 @@
 """The run directory: one folder with everything that a training run writes. A resume needs only this and the data.
 
     runs/d12/
-      config.json                 the resolved settings; written once
+      config.json, tokenizer/     the resolved settings, and the tokenizer; written once
       data_manifest.json          the data files that the run reads
-      tokenizer/                  written once
+      plan.json, .run_state.json, .owner.json     see nanochat/plan.py and nanochat/lifecycle.py
       logs/train.jsonl            one JSON object per step and per event
       logs/cursors/               the cursors of every save, kept forever
       logs/rows/                  the loss of every row
@@ -19,7 +19,7 @@ pid of the process):
 
     {"step": 129, "loss": 3.1, "digest": "0f.."}
     {"step": 130, "lo                                    <- truncated by the crash; the next launch adds a newline
-    {"event": "resumed", "step": 100}
+    {"event": "started", "step": 100}
     {"step": 100, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 100
 
 Readers take the last line of each step and skip truncated lines. Rejected: truncating the log at a resume. That looks
@@ -67,8 +67,8 @@ def run_path(tag: str) -> Path:
     """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless `tag` is a plain,
     printable name of at most 100 characters that cannot be mistaken for a flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
-        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a plain folder name of at most 100 characters that "
-                         "does not start with a hyphen, such as d12")
+        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a folder name of 1 to 100 letters, digits, "
+                         "spaces and _@+=,%~.- that does not start with . or -, such as d12")
     return get_base_dir() / "runs" / tag
 
 

@@ -2,7 +2,7 @@
 Sources: the files of a bucket behind one small interface.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
-    Source.read(group, rows)    these documents as token ids, each as [BOS] + ids
+    Source.read(group, rows)    documents `rows` of a group, each as [BOS] + ids
 
 A group is a run of documents stored together: a parquet row group, or a few thousand entries of a token file. To add a
 kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
@@ -50,8 +50,8 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
 class Source:
     """One bucket's documents. `manifest` and `tokenizer` are the run's; `nanochat.dataset.scan` makes manifests.
 
-    Each kind of file has a subclass: `scan_file` pins a file, `read` reads it. Both may be called from several threads
-    at once, and their errors name the file.
+    Each kind of file has a subclass: `scan_file` describes and hashes a file, `read` reads it. Both may be
+    called from several threads at once, and their errors name the file.
     """
 
     lengths_known: ClassVar[bool] = False  # whether the subclass implements `lengths`
@@ -68,7 +68,7 @@ class Source:
         self.without = self._find_without(manifest.get("without", {}))
 
     def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
-        """{group: (documents,) bool}: the documents whose targets are off (--without-documents)."""
+        """{group: (documents,) bool}: the documents whose targets are masked (--without-documents)."""
         without = {}
         for number, entry in enumerate(self.manifest["files"]):
             if entry["name"] not in rows_by_file:

@@ -76,8 +76,12 @@ log = logging.getLogger(__name__)
 
 FIT_ALONE, FIT_TOGETHER = 0.92, 0.88  # share of a GPU's memory for a step, with one process and with several (NCCL)
 MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
-WAY_ON = ("use --allow-bucket-exhaustion to continue with the other buckets, or start a new run with a different "
-          "curriculum (--model-tag=NAME --init-from={tag} --init-data=continue)")
+
+
+def way_on(tag: str, *, all_dry: bool) -> str:
+    """The remedy for a halted run. `all_dry`: whether all buckets of the lane that halted it are dry."""
+    new_run = f"start a new run with a different curriculum (--model-tag=NAME --init-from={tag} --init-data=continue)"
+    return new_run if all_dry else f"use --allow-bucket-exhaustion to continue if other buckets are left, or {new_run}"
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ class Start:
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
             return 0, f"{self.run_dir}: completed ({where}), nothing to do; use --model-tag=NAME to start another run"
-        allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
-        if status == "halted" and not allowed:
-            remedy = WAY_ON.format(tag=self.run_dir.name)
+        all_dry = bool(self.state.get("all_dry"))
+        if status == "halted" and (all_dry or not self.settings.allow_bucket_exhaustion):
+            remedy = way_on(self.run_dir.name, all_dry=all_dry)
             return EXIT_HALTED, f"{self.run_dir}: halted ({where}): {self.state['halted']}; {remedy}"
         return None
 
@@ -157,7 +161,7 @@ def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     """The tokenizer that the settings name; by default the folder tokenizer/ beside the data, or <base dir>/tokenizer.
     ValueError or FileNotFoundError if neither exists."""
     folder = data_folder(data_path)
-    if len(folder.parts) == 1:  # the prefixes have no folder in common
+    if len(folder.parts) == 1:  # listed files without a common folder
         folder = data_folder(data_path.partition(",")[0])
     beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
     return get_tokenizer(settings.tokenizer or beside, eod_token=settings.eod_token, data_path=settings.data_path)
@@ -296,7 +300,7 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
     """The number of rows per forward pass: the largest power of two that is at most a leaf's rows and fits into `room`
     bytes (None: at most 32 rows), not counting pending sums of leaves, which may be on the host. The largest also
     keeps a GPU busiest: the deterministic attention kernel runs rows x heads blocks in waves of one block per
-    multiprocessor, and twice as many blocks never leave a larger share of the last wave idle."""
+    multiprocessor, and twice as many blocks never leave a larger share of all waves idle."""
     rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
@@ -314,8 +318,8 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
 def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Mapping[str, Manifest] | None = None,
             ) -> tuple[Settings, Horizon, GPTConfig]:
     """(settings, horizon, shape of the model) with all automatic settings resolved. ValueError for settings that do not
-    fit together. Batch size, horizon and learning rates follow from parameter counts, so the model is built without
-    data first. `room`: see `device_memory`. `train`: training files of a new run, which limit its number of lanes."""
+    fit together. Batch size, horizon and learning rates follow from parameter counts, so the model is built on the
+    meta device first. `room`: see `device_memory`. `train`: training files of a new run, which limit its lanes."""
     model = build_model(settings)
     scaling = [sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
                for m in (model, build_model(settings, REFERENCE_DEPTH))]
@@ -442,8 +446,8 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
 
 def claim_run(start: Start, data: RunData) -> Owner:
     """Rank 0: make and print the plan, become the run's owner, and write its directory. Unless --plan=warn, ValueError
-    before anything is written if the plan shows that the run would halt. config.json, written last, holds the resolved
-    settings and, for readers, the figures derived from them."""
+    before anything is written if the plan shows that the run would halt. config.json holds the resolved settings and,
+    for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
     # planning `binned` rows finds entries that are longer than a row now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
@@ -530,7 +534,7 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing is saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
-                         f"{settings.device_batch_size}), or add --activation-checkpointing, and run the same "
+                         f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
                          f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
 
 

@@ -69,10 +69,10 @@ DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floa
     "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}}
 READER = "NANOCHAT_READER"
 GROUP_ENTRIES = 1024  # entries per group, unless the manifest lists the groups
-EDGE_BYTES = 1 << 16  # bytes at each end of an .idx that pin it
-BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin that pin it
+EDGE_BYTES = 1 << 16  # bytes hashed at each end of an .idx
+BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin, hashed
 REDO = "fetch it again, or delete it and rerun scripts.tok_shards"
-VERIFY = f"python -m scripts.verify lists all such places; then {REDO}"
+VERIFY = f"python -m scripts.verify PATH lists all such places; then {REDO}"
 
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
@@ -225,7 +225,7 @@ class TokenFile:
         self.vocab_size = vocab_size
         self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
         self._index = open_reader(local_copy(self.idx_path), np.dtype(np.uint8), mapped=mapped)
-        self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, byte of the file, rows
+        self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, first byte, rows
         self._read_header()
         self.reader = open_reader(self.path, self.dtype, mapped=mapped)
         self.num_tokens = self.num_bytes // self.dtype.itemsize
@@ -532,7 +532,7 @@ class TokenSource(Source):
             if of_folder and of_folder["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
                 raise ValueError(f"{folder}: tokenizer {of_folder['tokenizer']['fingerprint']} made its shards, but "
                                  f"this run has {tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, "
-                                 f"or make them again with scripts.tok_shards")
+                                 f"or make the shards again with scripts.tok_shards")
 
     @staticmethod
     def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:

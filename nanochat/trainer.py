@@ -13,7 +13,7 @@ host reads the result only after it has launched the update, so a GPU never wait
     GPU        ... backward ............. reduction | update |
 
 The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step in three places: a printed
-line, a line of JSON in the log, and the run's trackers (nanochat/integrations/trackers.py), such as TensorBoard. a
+line, a line of JSON in the log, and the run's trackers (nanochat/integrations/trackers.py), such as TensorBoard. On a
 terminal, printed lines scroll above a progress bar.
 """
 

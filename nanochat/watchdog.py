@@ -78,8 +78,8 @@ class Watchdog:
         self._clock = 0.0  # seconds in which this process was not suspended, counted by the timer
         self._active = self._watched = 0.0  # the clock at the last beat of the main thread, and of rank 0's heartbeat
         self._last_round = time.monotonic()  # when the heartbeat last completed a round
-        self._local = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]  # visible here
-        self._published: dict[int, tuple[dict[str, Any], float]] = {}  # record, and its clock
+        self._local = [r for r, process in enumerate(ranks) if r != rank and is_alive_here(process)]  # on this host
+        self._published: dict[int, tuple[dict[str, Any], float]] = {}  # record, our clock then
         self._ours, self._verdict = "", ""  # this rank's proposal, and the verdict that counts
         self._left, self._over, self._wake = False, threading.Event(), threading.Event()
         self._heart = threading.Thread(target=self._heartbeat, name="heartbeat", daemon=True)
@@ -88,8 +88,8 @@ class Watchdog:
     # ---- the main thread
 
     def beat(self, step: int | None = None, where: str = "", patience_s: float = 0.0) -> None:
-        """Report that the main thread is alive and, if `step` is given, at a new point that all ranks reach. It may
-        take `patience_s` to the next point, or the limit if that is longer."""
+        """Report that the main thread is alive and, if `step` is given, at a new point that all ranks reach. The
+        next point may take `patience_s`, or `timeout_s` if that is longer."""
         if step is not None:
             self._first_step = step if self._count == 0 else self._first_step
             self._count += 1

@@ -51,7 +51,6 @@ from nanochat.reduce import LeafAccumulator
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
 from nanochat.start_run import (
-    WAY_ON,
     Start,
     claim_run,
     command,
@@ -61,6 +60,7 @@ from nanochat.start_run import (
     is_tight,
     print_split,
     print_summary,
+    way_on,
 )
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, make_model, new_row_table, take_step
 from nanochat.watchdog import Watchdog, open_store
@@ -108,7 +108,7 @@ def loop(run: Trainer) -> int:
             run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
         halted = e.status == "halted"
-        remedy = (WAY_ON.format(tag=run.start.run_dir.name) if halted else
+        remedy = (way_on(run.start.run_dir.name, all_dry=e.more["all_dry"]) if halted else
                   f"step {p.step:,} of {last:,} is saved; the same command resumes the run")
         print0(f"{e.status}: {e.reason}; {remedy}")
         return EXIT_HALTED if halted else 0

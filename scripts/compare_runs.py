@@ -10,13 +10,13 @@ Differences appear in this order, and each kind has typical causes:
 
     data           digests, token counts, cursors                  different data, seed or stream
     steps          losses, learning rates, gradients, validation   different settings or order of additions
-    checkpoints    architecture, cursors, weights, optimizer       different steps
+    checkpoints    architecture, cursors, weights, optimizer       any of the above
 
     step         0    1    2    3         digests      = = = =     same data
     losses a   5.1  4.9  4.7  4.6         losses       = = # #     differ from step 2 on
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, not after 4
 
-Logs, cursors and checkpoints are nested dicts and lists, and one function compares them leaf by leaf. Step k of a log
+Logs, cursors and checkpoints are nested dicts and lists, and one function compares them value by value. Step k of a log
 is the step taken after k others; checkpoint k is saved after k steps. For two different experiments, a table shows loss
 and bits per byte at the same numbers of tokens.
 

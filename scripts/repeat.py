@@ -145,7 +145,7 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
         run = RunReader(run_path(tag))
         if code or not run.launches or run.launches[-1].end != "completed":
             raise ValueError(f"{tag}: the run ended with exit code {code} before its last step"
-                             f"{f', see {log}' if jobs > 1 else ''}; repeat this command to resume it")
+                             f"{f', see {log}' if jobs > 1 else ''}; fix the cause and repeat this command")
         if not run.val_bpb:
             raise ValueError(f"{tag}: the run has no validation bits per byte; pass --eval-every=N and a new --name")
         return list(run.val_bpb.values())[-1]

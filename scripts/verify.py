@@ -5,12 +5,12 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
     python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
     python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
 
-Everything is opened as training opens it and read to the end; anything that training would refuse is a problem. Pairs
-may be in object storage (s3://bucket/prefix). These are checked in addition:
+Pairs and checkpoints are opened as training opens them and read to the end; anything that training would refuse is a
+problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
 
-    pairs         .bin and .idx, ids with an index (GPTS or Megatron's): no empty entries, prefixes and windows within
-                  their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
-                  else, and the records of manifest.json. Then a table of the lengths of entries
+    pairs         .bin and .idx, ids with an index (shards or Megatron's): no empty entries, prefixes and windows
+                  within their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and
+                  nowhere else, and the records of manifest.json. Then a table of the lengths of entries
     checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
     cursors       all those that a run keeps in logs/
     row losses    the checksum of every logged step's record in logs/rows
@@ -22,7 +22,7 @@ may be in object storage (s3://bucket/prefix). These are checked in addition:
 
 A problem does not stop the check of the other files. The exit code is 1 if there is any problem. Pairs are read in
 blocks, so memory does not depend on their size. A pair without a manifest.json names neither vocabulary nor
-end-of-document id: ids are checked only if you pass --tokenizer or --vocab-size, and the last id of a GPTS file counts
+end-of-document id: ids are checked only if you pass --tokenizer or --vocab-size, and the last id of a shard counts
 as the end-of-document id (Megatron's files may have none, so for them only --tokenizer sets it).
 """
 
@@ -131,7 +131,7 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
     def report(entries: np.ndarray, problem: str) -> None:
         if entries.any():
             i = int(np.argmax(entries))
-            sentence = f"{pair.path}: entry {first + i:,} of {lengths[i]:,} ids {problem}"
+            sentence = f"{pair.path}: entry {first + i:,} ({counted(int(lengths[i]), 'id')}) {problem}"
             wrong.setdefault(problem, [sentence, 0])[1] += np.count_nonzero(entries)
 
     full = lengths > 0
@@ -289,10 +289,10 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     steps = args.steps or sorted(marks)
     opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
                                               eod_token=args.eod_token), max(steps))
-    yield f"{path}: {receipt['run']} was trained on the files in {args.data_path}"
+    yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
     last = min(step for step in marks if step >= max(steps))
-    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the next step "
-           f"whose digest is in the receipt")
+    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first one "
+           f"from step {max(steps):,} on whose digest is in the receipt")
     link, good, began = "", -1, time.monotonic()
     for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
                              desc="recomputed", leave=False, disable=None):
@@ -384,7 +384,8 @@ def step_list(text: str) -> list[int]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, file or folder")
-    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens per row")
+    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T",
+                        help="count entries longer than T + 1 ids")
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", metavar="NAME", help=f"the tokenizer that produced the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for pairs without a manifest.json")

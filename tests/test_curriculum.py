@@ -198,8 +198,8 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (MIX + "{no: 1}\n", "got the bucket False, expected a name; put it in quotes"),
     (MIX + "{web: 1, code: 1, web: 2}\n", "key 'web' appears twice"), (MIX + "{web: 0, code: 0.0}\n", "weight above 0"),
     (ONE + "max_epochs: 3\n", "max_epochs: expected an object, got a whole number"),
-    (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase uses 'code'; expected web; give it a weight"),
-    (MIX + "{web: 1, code: 0}\nmax_epochs: {code: 1}\n", "no phase uses 'code'"),
+    (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase gives 'code' a weight; expected web"),
+    (MIX + "{web: 1, code: 0}\nmax_epochs: {code: 1}\n", "no phase gives 'code' a weight"),
     (ONE + "max_epochs: {web: 1.5}\n", "max_epochs of 'web': got 1.5, expected a whole number"),
 ])
 def test_every_error_names_the_file_and_the_value(write, text, message):

@@ -72,19 +72,19 @@ DAMAGE = {
     "no idx": ("idx", lambda p: p.unlink(), ["a.idx: the file is missing; restore it"]),
     "backwards": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x08"), ["a.idx: the offsets of entries"]),
     "empty entry": ("idx", lambda p: patch(p, FIRST_OFFSET + 8, b"\x06"), [
-        "a.bin: entry 1 of 0 ids is empty", "a.bin: entry 0 of 6 ids is longer than a window of 3",
-        "a.bin: entry 0 of 6 ids has the end-of-document id", "a.bin: entry 0 of 6 ids ends a document without",
+        "a.bin: entry 1 (0 ids) is empty", "a.bin: entry 0 (6 ids) is longer than a window of 3",
+        "a.bin: entry 0 (6 ids) has the end-of-document id", "a.bin: entry 0 (6 ids) ends a document without",
         "a.bin: documents is 2, manifest.json says 3"]),
-    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2 of 3 ids is not longer than its"]),
+    "prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\3"), ["a.bin: entry 2 (3 ids) is not longer than its"]),
     "long prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 4, b"\4"), ["a.idx: entry 2 is shorter than its"]),
     "wrong prefix": ("idx", lambda p: patch(p, FIRST_PREFIX + 2, b"\1"), [
-        "a.bin: entry 0 of 3 ids ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
+        "a.bin: entry 0 (3 ids) ends with the end-of-document id", "a.bin: documents is 2, manifest.json says 3"]),
     "vocabulary": ("bin", lambda p: patch(p, 14, u16(257)), [
-        "a.bin: entry 2 of 3 ids has ids outside the vocabulary of 257"]),
+        "a.bin: entry 2 (3 ids) has ids outside the vocabulary of 257"]),
     "lost end": ("bin", lambda p: patch(p, 16, u16(9)), [
-        f"a.bin: entry 2 of 3 ids ends a document without the end-of-document id {E}",
+        f"a.bin: entry 2 (3 ids) ends a document without the end-of-document id {E}",
         "a.bin: documents is 2, manifest.json says 3"]),
-    "end of a window": ("bin", lambda p: patch(p, 10, u16(E)), ["a.bin: entry 1 of 3 ids ends with the end-of"]),
+    "end of a window": ("bin", lambda p: patch(p, 10, u16(E)), ["a.bin: entry 1 (3 ids) ends with the end-of"]),
     "another id": ("bin", lambda p: patch(p, 0, u16(2)), []),
 }
 MEGATRON = {
@@ -92,10 +92,10 @@ MEGATRON = {
         "a.idx: sequence 1 has 2 ids at byte 100, which is not a valid place in its .bin of 18 bytes"]),
     "boundary": ("idx", lambda p: patch(p, 82 + 16, (0).to_bytes(8, "little")), ["a.idx: the boundaries of entries"]),
     "empty": ("idx", lambda p: patch(p, 82 + 16, (1).to_bytes(8, "little")), [
-        "a.bin: entry 1 of 0 ids is empty", f"a.bin: entry 2 of 6 ids has the end-of-document id {E} inside it",
+        "a.bin: entry 1 (0 ids) is empty", f"a.bin: entry 2 (6 ids) has the end-of-document id {E} inside it",
         "a.bin: documents is 2"]),
     "lost end": ("bin", lambda p: patch(p, 12, u16(9)), [
-        f"a.bin: entry 1 of 4 ids ends a document without the end-of-document id {E}", "a.bin: documents is 2"]),
+        f"a.bin: entry 1 (4 ids) ends a document without the end-of-document id {E}", "a.bin: documents is 2"]),
 }
 
 
@@ -172,13 +172,13 @@ def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, caps
     write_pair(tmp_path / "b", [[5, E]] * 100)
     _, problems, out = run(capsys, tmp_path, "--vocab-size", 200)
     assert problems == [f"{tmp_path}/{name} has ids outside the vocabulary of 200, and {more} more"
-                        for name, more in (("a.bin: entry 1 of 2 ids", 2), ("b.bin: entry 0 of 2 ids", 99))]
+                        for name, more in (("a.bin: entry 1 (2 ids)", 2), ("b.bin: entry 0 (2 ids)", 99))]
     patch(tmp_path / "a.bin", 0, u16(E))
     monkeypatch.setattr(verify, "get_tokenizer", lambda name, eod_token=None: Tokenizer())
     write_pair(tmp_path / "c", [[1, E], [2]])
     problems = [run(capsys, tmp_path / f"{name}.bin", "--tokenizer", "T")[1] for name in "ac"]
-    assert problems == [[f"{tmp_path}/a.bin: entry 0 of 2 ids has the end-of-document id {E} inside it"],
-                        [f"{tmp_path}/c.bin: entry 1 of 1 ids ends a document without the end-of-document id {E}"]]
+    assert problems == [[f"{tmp_path}/a.bin: entry 0 (2 ids) has the end-of-document id {E} inside it"],
+                        [f"{tmp_path}/c.bin: entry 1 (1 id) ends a document without the end-of-document id {E}"]]
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """
 The command line of every script: flags, settings, flags from a file, and how a command begins and ends.
 
-    Parser               argparse without abbreviations, with defaults in --help and errors of one line
+    Parser               argparse without abbreviations, with defaults in --help and one-line errors
     --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
     setting(...)         a field of a dataclass of settings, from which nanochat/config.py makes a flag
     read_yaml(path)      a small YAML file from an untrusted author: plain values only
@@ -343,7 +343,7 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _base_hint(e: Exception) -> str:
-    """How to end an error: a remedy if a file below the base directory cannot be written, otherwise ''."""
+    """The end of an error: a remedy if a file below the base directory cannot be written, otherwise ''."""
     if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ""
     base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()

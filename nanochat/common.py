@@ -348,7 +348,7 @@ def visible(text: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A header and rows as aligned lines: columns of numbers on the right, columns with text on the left."""
+    """A header and rows as aligned lines: columns of numbers are right-aligned, columns with text left-aligned."""
     columns = list(zip(*rows)) or [()] * len(header)
     cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
     for column, values in zip(cells, columns):

@@ -6,7 +6,7 @@ Which files are used for training and for validation, and how a run pins them; n
                  `pin_files` does both when a run starts, for RUN/data_manifest.json
                  `check_files` compares that file with the disk when the run resumes
 
-The place of a file decides whether it is used for training or validation, and its suffix is its format:
+A file's path decides whether it is used for training or validation, and its suffix decides its format:
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
@@ -21,7 +21,7 @@ each start would take hours on large data sets. The footer holds offsets, sizes 
 a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
 storage service gives the same bytes a different ETag.
 
-**Known data sets.** The last shard of a download is used for validation and is pinned by name: it is always downloaded,
+**Known data sets.** The last shard of a download is used for validation and is fixed by name: it is always downloaded,
 and a missing one is an error. Otherwise a failed download would silently change all validation results.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}  # suffixes by --data-format
 GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
-GET_DATA = ("download some with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
+GET_DATA = ("download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
             "-m dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket if there is only one
 

@@ -14,7 +14,7 @@ the error, with rank and host unless it happened on rank 0 alone or on all ranks
     rank 0   the file exists         "rank 1 on host b: x.bin: no such file"      exit 1
     rank 1   the file is missing     prints nothing                               exit 1
 
-Any exception other than ValueError and OSError is a bug: the first rank that has it raises it, with its traceback.
+Any exception but ValueError and OSError is a bug: in `agree`, the first rank that has it raises it, with its traceback.
 All of these functions are collective; in a single process they are plain calls. The watchdog handles an error that one
 rank has between collectives.
 """

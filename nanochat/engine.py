@@ -7,8 +7,8 @@ Decoding gives the same logits as the full forward, position by position, for ch
 stores, and the model does all arithmetic. Rows that have reached a stop token are still computed, so that shapes stay
 the same; `generate_batch` drops their tokens.
 
-The samples for a seed depend on num_samples (all rows draw from one generator) and, for ties, on the device. There is
-no calculator tool, because no model here is trained to call it.
+The samples for a seed depend on num_samples (all rows draw from one generator) and on the device. There is no
+calculator tool, because no model here is trained to call it.
 """
 
 import os

@@ -256,7 +256,7 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardW
 @dataclass(frozen=True)
 class Windows:
     """How documents are cut: into windows of at most `max_length` ids (0: documents stay whole). Later windows repeat
-    `overlap_size` ids; more than half of a window is lowered to half, with a warning. ValueError for impossible
+    `overlap_size` ids; an overlap above half a window is lowered to half, with a warning. ValueError for impossible
     values."""
 
     max_length: int = 2048

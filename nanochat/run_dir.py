@@ -1,9 +1,9 @@
 """The run directory: one folder with everything that a training run writes. A resume needs only this and the data.
 
     runs/d12/
-      config.json                 the resolved settings; written once
+      config.json, tokenizer/     the resolved settings, and the tokenizer; written once
       data_manifest.json          the data files that the run reads
-      tokenizer/                  written once
+      plan.json, .run_state.json, .owner.json     see nanochat/plan.py and nanochat/lifecycle.py
       logs/train.jsonl            one JSON object per step and per event
       logs/cursors/               the cursors of every save, kept forever
       logs/rows/                  the loss of every row

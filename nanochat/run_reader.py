@@ -6,7 +6,7 @@
     plan.json              .phases                   .run_state.json     .status()
 
 Each part is read and checked on first use, so a command needs only the files that it uses. Reading changes nothing.
-PyTorch and NumPy are imported only by parts that need them: `scripts.status` starts without either.
+PyTorch is imported only by parts that need it: `scripts.status` starts without it.
 """
 
 import contextlib

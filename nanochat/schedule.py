@@ -63,8 +63,8 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
                     total_batch_size: int, weight_decay: float, sequence_len: int,
                     scaling_params: int, reference_scaling_params: int, flops_per_token: float,
                     curriculum_tokens: int = 0) -> Horizon:
-    """Compute steps, batch size and scaling from the flags of the same names. -1 turns a horizon off, and makes the
-    batch size automatic. The first horizon that is set counts: iterations, FLOPs, curriculum, data:parameter ratio.
+    """Compute steps, batch size and scaling from the flags of the same names. A horizon of -1 is off, and a batch
+    size of -1 is automatic. The first horizon that is set counts: iterations, FLOPs, curriculum, data:parameter ratio.
     Raises a ValueError that names the flag.
 
     scaling_params: parameters in the model's transformer matrices and output head. reference_scaling_params: those of

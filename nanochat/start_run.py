@@ -535,7 +535,7 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing is saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
-                         f"{settings.device_batch_size}), or add --activation-checkpointing, and run the same "
+                         f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
                          f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}") from e
 
 

@@ -112,7 +112,7 @@ class TiktokenEncoder:
 
 
 def replace_surrogates(text: str) -> str:
-    """Join pairs of surrogates and replace lone ones by U+FFFD, as tiktoken does."""
+    """Join pairs of surrogates and replace lone ones with U+FFFD, as tiktoken does."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

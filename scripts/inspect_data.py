@@ -378,7 +378,7 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     if one_pass.expected is not None:
         return f"not reached: the run ends with step {max(opened.run.num_steps, opened.run.horizon or 0) - 1:,}"
     if one_pass.cropped_after is not None:
-        return f"cropped after token {one_pass.cropped_after:,}"
+        return f"cropped from token {one_pass.cropped_after:,} on"
     return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
 
 

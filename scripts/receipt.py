@@ -1,5 +1,5 @@
 """
-Write a receipt of a run: a small file from which others can recompute its rows from the same data.
+Write a receipt of a run: a small file with which others can recompute its rows from the same data.
 
     python -m scripts.receipt mine --out=mine.json
     python -m scripts.verify mine.json --data-path=mytext --steps=0,7        # on another machine, without the run
@@ -18,7 +18,7 @@ A receipt holds everything that determines the rows, and the digests that the ru
 
 Names are relative to the data path. Files in object storage have no hash of their bytes, because computing it would
 require downloading them. A list of more than 300 files is compressed, and its hashes are shortened to three digits,
-enough to name a file that differs; the fingerprints in `stream` and the hash of all contents keep their full length.
+usually enough to name a file that differs; the fingerprints in `stream` and the hash of all contents are not shortened.
 """
 
 import argparse

@@ -48,7 +48,7 @@ def escape_html(text: str) -> str:
 
 def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
     """A markdown table and an empty line; nothing without rows. The first column is left-aligned, the others are
-    right-aligned. Bars and HTML in cells are escaped."""
+    right-aligned. Pipes and HTML in cells are escaped."""
     cells = [[escape_html(show(cell)).replace("|", "\\|").replace("\n", " ") for cell in row]
              for row in (header, *rows)]
     cells.insert(1, ["---"] + ["---:"] * (len(header) - 1))

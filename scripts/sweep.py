@@ -9,7 +9,7 @@ tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped 
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
     scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte in
-                   log(parameters) is the best size for that budget: one point (the second approach in 2203.15556)
+                   log(parameters) is the best size for that budget: one point (approach 2 in arXiv 2203.15556)
 
       bits |.       .                    N |            .
            | '.   .'   <- budget           |        .

@@ -31,7 +31,7 @@ from nanochat.text import SUFFIXES, Selection, add_text_flags
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
-SHOWN = 10  # lists at most this many broken lines of an input, and missing inputs
+SHOWN = 10  # maximum number of broken lines listed per input, and of missing inputs listed
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,8 +74,7 @@ def check_args(args: argparse.Namespace) -> Windows:
 def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     """All inputs, ordered by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET keep their splits. Otherwise
     the last of several files in RAW/BUCKET is for validation, or with `shared` (--val-fraction) both splits read every
-    file.
-    FileNotFoundError if there is no input, ValueError for ambiguous ones."""
+    file. FileNotFoundError if there is no input, ValueError for ambiguous ones."""
     raw = as_path(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")

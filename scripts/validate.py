@@ -6,8 +6,8 @@ Check a run before it starts: takes the flags of scripts.base_train, and starts 
 Checks configuration, files, tokenizer, an existing run of the same name, and disk space. Then it prints the plan: how
 much each phase takes from each bucket, how much the bucket has, how much of that is usable before the first lane runs
 dry; the number of passes; the cropped, repeated and padded tokens; and the exact step at which a bucket runs dry. The
-plan is exact for shards, whose documents have known lengths; for text it is an estimate from a sample, and never makes
-the check fail.
+plan is exact for token files, whose documents have known lengths; for text it is an estimate from a sample, and never
+makes the check fail.
 
 Exit code: 1 if a check fails or an exact plan shows that the run cannot reach its last step, else 0.
 """

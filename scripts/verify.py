@@ -384,7 +384,8 @@ def step_list(text: str) -> list[int]:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, file or folder")
-    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T", help="tokens per row")
+    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T",
+                        help="count entries longer than T + 1 ids")
     known = parser.add_mutually_exclusive_group()
     known.add_argument("--tokenizer", metavar="NAME", help=f"the tokenizer that produced the ids: {TOKENIZER_HELP}")
     known.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for pairs without a manifest.json")

@@ -90,7 +90,7 @@ def test_exactly_the_uses_of_every_document_are_found(name, caplog):
             fates.setdefault(re.sub("[0-9,]+", "N", inspect_data.fate(run, found)), []).append(document)
             if found.cropped_after:
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
-    rest = {"text": "cropped after token N", "shards": "tokens N to N never trained on: the run ended first"}[name]
+    rest = {"text": "cropped from token N on", "shards": "tokens N to N never trained on: the run ended first"}[name]
     assert {*fates} - {""} == {"never trained on: the run ended first", rest}
     assert "step-00000010.json.gz: corrupt or truncated" in caplog.text
     for document in documents[::9]:

@@ -223,7 +223,7 @@ def test_a_stall_is_warned_about_once_for_all_pending_requests(store, monkeypatc
 # ---- permanent faults -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("fault, problem", [
-    (Fault(shift=2, times=5), "127.0.0.1:.* sent a different range from the one requested, 5 times; a proxy"),
+    (Fault(shift=2, times=5), "127.0.0.1:.* sent a different range from the one requested, 5 times; bypass the proxy"),
     (Fault(whole=True, times=5), "sent a different range from the one requested, 5 times"),
     (Fault(status=400, code="RequestTimeout", times=5), "did not receive the whole request in time, 5 times")])
 def test_an_answer_that_never_fits_is_an_error_that_blames_no_setting(store, fault, problem, monkeypatch):

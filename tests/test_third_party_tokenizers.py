@@ -335,7 +335,7 @@ def test_a_broken_file_is_one_sentence_that_names_it(tmp_path, name, content):
 @pytest.mark.parametrize("name, problem", [
     ("ids:x", "expected ids:SIZE:EOD_ID"), ("ids:10", "--eod-token"), ("ids:10:10", "--eod-token.*10 ids"),
     ("ids:999999999:0", "at most"), ("x.vocab", "expected a folder, tokenizer.json"),
-    ("meta/llama", "hubs are not searched"), (".", "no tokenizer here")])
+    ("meta/llama", "the Hugging Face Hub is not searched"), (".", "no tokenizer here")])
 def test_a_name_without_a_tokenizer_is_one_sentence(tmp_path, monkeypatch, name, problem):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.vocab").touch()

@@ -323,7 +323,7 @@ class IndexedDatasetBuilder:
 
 class GPTDataset:
     """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors. It also has the
-    methods of a blend, like a blend of this data set alone.
+    methods of a blend of this data set alone.
 
     `num_samples`: the minimum number of samples, from as many epochs as that takes; None: one epoch. ValueError if the
     data is empty or corrupt. Creating the object reads no token and computes no index.
@@ -442,8 +442,8 @@ class GPTDataset:
 
     def __getitem__(self, idx: int | None) -> "dict[str, torch.Tensor]":
         """Sample `idx` as tensors: tokens, labels, position_ids (T,) int64, loss_mask (T,) float32, and on request
-        attention_mask (1, T, T) bool, True where attention is masked out. None: a sample without loss, to pad a
-        batch."""
+        attention_mask (1, T, T) bool, True where attention is masked out. `idx` None: a sample without loss, to
+        pad a batch."""
         import torch
 
         config, places = self.config, np.arange(self._T)

@@ -230,8 +230,8 @@ def settle(start: "Start") -> "Settings":
 
 
 def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
-    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" of its manifest the
-    range [first, end) of those in that part. ValueError or FileNotFoundError names a bad or missing file."""
+    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" in its manifest is
+    the range [first, end) of its documents in the part. ValueError or FileNotFoundError names a bad or missing file."""
     parts, root = split_matrix(split), as_path(data_path)
     if parts[0] is None:
         raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be "

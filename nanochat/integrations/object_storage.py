@@ -64,7 +64,7 @@ REQUEST_BYTES = 4 << 20  # the largest range of one request
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in total
 TRIES = 5  # attempts to get an answer that fits the request
 ADVICE = "restore the old object, or start a new run (--model-tag)"
-PROXY = "a proxy between this machine and object storage changes requests"
+PROXY = "bypass the proxy between this machine and object storage, which changes requests"
 # The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
@@ -285,7 +285,7 @@ def load_obstore() -> Any:
 
 class Msc:
     """A profile of multi-storage-client, with obstore's functions. Its answers have neither range nor ETag, so `get`
-    asks for the object's description after each one."""
+    asks for the object's description after each read."""
 
     def __init__(self, profile: str):
         try:

@@ -406,8 +406,8 @@ def _find_file(path: Path) -> Path:
             return file
     raise FileNotFoundError(f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, FILE.model, "
                             f"tokenizer.pkl or a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}); "
-                            f"hubs are not searched: download tokenizer.json and name that file, or train a "
-                            f"tokenizer with python -m scripts.tok_train --output-dir {path}")
+                            f"the Hugging Face Hub is not searched: download tokenizer.json and name that file, or "
+                            f"train a tokenizer with python -m scripts.tok_train --output-dir {path}")
 
 
 def find_end(tokenizer: ThirdPartyTokenizer, eod_token: str | None) -> int:

@@ -67,8 +67,8 @@ def run_path(tag: str) -> Path:
     """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless `tag` is a plain,
     printable name of at most 100 characters that cannot be mistaken for a flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
-        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected up to 100 letters, digits, spaces or _@+=,%~.- "
-                         "(no . or - in front), such as d12")
+        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a folder name of 1 to 100 letters, digits, "
+                         "spaces and _@+=,%~.- that does not start with . or -, such as d12")
     return get_base_dir() / "runs" / tag
 
 

@@ -61,7 +61,6 @@ from nanochat.start_run import (
     is_tight,
     print_split,
     print_summary,
-    way_on,
 )
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, make_model, new_row_table, take_step
 from nanochat.watchdog import Watchdog, open_store

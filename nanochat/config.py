@@ -199,7 +199,7 @@ class MegatronSettings:
         "documents are used for training)", auto=True,
         fixed="decides which documents are used for training and which for validation", of_order="megatron")
     blend_weights: list | None = setting(
-        None, "weight of each path in --data-path (default: all samples of each path once; with one path, as many as "
+        None, "weight of each path in --data-path (default: every sample once; with one path, as many as "
         "the run needs)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
     eod_mask_loss: bool = setting(
         False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
@@ -212,7 +212,7 @@ class MegatronSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HorizonSettings:
-    """length of the run (the first one set applies; a curriculum takes precedence over --target-param-data-ratio)"""
+    """length of the run (the first flag set applies; a curriculum takes precedence over --target-param-data-ratio)"""
 
     num_iterations: int = setting(-1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS)
     target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)

@@ -18,7 +18,7 @@ V lanes. The last phase never ends.
     rows of a lane, in a phase of 600:
     |--- block 0: 256 rows ---|--- block 1: 256 rows ---|- 88 of block 2 -|   next phase: block 0 ...
 
-In a block, the counts are the rounded weights: lay the buckets end to end on a line of 256 rows, and count for each
+A block's rows per bucket are rounded shares: lay the buckets end to end on a line of 256 rows, and count for each
 bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
 
     weights 5, 3, 1:   |------------ 142.2 ------------|------ 85.3 ------|- 28.4 -|
@@ -31,7 +31,7 @@ consecutive blocks, a bucket is off by less than five rows in total. A permutati
 orders the rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are
 sorted by name. So the sequence is the same on every machine and for every order of the buckets in the file.
 
-Rejected: a draw for each row (a quarter of 256 rows would often differ by 7); remainders added up from block to block
+Rejected: a draw for each row (64 expected rows would often be off by 7); remainders added up from block to block
 (the mix of a row would depend on all blocks before it).
 """
 
@@ -128,7 +128,7 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if not self.phases:
-            raise ValueError("curriculum: no phase in it, expected a list of phases, each with duration_tokens and mix")
+            raise ValueError("curriculum: no phases, expected a list of phases, each with duration_tokens and mix")
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
                 raise ValueError(f"max_epochs: no phase gives {_show(bucket)} a weight{_hint(bucket, self.buckets)}")
@@ -152,7 +152,7 @@ class Curriculum:
                                      f"bucket{_hint(bucket, available)}")
 
     def phase_rows(self, T: int, V: int) -> list[int]:
-        """How many rows of each lane each phase lasts. ValueError if a phase has none."""
+        """Each phase's length in rows per lane. ValueError if a phase has none."""
         for number, phase in enumerate(self.phases, 1):
             if phase.duration_tokens < T * V:
                 raise ValueError(f"--curriculum: phase {number} lasts {phase.duration_tokens:,} tokens, less than one "

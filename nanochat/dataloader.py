@@ -57,7 +57,7 @@ class MicroBatch:
 
 class Dry(Exception):
     """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has run dry and may not
-    be dropped, or because all buckets have (`bucket` is None)."""
+    be dropped, or because all buckets are dry (`bucket` is None)."""
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
@@ -249,7 +249,7 @@ class DataLoader:
             raise RuntimeError("this loader is closed")
         filled = self._peek()
         assert filled is not None
-        if isinstance(filled, BaseException):  # and again at every later call
+        if isinstance(filled, BaseException):  # here and at every later call
             raise filled
         self._first = None
         slot, digest, end = filled
@@ -316,8 +316,8 @@ def validation_config(source: Source, T: int) -> StreamConfig:
 def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_batch_size: int, num_tokens: int,
                       device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
                       num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows: at least one
-    from each lane, the same number from all, or fewer where a lane's data ends.
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same
+    number (at least one) from each lane, or fewer where a lane's data ends.
 
     The rows of a batch belong to one leaf (there are `num_leaves`, but at most V), so batches are the same for
     every W that divides the number of leaves. A rank beyond V has no batches.

@@ -90,8 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. Of two epochs in a row that still lie ahead, only the first is
-        yielded, as the last."""
+        """The uses of a document, epoch by epoch. Stops after an epoch that lies ahead if the next one
+        does, too."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
@@ -137,8 +137,8 @@ class History:
             return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
-        """The approximate step at which a stream's only lane will have used a bucket's pending documents and the next
-        `first` ones, if rows hold as many documents as before. The curriculum decides the bucket of each row."""
+        """The approximate step at which a stream's only lane will have used a bucket's pending documents and
+        `first` more, if rows hold as many documents as before. The curriculum decides the bucket of each row."""
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
         pending = len(feed.packer.waiting())
@@ -198,7 +198,7 @@ def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
 
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
-    """(split, the document FILE:DOC) in {split: {bucket: source}}. ValueError if either does not exist. If
+    """(split, the document FILE:DOC) in {split: {bucket: source}}. ValueError if FILE or DOC is absent. If
     several splits share a file, a document that is not whole in any of them has group -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():

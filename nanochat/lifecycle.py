@@ -17,8 +17,8 @@ docs/clusters.md). A run stops because of its walltime when the next check would
     started                                     check       next check     deadline
     |---------------------------------------------|--step, work--|--reserve--|
 
-Each check allows for a step as slow as the slowest recent one and, for each kind of work between steps (an
-evaluation, samples, the copy for a save), for the slowest of this launch.
+Each check allows for the slowest recent step and, for each kind of work between steps (an evaluation, samples, the copy
+for a save), its slowest time in this launch.
 
 **One owner.** Two launches that write the same run would mix two histories. So a launch takes the operating system's
 lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a suspended process keeps
@@ -208,7 +208,7 @@ class StopWatch:
         self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
 
     def note_save(self, seconds: float) -> None:
-        """Record how long a save took: from now on 1.5 times as much is reserved for the last one."""
+        """Record how long a save took: from now on, the last save gets 1.5 times as much."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
     def requested(self) -> str:
@@ -281,8 +281,8 @@ OWNER = {"launch": str, "since": str, **PROCESS}
 
 
 class Owner:
-    """The right of one launch to write into a run directory. It lasts while the owner's file there is the one that
-    this launch has open and locked, with its record in it."""
+    """The right of one launch to write into a run directory. It lasts while the owner's file there is the one this
+    launch opened and locked, and has its record."""
 
     def __init__(self, run_dir: Path, file: BinaryIO, record: bytes) -> None:
         self.run_dir, self._file, self._record = run_dir, file, record

@@ -3,8 +3,8 @@ MuonAdamW: Muon for matrices and AdamW for everything else, in one class for any
 
 **Muon** replaces the momentum of a matrix with the nearest semi-orthogonal matrix (all singular values become 1), so
 every direction is learned at the same speed. The steps are Nesterov momentum -> row equilibration -> Polar Express ->
-renormalization -> per-neuron variance reduction -> update with cautious weight decay. Row equilibration (every row gets
-the RMS of the row norms, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545)
+renormalization -> per-neuron variance reduction -> update with cautious weight decay. Row equilibration (all row
+norms become their RMS, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545)
 stay because nanochat's learning rates were tuned with them.
 
 **Sharding** (ZeRO, arXiv 1910.02054; reduce.py has a diagram). Flattened tensors are laid out in messages of W equal
@@ -16,7 +16,7 @@ AdamW tensor is cut between ranks, a matrix never is.
 
 The update waits for all reductions because the global norm guards it: if any gradient is NaN or infinite, no weight and
 no state changes, and the caller keeps the last good weights. The guard is a 0-dim tensor `live` that multiplies every
-rate: it is 1, or 0 if the step is skipped; then zeros replace the gradient, too. So the host never waits for the
+rate: it is 1, or 0 if the step is skipped; zeros then replace the gradient, too. So the host never waits for the
 device: it launches the whole step while the backward pass is still running. To skip a step, the caller scales the
 gradient by NaN. On several ranks, a step needs memory for one more copy of the gradients.
 
@@ -33,7 +33,7 @@ this, because every rank compiles the same code.
 matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms
 round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**, which chunks never cut: a
 grain is 1/64 of a tensor that may be cut; any other tensor is one grain. Each rank enters the sums of squares of its
-own grains into a table, the tables are added exactly (x + 0), and the entries of the sum are added in a fixed order.
+own grains into a table, the tables are added exactly (x + 0), and the summed entries are added in a fixed order.
 
 State and arithmetic are float32, except that a model that computes in bfloat16 runs `polar_express` in bfloat16.
 bfloat16 parameters are rounded when they are written back. For a bfloat16 embedding, float32 state costs 8 bytes per
@@ -66,7 +66,7 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Lower bounds of the norms in divisions, so that a zero matrix stays zero instead of becoming NaN. For gradients of
+# Lower bounds for norms in denominators, so that a zero matrix stays zero instead of becoming NaN. For gradients of
 # about this size (small gates have them), the bounds also decide how far singular values are evened out. So they are
 # nanochat's, like the learning rates.
 NORM_FLOOR = 1e-6

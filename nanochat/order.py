@@ -12,13 +12,13 @@ rows. In epoch e, lane l reads share (l + e) mod V:
 
 A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
 permuted. So each group is read once, in order, by one lane (or two neighbours). A lane may then see one kind of
-document for as long as a group lasts, which evens out if it reads many groups. In a small bucket it would not: the
+document for as long as a group lasts, which evens out if it reads many groups. Not in a small bucket: the
 whole epoch of one lane could be books, and that of another notes. So a small bucket is shuffled document by document.
 
 The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
 (`nanochat.sources`), and in `crop` as at most one row.
 
-A permutation sorts raw words from a counter-based generator keyed by (seed, bucket, epoch, group):
+A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
 """
 
@@ -109,7 +109,7 @@ def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: 
 
     documents, means (G,) int64: the number of documents in each group, and their estimated mean length in tokens. A
     lane reads a unit at a time, and `buffer_size` documents that are shorter than a row stay pending. Longer documents
-    arrive between the short ones, up to the packer's limit of tokens. Lengths are assumed to be exponentially
+    stay pending, too, up to the packer's token limit. Lengths are assumed to be exponentially
     distributed around the mean.
     """
     shorter = -np.expm1(-(T + 1) / means)  # the share of documents that are shorter than a row
@@ -146,13 +146,13 @@ class Order:
         self.counts = np.ones(total, np.int64) if small else documents
         usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable
-        # Units are small enough that a lane's share has several of them, and have about equal numbers of tokens. In a
+        # Units have about equal numbers of tokens, and are small enough that a lane's share has several. In a
         # small bucket they are even smaller, so that a lane reads about as many documents as its packer wants.
         self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
         unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
         self.sizes = self.counts if small else np.clip(unit_tokens // means, 1, config.unit_size)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
-        self._words = functools.lru_cache(config.V)(words)  # of the groups that the lanes read
+        self._words = functools.lru_cache(config.V)(words)  # random words per group being read
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shuffled groups or documents; the place where each begins, then the end; the number of tokens before each,

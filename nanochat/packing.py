@@ -45,7 +45,7 @@ T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits 
 `bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
 **The token clock.** Each pending piece has a place: the number of tokens that arrived before it, where a piece counts
-as at most one row. A document that fills a row starts the next row once as many tokens have left as arrived before it.
+as at most one row. A document that fills a row is next once as many tokens have left as arrived before it.
 All other rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
 fits.
 
@@ -316,7 +316,7 @@ class BestFit(Packer):
         if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
             return larger
         # A filler that is too long by at most the length of the shortest one. Otherwise the row would often end with
-        # the shortest filler, cropped. Cropping this one instead saves the short ones for rows that need them.
+        # the shortest filler, cropped. Cropping the longer one saves the short ones for rows that need them.
         if self.crops_fillers and (longer := self.bits >> room):
             excess, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
             if excess <= shortest:

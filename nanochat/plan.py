@@ -8,7 +8,7 @@ The plan: what a run will take from each bucket, and the step at which a bucket 
     bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
     code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312
 
-Placements follow from lengths alone. So a stream of documents that have a length but no tokens packs exactly the rows
+Placements follow from lengths alone. So a stream of mere lengths packs exactly the rows
 of the run, and a plan follows that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
@@ -168,7 +168,7 @@ class Lengths:
 
 
 class Rehearsal(Feed):
-    """A feed of `Lengths`: it packs rows without tokens. A bucket with plenty is not even packed, because it always has
+    """A feed of `Lengths`: it packs rows without tokens. A `plenty` bucket is not even packed, because it always has
     a next row."""
 
     source: Any

@@ -229,7 +229,7 @@ class MegatronWriter(TokenWriter):
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
         if np.count_nonzero(prefixes):
             raise ValueError(f"{self.bin_path}: some entries repeat earlier ids, but Megatron's format holds whole "
-                             f"documents only; write them without prefixes")
+                             f"documents only; write them without repeats")
         self.append(ids, lengths)
         self.end_documents([1] * len(lengths))
 

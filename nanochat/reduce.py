@@ -16,7 +16,7 @@ each of W processes computes a part of the same tree. Leaf j is the gradient of 
 **In a leaf**, `backward` adds the micro-batches in order: `.grad` is the first one's gradient (not 0 + gradient), and
 each later gradient is added to it.
 
-**Inside a rank**, finished leaves are added as a binary counter carries: a sum of 2^i leaves is pending until the next
+**Inside a rank**, finished leaves carry as in a binary counter: a sum of 2^i leaves is pending until the next
 sum of 2^i leaves is complete. With m = K / W = 4 leaves, the pending sums after each leaf are:
 
     leaf 0 -> [0]     leaf 1 -> [01]     leaf 2 -> [01, 2]     leaf 3 -> [01, 23] -> [0123] -> .grad
@@ -275,7 +275,7 @@ class Message:
         fills in the parameters."""
         work = None
         if len(self.parts) > 1:
-            # all_gather_into_tensor is the name before PyTorch 2.13
+            # before PyTorch 2.13, it is all_gather_into_tensor
             all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             work = all_gather(message, message.split(self.chunk)[rank], async_op=True)
 

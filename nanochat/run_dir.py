@@ -150,7 +150,7 @@ def remove_tree(path: Path) -> None:
 # ---- the folders of a run -----------------------------------------------------------------------
 
 def open_folders(run_dir: Path) -> None:
-    """Make the folders of a run, and remove what a crash left in them: unfinished saves, deletions and files. Called by
+    """Make the folders of a run, and remove what a crash left in them: half-done saves, deletes and writes. Called by
     the launch that owns the run when it starts."""
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def open_folders(run_dir: Path) -> None:
 
 
 def clean_stale(run_dir: Path) -> None:
-    """Remove unfinished saves and deletions of checkpoints; warn about those that cannot be removed."""
+    """Remove what unfinished saves and deletions of checkpoints left; warn where this fails."""
     parent = run_dir / "checkpoints"
     for path in list(parent.iterdir()) if parent.is_dir() else []:
         if HIDDEN_NAME.fullmatch(path.name):
@@ -171,7 +171,7 @@ def clean_stale(run_dir: Path) -> None:
 
 
 def remake_folder(folder: Path) -> None:
-    """Make a removed folder of a run again, with a warning. FileNotFoundError if its parent was removed, too."""
+    """Recreate a run's removed folder, with a warning. FileNotFoundError if its parent was removed, too."""
     if not folder.is_dir():
         try:
             folder.mkdir()

@@ -72,7 +72,7 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
     """
     size_ratio = scaling_params / reference_scaling_params
     if total_batch_size == -1:
-        # a power of two rows, the nearest on a log scale, so that the usual numbers of lanes divide it
+        # rows: the nearest power of two on a log scale, so that the usual numbers of lanes divide it
         tokens = REFERENCE_BATCH_TOKENS * size_ratio**BATCH_EXPONENT
         total_batch_size = sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
     if total_batch_size <= 0 or total_batch_size % sequence_len:

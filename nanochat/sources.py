@@ -128,7 +128,7 @@ class ParquetSource(Source):
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """See `Source.read`. The rows up to `keep` are decoded along with these and kept compressed."""
+        """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
         first = int(rows.min())
         unit = self._kept.pop((group, first, len(rows)), None) if keep else None
         if self.small:

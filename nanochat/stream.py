@@ -174,7 +174,7 @@ class Feed:
         return place + len(rows), [documents[i] for i in range(len(rows))]
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit once fewer documents than the target plus half a unit are pending."""
+        """Have the pool read the next unit once fewer documents are pending than the target plus half a unit."""
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
@@ -352,7 +352,7 @@ def sample_lengths(source: Source) -> np.ndarray:
 def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,
                   about: str = "about ") -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, a share `repeated` of which are overlaps. One
-    sentence each: one if it reads all `tokens` of the data more than once, one if many tokens are cropped."""
+    sentence if it reads all `tokens` of the data more than once, and one if many tokens are cropped."""
     notes = []
     if passes > 1:
         twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""

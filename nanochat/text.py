@@ -41,7 +41,7 @@ SUFFIXES = (".parquet", *CONVERTED)
 TEXT_FIELD = "text"
 TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or an attack on memory
-LITTLE_TEXT = 1 << 18  # bytes; returning less freed memory to the system is not worth a call
+LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
 
@@ -79,7 +79,7 @@ class Selection(TextSettings):
         if self.min_chars < 0:
             raise ValueError(f"--min-chars: got {self.min_chars}, expected 0 or more")
         if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"--val-fraction: got {self.val_fraction}, expected a share from 0 to below 1")
+            raise ValueError(f"--val-fraction: got {self.val_fraction}, expected 0 or more, and below 1")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Selection":
@@ -217,7 +217,7 @@ def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], 
 
 
 def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
-    """The number of a column among all leaf columns. (A struct before it has several.)"""
+    """The index of a column among all leaf columns (a struct before it adds several)."""
     return [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(field)
 
 

@@ -26,8 +26,8 @@ manifest.json in a folder of pairs names the tokenizer that made them.
 **Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a billion entries as for
 ten. The rest is checked when it is used.
 
-**Which entries end a document?** If the manifest shows that every later window has a prefix, an entry ends its document
-when the next one has no prefix, and no ids are read. Otherwise an entry ends its document if its last id is E.
+**Which entries end a document?** If the manifest shows that every later window has a prefix, no ids are read: an entry
+ends its document when the next one has no prefix. Otherwise an entry ends its document if its last id is E.
 
 **Three readers** return the elements of a file: a memory map (the default), plain reads, and object storage. With
 NANOCHAT_READER=pread in the environment nothing is mapped. Truncating a file during a run then raises an error; with
@@ -72,7 +72,7 @@ GROUP_ENTRIES = 1024  # entries per group, unless the manifest lists the groups
 EDGE_BYTES = 1 << 16  # bytes hashed at each end of an .idx
 BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin, hashed
 REDO = "fetch it again, or delete it and rerun scripts.tok_shards"
-VERIFY = f"python -m scripts.verify PATH lists all such places; then {REDO}"
+VERIFY = f"list such places with python -m scripts.verify PATH; then {REDO}"
 
 
 def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
@@ -105,8 +105,8 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
 
 
 def find_prefixes(data_path: str) -> list[Path]:
-    """The .bin files of a --data-path that lists pairs by their paths without .bin and .idx, separated by commas, in
-    the order given; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
+    """The .bin files, in the order given, of a --data-path that lists pairs as comma-separated paths without
+    extension; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
     which only --order=megatron uses."""
     parts = data_path.split(",")
     if split_weights(data_path)[1] is not None:
@@ -145,7 +145,7 @@ class Reader(Protocol):
         """Elements begin .. end - 1. ValueError or OSError names a file that cannot be read."""
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of each range (begin, end), in their order."""
+        """`read` of each range (begin, end), in order."""
         return [self.read(begin, end) for begin, end in ranges]
 
 
@@ -245,7 +245,7 @@ class TokenFile:
         self._last_edge = int(total)
 
     def _read_header(self) -> None:
-        """Read format, type of ids and tables from the header. ValueError if it is unknown or contradicts the file's
+        """Read format, id type and tables from the header. ValueError if it is unknown or contradicts the file's
         size."""
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
@@ -382,7 +382,7 @@ class TokenFile:
 
     def ends_document(self, first: int, last: int, eod: int,
                       flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """Which of entries first .. last - 1 end a document, so that their last id is `eod`: (n,) bool, False for an
+        """Which entries first .. last - 1 end a document, with `eod` as last id: (n,) bool, False for an
         empty one. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these entries,
         if the caller has it."""
         if self.ends_follow:  # the last entry of all ends its document
@@ -431,7 +431,7 @@ class TokenFile:
             begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
             blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
             contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
-        text_bytes = record.get("text_bytes")  # estimate as for text, so that the rows are the same
+        text_bytes = record.get("text_bytes")  # estimated as for text, so that both give equal rows
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
                 **contents}
@@ -450,7 +450,7 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
 
 
 def to_offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where parts of these lengths begin if stored one after another, and where the last one ends: (n + 1,) int64."""
+    """Where parts with these lengths begin if stored back to back, and where the last one ends: (n + 1,) int64."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -468,9 +468,9 @@ RECORD_SHAPE = {"input": dict, "documents": int, "entries": int, "tokens": int, 
 
 def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
                  shards: Mapping[str, Any], *, data_format: str = "shards") -> dict[str, Any]:
-    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards` has a record of
-    RECORD_SHAPE for each pair, by its name without extension, with "groups" (number of entries in each) unless every
-    group but the last has GROUP_ENTRIES."""
+    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards` maps each
+    pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in each) unless all but the last
+    have GROUP_ENTRIES."""
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
             "tokenizer": tokenizer, "arguments": arguments, "shards": shards}

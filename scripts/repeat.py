@@ -19,7 +19,7 @@ interval, and the smallest difference that n seeds can show at the 5 % level (St
 s_d is the standard deviation of the differences between runs with equal seeds. Without `--against`, it is estimated as
 s sqrt(2), as if runs with equal seeds were independent. `--against` trains the change with BASE's seeds and reports the
 mean difference, its 95 % interval, and the exact p-value of the sign-flip permutation test: of all 2^n ways to flip the
-signs of the differences, the share whose mean is at least as far from 0. With 5 seeds, p is at least 2 / 32.
+signs of the differences, the share whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
 
     <base dir>/repeats/NAME.json    results, seeds, flags        NAME.png    a dot for each run, means and intervals
 

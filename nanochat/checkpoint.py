@@ -292,7 +292,7 @@ def open_verified(path: Path, seal: dict[str, Any]) -> Checkpoint:
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != seal["step"]:
         raise ValueError(f"{path / CURSORS_NAME}: holds cursors for step {step}, but {STATE_NAME} is for step "
-                         f"{seal['step']}; use another checkpoint")
+                         f"{seal['step']}")
     return Checkpoint(path, seal, read_json(path / MODEL_CONFIG_NAME, dict), cursors)
 
 

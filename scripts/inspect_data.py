@@ -366,8 +366,8 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     """What became of the tokens that are in no row; empty if all of them are in rows."""
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
     if opened.run.outcome == "completed" and (one_pass.pending or one_pass.expected is not None):
-        if not one_pass.uses:  # an epoch after the first may be one that the run never began
-            return "" if one_pass.epoch else "never trained on: the run ended first"
+        if not one_pass.uses:
+            return "never trained on: the run ended first"
         stop = max(use.stop for use in one_pass.uses)
         rest = "its other tokens" if one_pass.lane is None else f"tokens {stop:,} to {one_pass.length - 1:,}"
         return f"{rest} never trained on: the run ended first"

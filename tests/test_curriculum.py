@@ -177,7 +177,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; expected allow_.*; did you mean max_epochs\?"),
     (ONE + "curriculum:\n", "the key 'curriculum' appears twice"),
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: expected true or false, got a whole number"),
-    ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phase in it"),
+    ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phases, expected a list"),
     ("curriculum:\n- web\n", "phase 1: expected an object, got a string"),
     (ONE + "- mix: {web: 1}\n", "phase 2: duration_tokens: expected a whole number or a number or a string, got"),
     (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token'; .*; did you mean duration_tokens\?"),

@@ -169,7 +169,7 @@ def test_a_run_is_renamed_with_everything_in_it(tmp_path, caplog):
         before = files_of(run)
         rd.set_aside(run)
         assert not run.exists() and files_of(tmp_path / f"run.old-{number}") == before and before
-        assert f"was renamed to {tmp_path}/run.old-{number}; delete it" in caplog.text
+        assert f"was renamed to {tmp_path}/run.old-{number}; delete the latter" in caplog.text
 
 
 def test_opening_a_run_removes_only_leftovers_of_crashes(tmp_path):

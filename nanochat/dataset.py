@@ -153,8 +153,8 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     else:
         below = files = named_files(path) if path.is_file() or data_format != "text" else []
         if not files:
-            beside = path.parent.iterdir() if path.parent.is_dir() and not is_remote(path) else []
-            hint = did_you_mean(str(path), map(str, beside)) or (
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() and not is_remote(path) else []
+            hint = did_you_mean(path.name, beside) or (
                 f"; {GET_DATA} (a pair of token files may be named without .bin, with --data-format)")
             raise FileNotFoundError(f"{path}: no such data folder{hint}")
         if not files[0].name.endswith(suffixes):

@@ -214,7 +214,7 @@ def test_stored_entries_with_padding(workplace, pack):
     assert training.losses()[-1] < training.losses()[0]
     refuse(mix, "--packing", "--model-tag", **{**settings, "packing": "bestfit"})
     if pack:
-        refuse(mix, "--no-pack", "--model-tag", **settings, no_pack=True)
+        refuse(mix, "--pack", "--model-tag", **settings, no_pack=True)
 
 
 def test_attention_inside_documents_trains_on_the_same_rows(workplace):

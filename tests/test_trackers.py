@@ -37,7 +37,7 @@ def test_a_terminal_has_a_bar_below_the_log(plain, monkeypatch):
     monkeypatch.setattr(trainer, "BAR", "<{desc} {n_fmt}/{total_fmt}{postfix}>")
     text = succeed(model_tag="bar", log_every=2, **SHORT).out
     assert losses("bar") == plain["losses"]
-    assert re.search(r"<bar 4/4, loss \S+, bits per byte \S+, \S+ tok/s, eta 0", text)
+    assert re.search(r"<bar 4/4, loss \S+, bits per byte \S+ at step \S+, \S+ tok/s, eta 0", text)
     lines = [line for line in re.split(r"[\r\n]", text) if line.startswith("step ")]
     assert [line[:10] for line in lines if " | loss" in line] == ["step 00001", "step 00003"]
     assert all("<bar" not in line for line in lines), "the bar does not share a line"

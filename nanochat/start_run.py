@@ -500,7 +500,8 @@ def print_passes(start: Start, data: RunData) -> None:
     tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
     # --no-pack: one entry per row
     taken = trained * (1 - repeated) / (1 - cropped) if settings.pack else trained / T * mean
-    print0(f"data: about {tokens:,} tokens; this run makes about {taken / tokens:.2g} passes over them")
+    passes = f"about {taken / tokens:.2g} passes" if taken > tokens / 2 else "less than half a pass"
+    print0(f"data: about {tokens:,} tokens; this run makes {passes} over them")
     for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped,
                               repeated=repeated):
         log.warning("%s", line)

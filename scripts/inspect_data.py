@@ -415,11 +415,8 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str,
     more = next(matches, None) is not None
     if not args.json:
         print(f"{visible(args.text)!r}: the run trained on {len(used)} of the {'first ' * more}"
-              f"{counted(len(used + others), 'document')} that contain it")
-    shown = (used + others)[:DOCUMENTS]
-    if more or len(used + others) > len(shown):
-        log.warning("showing %d documents; name any other with --document", len(shown))
-    return shown
+              f"{counted(len(used + others), 'document')} that contain it{'; the search stopped there' * more}")
+    return (used + others)[:DOCUMENTS]
 
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
@@ -458,6 +455,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         columns = ("epoch", "step", "row", "lane", "start", "stop", "loss", *(["has_text"] if args.text else []))
         if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
             print(*table(columns, lines), sep="\n")
+        if opened.run.outcome == "completed":  # epochs that it may never have begun
+            passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
         for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
             first, *more = (of_epoch["epoch"] for of_epoch in same)
             if ending:

@@ -42,6 +42,10 @@ from nanochat.start_run import (
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
 
+LEGEND = """\
+usable: tokens until the first lane runs dry; "-" if that is not in sight; repeated %: share of the tokens read so far
+figures: "about" if they are estimated from a sample; docs/data.md has more"""
+
 
 def parser() -> Parser:
     """base_train's flags and two more."""
@@ -93,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"Megatron's order: {samples_needed(start):,} of {start.settings.num_samples:,} samples")
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(start, data)
-    print("\n".join(describe(plan)))
+    print(*describe(plan), LEGEND, sep="\n")
     if args.plot:
         draw(plan, args.plot)
         ok(f"plot {args.plot}")

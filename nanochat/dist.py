@@ -113,8 +113,8 @@ def prepare_cuda(deterministic: bool) -> None:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """The versions that, besides code, data and settings, determine the bits of a step. Plain values; off CUDA, all
-    but PyTorch's are None."""
+    """The versions that, with code, data and settings, determine the bits of a step. Plain values; off CUDA, all but
+    PyTorch's are None."""
     known: dict[str, Any] = {"torch": str(torch.__version__)}
     names = ("gpu", "cuda", "cudnn", "nccl", "driver", "attention")
     if device.type != "cuda":

@@ -114,6 +114,19 @@ def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(fini
     assert "before this run began" in fates
 
 
+def test_of_many_documents_with_a_text_those_trained_on_are_shown(capsys, monkeypatch):
+    """Regression: the first ones in file order were shown, trained on or not, which looked like a "no"."""
+    real, late = inspect_data.tracer, "code/0.parquet:3"  # as if the run had not reached the documents before it
+    monkeypatch.setattr(inspect_data, "tracer", lambda run: lambda document: (
+        real(run)(document) if document.name == late else iter(())))
+    monkeypatch.setattr(inspect_data, "DOCUMENTS", 2)
+    shown = [(of["document"], bool(of["passes"])) for of in json_lines("find", "text", "--text=e")]
+    assert len(shown) == 2 and shown[0] == (late, True) and not shown[1][1]
+    monkeypatch.setattr(inspect_data, "DOCUMENTS", 1)
+    assert inspect_data.main(["find", "text", "--text=e"]) == 0
+    assert "trained on 1 of the first " in (out := capsys.readouterr().out) and "the search stopped there" in out
+
+
 def test_a_text_lists_its_documents_first_and_validation_is_reported(capsys):
     run = opened("text")
     text = run.data.train["code"].texts(0)[3]

@@ -358,6 +358,8 @@ def run_main(main: Callable[[], int | None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by scripts/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0
         sys.stdout.flush()

@@ -31,8 +31,8 @@ consecutive blocks, a bucket is off by less than five rows in total. A permutati
 orders the rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are
 sorted by name. So the sequence is the same on every machine and for every order of the buckets in the file.
 
-Rejected: a draw for each row (64 expected rows would often be off by 7); remainders added up from block to block
-(the mix of a row would depend on all blocks before it).
+Rejected: a draw for each row (64 expected rows would often be off by 7); remainders carried from block to block
+(a row's bucket would depend on all blocks before it).
 """
 
 import functools

@@ -77,7 +77,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class History:
-    """A run in the order of lanes: everything that fixes its rows, and its kept cursors."""
+    """A run with --order=lanes: everything that fixes its rows, and its kept cursors."""
 
     config: StreamConfig
     sources: Mapping[str, Source]
@@ -90,8 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. Stops after an epoch that lies ahead if the next one
-        does, too."""
+        """The uses of a document, epoch by epoch. Stops after the first of two successive epochs that lie
+        ahead."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return

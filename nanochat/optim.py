@@ -20,14 +20,14 @@ rate: it is 1, or 0 if the step is skipped; zeros then replace the gradient, too
 device: it launches the whole step while the backward pass is still running. To skip a step, the caller scales the
 gradient by NaN. On several ranks, a step needs memory for one more copy of the gradients.
 
-**Compiled** (on CUDA), each matrix shape is one graph, and AdamW has three graphs for all groups (float32, bfloat16, a
-single element; a fourth on ranks whose chunk does not begin where a message begins), because values that differ between
-groups are passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square roots is computed outside the
-graphs, once per group. AdamW's graphs round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would
-contract a product and a sum into one FMA, divide approximately and flush denormals. So compiled AdamW has the same bits
-as eager AdamW, except for the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon differs
-from eager Muon: it adds norms and means in a different order, and on CUDA it uses FMAs. No promise about W depends on
-this, because every rank compiles the same code.
+**Compiled** (on CUDA), each matrix shape is one graph, and all AdamW groups share three graphs (float32, bfloat16, a
+single element; ranks above 0 need a fourth), because values that differ between groups are passed as 0-dim tensors.
+Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs, once per group. AdamW's graphs
+round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a sum into one FMA,
+divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW, except for the last bit of
+square roots on a CPU, which eager code takes from MKL. Compiled Muon differs from eager Muon: its norms and means sum
+in a different order, and on CUDA it uses FMAs. No promise about W depends on this, because every rank compiles the same
+code.
 
 **Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes the order of sums, a
 matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms
@@ -337,7 +337,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _scalars(self, group: dict[str, Any], live: Tensor) -> dict[str, Any]:
         """The scalar arguments of a group's updates: 0-dim tensors if they differ between groups or change with the
-        schedule, so that a new value does not recompile."""
+        schedule, so that new values trigger no recompilation."""
         values = {key: group[key] for key in NEEDED[group["kind"]]}
         if group["kind"] == "adamw":
             return adamw_rates(**values, step=self._steps + 1, live=live)

@@ -12,8 +12,8 @@ rows. In epoch e, lane l reads share (l + e) mod V:
 
 A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
 permuted. So each group is read once, in order, by one lane (or two neighbours). A lane may then see one kind of
-document for as long as a group lasts, which evens out if it reads many groups. Not in a small bucket: the
-whole epoch of one lane could be books, and that of another notes. So a small bucket is shuffled document by document.
+document for as long as a group lasts, which evens out if it reads many groups. In a small bucket it would
+not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled document by document.
 
 The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
 (`nanochat.sources`), and in `crop` as at most one row.

@@ -368,7 +368,7 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def unbalanced(ledger: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug of this program."""
+    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this program."""
     off = {name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
            for name, a in ledger.items()}
     return {name: tokens for name, tokens in off.items() if tokens}
@@ -383,6 +383,6 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
     text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} 'cropped %' is a share of emitted + cropped; 'epochs': completed by at "
-            f"least one lane.")
+            f"overlap. {verdict} Emitted tokens are in rows, pending ones not yet; 'bos' were inserted; 'repeated' "
+            f"are overlap. 'cropped %' is a share of emitted + cropped; 'epochs': completed by at least one lane.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

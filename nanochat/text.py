@@ -5,7 +5,8 @@ Text files: which of their documents are read, and how parquet is read.
     .jsonl, .jsonl.gz, .jsonl.zst    one {"text": ...} per line; broken lines are skipped with a warning
     .txt                             one document per file
     .arrow                           a data set that Hugging Face's `datasets` saved
-                                     as_parquet converts the last three once (nanochat/text_kinds.py)
+
+The last three kinds are converted once, by `as_parquet` (nanochat/text_kinds.py).
 
 --text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A cached parquet file has one
 column of that name. Every command that reads text uses this module, so all commands accept the same files and report
@@ -198,7 +199,7 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
 
 def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
     """(raw footer, documents of each row group, bytes of all texts before compression) of a parquet file of text. Files
-    that nanochat converted state the bytes of their texts in metadata. Raises the errors of `open_parquet`, and
+    converted by nanochat record the bytes of their texts in metadata. Raises the errors of `open_parquet`, and
     ValueError if the footer reports nulls."""
     with open_parquet(path, field) as file:
         metadata = file.metadata

@@ -382,9 +382,9 @@ class TokenFile:
 
     def ends_document(self, first: int, last: int, eod: int,
                       flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """Which entries first .. last - 1 end a document, with `eod` as last id: (n,) bool, False for an
-        empty one. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these entries,
-        if the caller has it."""
+        """Which of entries first .. last - 1 end a document, their last id being `eod`: (n,) bool, False for an
+        empty entry. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these
+        entries, if the caller has it."""
         if self.ends_follow:  # the last entry of all ends its document
             edges = to_offsets(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
@@ -549,8 +549,8 @@ class TokenSource(Source):
         return pair
 
     def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
-        """(pair, first entry, end, positions of the rows among these entries): the entries from the first to the last
-        of some rows of a group."""
+        """The range of entries that covers some rows of a group: (pair, first entry, end, positions of the rows in the
+        range)."""
         pair, first, low = self._pair(self.file_of(group)[0]), int(self._first_entry[group]), int(rows.min())
         return pair, first + low, first + int(rows.max()) + 1, rows - low
 

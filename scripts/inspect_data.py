@@ -63,6 +63,9 @@ LEGEND = """\
 lane_row: the row's number in its lane; loss: the row's mean; at: position in the row; tokens: how many are in the row
 off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
 epoch: pass over the data; start, stop: which of the document's tokens; of: how many it has; numbers count from 0"""
+FIND_LEGEND = """\
+epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: which of the document's
+tokens are in the row; loss: the row's mean; numbers count from 0"""
 WORDS = 60  # characters shown from the beginning of a document
 
 
@@ -467,6 +470,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             print("its targets are off (--without-documents), so the model never learned to predict it")
         elif not passes:
             print("the curriculum does not use its bucket")
+    if not args.json:
+        print(FIND_LEGEND)
     return 0
 
 

@@ -27,8 +27,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # are twice as wide, and overwrite memory. So each capability has its own cache.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(
     tempfile.gettempdir(), f"nanochat_tests_{getpass.getuser()}", os.environ.get("ATEN_CPU_CAPABILITY", "native")))
-# A process that a shell starts in the background ignores SIGINT, and so would all of its children.
+# A process that a shell starts in the background ignores SIGINT, one started with nohup SIGHUP, and so would all of its
+# children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

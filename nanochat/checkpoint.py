@@ -14,7 +14,7 @@ itself, computed with zeros in place of that checksum:
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
 **Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one rename gives the
-checkpoint its name. A good checkpoint of the same step is kept, because both saw the same rows; a
+checkpoint its name. A good checkpoint of the same step is kept, because it saw the same rows; a
 corrupt one is replaced. If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was
 saved at. So a good checkpoint exists at every instant.
 

@@ -212,7 +212,7 @@ class MegatronSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HorizonSettings:
-    """length of the run (the first flag set applies; a curriculum takes precedence over --target-param-data-ratio)"""
+    """length of the run (the first one set applies; a curriculum takes precedence over --target-param-data-ratio)"""
 
     num_iterations: int = setting(-1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS)
     target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
@@ -339,7 +339,7 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
         """The settings in a run's config.json. A missing setting gets its default; unknown entries are ignored.
         ValueError for a value that is invalid for its setting."""
         values = {name: value[name] for name in FIELDS if name in value}
-        where = "config.json of the run was damaged or edited; restore it"
+        where = "the run's config.json was damaged or edited; restore it"
         check_shape(values, {name: TYPES[name] for name in values}, where)
         try:
             settings = cls(**values)

@@ -4,7 +4,7 @@ The loader: rows of the stream as batches on the device.
     Stream --rows--> [prefetch thread: fills slots] --queue (bounded)--> next(loader): copy to the device
 
 A rank owns a block of lanes. Its rows of a step are divided into **leaves** (blocks of lanes whose gradients are added
-in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never cross a leaf. Every leaf has as many
+in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never span leaves. Every leaf has as many
 micro-batches as the longest leaf needs. Dead rows, whose targets are all off, fill the gaps, so shapes never change:
 
     V = 6 lanes of one row, K = 4, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]

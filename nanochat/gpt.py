@@ -265,7 +265,7 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
 # ---- the model -----------------------------------------------------------------------------------
 
 class GPT(nn.Module):
-    """The model. Build it on any device; after `meta`, call `to_empty(device=...)`. Then call `init_weights`,
+    """The model. Build it on any device; if on `meta`, call `to_empty(device=...)`. Then call `init_weights`,
     or `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
     attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere), `varlen` or `flex`
@@ -450,7 +450,7 @@ class GPT(nn.Module):
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
         # float32 sums in the backward pass: attention's dq (one copy per thread block of a head) and one embedding's
-        # gradient (one partial sum per ten tokens, one per id)
+        # gradient (a partial sum per ten tokens and one per id)
         splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
         dq = 4 * tokens * config.n_embd * splits
         sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))

@@ -94,7 +94,7 @@ def slurm_end(env: Mapping[str, str]) -> str:
                                 timeout=SQUEUE_S, check=True).stdout.strip()
         return str(int(answer))  # 'N/A' and 'NONE' are jobs without an end
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        log.warning("walltime: no %s, and squeue gave no end of job %s (%s); set --max-runtime-seconds", SLURM_END,
+        log.warning("walltime: no %s, and squeue gave no end for job %s (%s); set --max-runtime-seconds", SLURM_END,
                     env["SLURM_JOB_ID"], e)
         return ""
 

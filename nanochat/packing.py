@@ -45,7 +45,7 @@ T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits 
 `bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
 **The token clock.** Each pending piece has a place: the number of tokens that arrived before it, where a piece counts
-as at most one row. A document that fills a row is next once as many tokens have left as arrived before it.
+as at most one row. A document that fills a row is due once as many tokens have left as arrived before it.
 All other rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
 fits.
 

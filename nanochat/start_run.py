@@ -294,7 +294,7 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
     """The number of rows per forward pass: the largest power of two that is at most a leaf's rows and fits into `room`
     bytes (None: at most 32 rows), not counting pending sums of leaves, which may be on the host. The largest also
     keeps a GPU busiest: the deterministic attention kernel runs rows x heads blocks in waves of one block per
-    multiprocessor, and twice as many blocks never leave a larger share of all waves idle."""
+    multiprocessor, and doubling the blocks never increases the idle share."""
     rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
@@ -450,7 +450,7 @@ def claim_run(start: Start, data: RunData) -> Owner:
     before anything is written if the plan shows that the run would halt. config.json holds the resolved
     settings and, for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
-    # planning `binned` rows finds entries that are longer than a row now, instead of at the step that needs them
+    # planning `binned` rows finds too-long entries now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         from nanochat.plan import rehearse
 
@@ -572,7 +572,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
            f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
            f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
     if (room := device_memory(device, start.settings.world_size)) is not None:
-        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB are available")
+        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but not the "
                f"same bits as with a number that divides them (--leaves is fixed when a run starts)")

@@ -351,7 +351,7 @@ def sample_lengths(source: Source) -> np.ndarray:
 
 def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,
                   about: str = "about ") -> list[str]:
-    """Warnings for a run that trains on `trained` tokens of `data`, a share `repeated` of which are overlaps. One
+    """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is overlap. One
     sentence if it reads all `tokens` of the data more than once, and one if many tokens are cropped."""
     notes = []
     if passes > 1:

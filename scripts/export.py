@@ -79,7 +79,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         "(default: tokenizer/ beside base_checkpoints/)")
     args = parser.parse_args(argv)
     if args.to is not None and args.out is None:
-        raise ValueError(f"--to {args.to}: no output folder was given; write: python -m scripts.export "
+        raise ValueError(f"--to {args.to}: no output folder was given; run: python -m scripts.export "
                          f"{args.source} OUT --to={args.to}")
     if args.to is not None and (args.model_tag or args.data_path or args.tokenizer):
         raise ValueError(f"--to {args.to}: leave out --model-tag, --data-path and --tokenizer, which go with --from")

@@ -515,8 +515,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     named = find.add_mutually_exclusive_group(required=True)
     named.add_argument("--document", metavar="FILE:DOC", help="the document, as `rows` prints it; DOC counts "
                        "from 0")
-    named.add_argument("--text", help=f"find up to {DOCUMENTS} documents that contain this text, those "
-                       "trained on first")
+    named.add_argument("--text", help=f"find up to {DOCUMENTS} documents that contain this text, "
+                       "trained ones first")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
     accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
     for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):

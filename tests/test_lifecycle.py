@@ -129,7 +129,7 @@ def test_the_first_limit_that_is_set_counts_and_a_jump_of_the_wall_clock_moves_n
 @pytest.mark.parametrize("answer, env, end, message", [
     ("echo 5000", {}, 1130.0, "walltime: 16 min 40 s left (SLURM_JOB_END_TIME)"),
     ("echo 5000", {"RANK": "1"}, None, ""), ("echo 5000", {"SLURM_JOB_END_TIME": "4500"}, 630.0, "8 min 20 s left"),
-    ("echo N/A", {}, None, "gave no end of job 17"), ("exit 1", {}, None, "gave no end"),
+    ("echo N/A", {}, None, "gave no end for job 17"), ("exit 1", {}, None, "gave no end"),
     ("sleep 9", {}, None, "timed out"), ("echo x", {}, None, "gave no end"),
     ("", {"SLURM_JOB_ID": ""}, None, "")])
 def test_rank_0_asks_squeue_once_if_slurm_does_not_set_the_end_of_the_job(

@@ -182,7 +182,7 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
     """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process. ValueError if its package
     is missing, if it does not run on this GPU or, in deterministic mode, if repeating a backward pass changes its bits
-    (FlashAttention-3 from before September 2025 does, with windows)."""
+    (as with windows in FlashAttention-3 before September 2025)."""
     if device_type != "cuda":
         if kernel != "wheel":
             raise ValueError(f"--attention-kernel={kernel}: this kernel needs a GPU; omit the flag")

@@ -51,7 +51,7 @@ MAX_LEVELS = 20  # of nested lists and mappings
 
 def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
     """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry of config.json and
-    a rule for resuming. The module that owns a default declares its fields.
+    a rule for resuming. The module that owns a default declares the field.
 
     help: the text in --help. fixed: why a resume must not change the setting; empty if it may. note: the
     effect of a change, printed when a resume changes the setting. Further keywords:
@@ -356,7 +356,7 @@ def run_main(main: Callable[[], int | None]) -> None:
     (ValueError, OSError) becomes one sentence on stderr and exit code 1. The script exits quietly if the pipe is closed
     by its reader (as with `head`). Any other exception is a bug and keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # escape characters that the terminal cannot encode
+        if isinstance(stream, io.TextIOWrapper):  # escapes what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # set by scripts/__init__.py
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -261,8 +261,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
         validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
         training: 7 files, 7,168 documents; this run trains on 18,800,000 tokens
 
-    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: the last file is
-    for validation by default, which suits shuffled shards but is a surprise in a folder of a few different files.
+    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: whether
+    the last file was taken by default, which suits shuffled shards but is a surprise in a folder of different files.
     """
     def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
         known = [file.documents for file in files if file.documents is not None]
@@ -361,8 +361,9 @@ def read_manifests(path: Path) -> Manifests:
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """Add the documents that a text file lists to the training manifests, as "without": {file: rows}, where None means
-    all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid document."""
+    """Exclude the documents that a text file lists: the training manifests get "without": {file: rows}, where None
+    means all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid
+    document."""
     counts = {(bucket, entry["name"]): sum(entry["groups"])
               for bucket, manifest in buckets.items() for entry in manifest["files"]}
     listed: dict[tuple[str, str], set[int] | None] = {}

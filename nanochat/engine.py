@@ -65,7 +65,7 @@ class Engine:
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
         # Avoid cuDNN's kernel: it makes a plan for every length, which takes longer than the token. Avoid the plain
-        # kernel, which writes all scores to memory, unless 8 does not divide the head size: then CUDA has no other.
+        # kernel, which writes all scores to memory; but if 8 does not divide the head size, CUDA has no other.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with sdpa_kernel(kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels):
             return self.model(tokens, kv_cache=cache)[:, -1]

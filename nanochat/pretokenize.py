@@ -85,7 +85,7 @@ from nanochat.tokens import (
 
 log = logging.getLogger(__name__)
 
-BATCH_DOCUMENTS, BATCH_CHARS = 256, 2_000_000  # a batch that is tokenized at once ends at either limit
+BATCH_DOCUMENTS, BATCH_CHARS = 256, 2_000_000  # a batch of texts ends at either limit
 MAX_SEQUENCE = 2**31 - 1  # ids of a sequence in Megatron's format
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
@@ -135,8 +135,8 @@ class TokenWriter:
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
-        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and how many ids at
-        the start of each repeat the previous entry (n,)."""
+        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and for each entry,
+        how many leading ids repeat the previous one (n,)."""
         raise NotImplementedError
 
     def index(self) -> tuple[int, list[Any]]:
@@ -180,7 +180,7 @@ class TokenWriter:
 
 
 class ShardWriter(TokenWriter):
-    """Writes GPTS. `dtype` replaces the default: uint16, or uint32 for more than 65,535 ids."""
+    """Writes shards in the format GPTS. `dtype` replaces the default (uint16, or uint32 above 65,535 ids)."""
 
     format = "shards"
 
@@ -276,8 +276,8 @@ class Windows:
                              f"the index can hold")
 
     def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut documents as `encode_flat` returns them: ids (num_tokens,), and where each document begins, offsets
-        (num_documents + 1,); each begins with BOS, the same id as `eod`.
+        """Cut documents as `encode_flat` returns them: ids (num_tokens,) and the documents' offsets
+        (num_documents + 1,); each document begins with BOS, the same id as `eod`.
 
         Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
         """
@@ -296,7 +296,7 @@ class Windows:
 
 
 def _batch(texts: Iterator[str]) -> list[str]:
-    """The next texts to tokenize at once, [] at the end."""
+    """The next batch of texts, [] at the end."""
     batch, num_chars = [], 0
     for text in itertools.islice(texts, BATCH_DOCUMENTS):
         batch.append(text)
@@ -348,7 +348,7 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
             "vocab_size": tokenizer.get_vocab_size()}
 
 
-# ---- all of them --------------------------------------------------------------------------------
+# ---- all inputs ----------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Pretokenizer:
@@ -435,7 +435,7 @@ class Pretokenizer:
 
     def make_all(self, todo: Sequence[Input], *, num_workers: int
                  ) -> Generator[tuple[Input, Record | str], None, None]:
-        """Yield (input, its record or the error message) as inputs finish. Several workers are separate processes. They
+        """Yield (input, its record or the error message) as inputs finish. Two or more workers are processes. They
         end when the caller ends, for whatever reason, and may be killed at any time."""
         if min(num_workers, len(todo)) < 2:
             for i in todo:

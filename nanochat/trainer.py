@@ -270,8 +270,8 @@ class Trainer:
 
     def between_steps(self, what: str, function: Callable[["Trainer"], None]) -> None:
         """Run an evaluation, and record how long it took, so that a run with a walltime can reserve that time. If the
-        evaluation fails, the reason is logged and the run continues: only a failed step ends it. `function` must raise
-        on all ranks, or have no collective after the point where it raises."""
+        evaluation fails, the reason is logged and the run continues: only a failed step ends it. If `function`
+        raises, it must do so on all ranks, or have no collective afterwards."""
         began = time.perf_counter()
         try:
             function(self)
@@ -495,7 +495,7 @@ class Journal:
         self.trackers.at(self.progress.step)
 
     def event(self, name: str, **record: Any) -> None:
-        """Log an event before the next step."""
+        """Log an event between two steps."""
         step = self.progress.step
         self.log.write(event=name, step=step, time=time.time(), **record)
         # trackers get the values of CORE under nanochat's names

@@ -18,8 +18,8 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
   is the longest of `timeout_s`, the patience of the last beat and, until the second step, `first_timeout_s`.
 - All ranks make the same beats in the same order. Ranks are compared by counts, never by the clocks of two machines.
   A rank that works alone for a long time calls `beat()` without a step, which is not counted.
-- The first verdict in the store counts, and all ranks leave with it: by os._exit(1) if it is unknown where the main
-  thread is. Rank 0 prints and records it (rank 1 prints one that blames rank 0); a rank that hangs prints its stacks. A
+- The first verdict in the store counts, and all ranks leave with it: by os._exit(1), unless the main thread itself
+  leaves. Rank 0 prints and records it (rank 1 prints one that blames rank 0); a rank that hangs prints its stacks. A
   rank that fails with an exception leaves its error as the verdict.
 
 Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was suspended, so `fg`

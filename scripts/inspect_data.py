@@ -434,6 +434,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             log.warning("%s", e)
             return None
 
+    legend = False
     for split, document, traced in named_documents(opened, args):
         passes, ids = [], np.zeros(0, np.int64)
         source, words = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
@@ -458,6 +459,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         columns = ("epoch", "step", "row", "lane", "start", "stop", "loss", *(["has_text"] if args.text else []))
         if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
             print(*table(columns, lines), sep="\n")
+            legend = True
         if opened.run.outcome == "completed":  # epochs that it may never have begun
             passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
         for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
@@ -470,7 +472,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             print("its targets are off (--without-documents), so the model never learned to predict it")
         elif not passes:
             print("the curriculum does not use its bucket")
-    if not args.json:
+    if legend:
         print(FIND_LEGEND)
     return 0
 

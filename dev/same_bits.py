@@ -1,5 +1,5 @@
 """
-Do two versions of the code train with the same bits?
+Do two versions of the code give the same bits?
 
     python -m dev.same_bits --old=HEAD                           # the last commit and the working tree
     python -m dev.same_bits --old=main --only=text shards        # cases whose names begin like this

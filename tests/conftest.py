@@ -33,6 +33,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+LONG_FILES = ("state_machine", "gpu_check", "bitwise", "optim", "watchdog", "repeat", "object_storage", "gpu_smoke",
+              "remote_runs", "find_runs", "stream_laws", "multi_node")
+
+
+def pytest_collection_modifyitems(items):
+    """Start with the long files: a long file that starts last runs alone at the end."""
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONG_FILES)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_waits_for_the_disk():
     """`os.fsync` returns at once: files of tests need not survive a power cut, and laws write hundreds."""

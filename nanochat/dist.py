@@ -15,8 +15,8 @@ the error, with rank and host unless it happened on rank 0 alone or on all ranks
     rank 1   the file is missing     prints nothing                               exit 1
 
 Any exception but ValueError and OSError is a bug: in `agree`, the first rank that has it raises it, with its traceback.
-All of these functions are collective; in a single process they are plain calls. The watchdog handles an error that one
-rank has between collectives.
+All of these functions are collective; in a single process they are plain calls. The watchdog handles errors that one
+rank hits between collectives.
 """
 
 import contextlib
@@ -166,7 +166,7 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 # FLOP/s in bfloat16 without sparsity, from the vendors' data sheets (figures "with sparsity" are halved). The list of
 # chips follows nanochat (github.com/karpathy/nanochat, nanochat/common.py). The first name that is part of the
-# device's own name counts, so special models come before their family. An H800 has the tensor cores of an H100: only
+# device's own name counts, so variants come before their family. An H800 has the tensor cores of an H100: only
 # its links and its float64 are slower.
 PEAK_FLOPS = (
     ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),
@@ -197,7 +197,7 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on every rank; it may fail on any of them, such as for a bad flag or a missing
+    """Collective. Call `function()` on every rank; it may fail on any of them, say on a bad flag or a missing
     file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks failed or only rank 0 did,
     otherwise a ValueError that names rank and host; the others exit with code 1. If an error is neither ValueError nor
     OSError, the first rank with such an error raises it instead."""

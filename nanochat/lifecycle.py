@@ -22,7 +22,7 @@ for a save), its slowest time in this launch.
 
 **One owner.** Two launches that write the same run would mix two histories. So a launch takes the operating system's
 lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a suspended process keeps
-it. The record proves that no other launch has owned the run since this one inspected it:
+it. An unchanged record proves that no launch has owned the run since the inspection:
 
     A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
     B  inspects: record X, no lock ........ cannot lock: refused, and record A names the owner
@@ -82,7 +82,7 @@ LOCK_TRIES, LOCK_TRY_S = 10, 0.1  # an inspection holds a shared lock for a mome
 # ---- when to stop ----------------------------------------------------------------------------------------------------
 
 def slurm_end(env: Mapping[str, str]) -> str:
-    """When this process's SLURM job ends, as unix seconds in text; empty outside a job and when the end is unknown.
+    """When this process's SLURM job ends, as unix seconds (str); empty outside a job and when the end is unknown.
     SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Only rank 0 asks squeue, to
     spare the controller; when rank 0 stops, all ranks stop."""
     end = env.get(SLURM_END, "")
@@ -423,7 +423,7 @@ def _seems_alive(state: Mapping[str, Any]) -> bool:
 
 
 def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
-    """ended (it has a final status), alive, or dead: its status is active, but no process holds the run's lock. If it
+    """ended (final status), alive, or dead (active status, but no process holds the run's lock). If it
     ran on another host, which locks may not reach, it is dead only if its heartbeat is old, too."""
     if state["status"] in EXIT_CODES:
         return "ended"
@@ -514,7 +514,7 @@ class RunState:
 
 
 def write_completed(run_dir: Path, step: int, reason: str) -> None:
-    """Write a completed state for a checkpoint `final` at `step` that no launch here trained; `reason` names its
+    """Write a completed state for a `final` checkpoint, at `step`, that no launch here trained; `reason` names its
     origin."""
     state = RunState(acquire(run_dir), [identify()], num_iterations=step, step=step, checkpoint="final")
     state.close("completed", reason)

@@ -9,7 +9,7 @@ For normal values, 1.4826 times the median absolute deviation is the standard de
 is not a spike.
 
 All ranks have the same totals of every step, so they have the same window and the same limits. The limits are known
-before the step, so the device compares, and the host waits only once. The window is saved in checkpoints, so a resumed
+before the step, so the device decides, and the host waits only once. The window is saved in checkpoints, so a resumed
 run decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high, every step is
 skipped, until the run ends because it has diverged.
 """

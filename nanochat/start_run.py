@@ -293,7 +293,7 @@ def is_tight(settings: Settings, device: torch.device) -> bool:
 def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
     """The number of rows per forward pass: the largest power of two that is at most a leaf's rows and fits into `room`
     bytes (None: at most 32 rows), not counting pending sums of leaves, which may be on the host. The largest also
-    keeps a GPU busiest: the deterministic attention kernel runs rows x heads blocks in waves of one block per
+    keeps a GPU busiest: the deterministic attention kernel runs (rows x heads) blocks in waves of one per
     multiprocessor, and doubling the blocks never increases the idle share."""
     rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 

@@ -88,7 +88,7 @@ def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
 
 
 def saved_files(folder: Path) -> set[str]:
-    """The names of the .arrow files in a folder that are data. If the folder has a state.json of Hugging Face's
+    """The names of a folder's .arrow files that are data. If the folder has a state.json of Hugging Face's
     `datasets`, these are the files that it lists, because caches may lie beside them; otherwise all files."""
     state = folder / "state.json"
     if not state.is_file():

@@ -264,7 +264,7 @@ class IndexedDataset:
         return self.get(which)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` ids (default: all) of sequence `idx` from its id `offset` on; with `multimodal`, a pair with its
+        """`length` ids (default: all) of sequence `idx`, starting at `offset`; with `multimodal`, a pair with its
         mode. IndexError for a number outside the data set, ValueError for ids outside the sequence."""
         ids = self._read(idx, offset, length)
         return ids if self.sequence_modes is None else (ids, self.sequence_modes[idx])
@@ -322,8 +322,8 @@ class IndexedDatasetBuilder:
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 class GPTDataset:
-    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors. It also has the
-    methods of a blend of this data set alone.
+    """Samples of sequences `indexed_indices` of an `IndexedDataset`: `dataset[i]` is a dict of tensors. It also acts
+    as a blend of this one data set.
 
     `num_samples`: the minimum number of samples, from as many epochs as that takes; None: one epoch. ValueError if the
     data is empty or corrupt. Creating the object reads no token and computes no index.

@@ -1,6 +1,6 @@
 """
 Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.as_path` imports this module
-for the first path such as s3://bucket/folder; a program that reads local files never loads it.
+at the first path like s3://bucket/folder; a program with only local files never loads it.
 
     as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
                                answered from one listing of the folder
@@ -71,7 +71,7 @@ ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
-# No path can name an object with such a key: one part is empty, . or .., or might be a secret.
+# No path can name an object with such a key: one part is "", "." or "..", or might be a secret.
 UNUSABLE_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
 
@@ -180,7 +180,7 @@ class Bucket:
             return None
 
     def list_below(self, prefix: str) -> list[Stat]:
-        """All objects below a prefix that a path can name. A warning gives the number of others."""
+        """All objects that a path can name below a prefix. A warning gives the number of others."""
         try:
             stats = {meta["path"]: self.stat(meta) for metas in self.obs.list(self.store, prefix or None)
                      for meta in metas}

@@ -39,7 +39,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record the numbers among some values at values["step"]."""
+        """Record the numbers in `values` at step values["step"]."""
         for name, number in flat_numbers(values):
             if name != "step":
                 self._writer.add_scalar(name, number, values["step"])
@@ -58,7 +58,7 @@ class Trackio:
         self._run = trackio.init(project="nanochat", name=settings.model_tag, config=settings.to_json(), resume="allow")
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Record the numbers among some values at values["step"]."""
+        """Record the numbers in `values` at step values["step"]."""
         self._run.log({name: n for name, n in flat_numbers(values) if name != "step"}, step=values["step"])
 
     def finish(self) -> None:

@@ -123,8 +123,8 @@ def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
     """A local path. ValueError, which begins with `what` and shows no secret, for a path in object storage."""
     refuse_secrets(os.fspath(path))
     if is_remote(path):
-        raise ValueError(f"{what} {as_path(path)}: expected a local folder; upload one with scripts.push_shards, or "
-                         "download one with the tools of your object storage")
+        raise ValueError(f"{what} {as_path(path)}: expected a local folder; download the data first, or write "
+                         "to a local folder and run scripts.push_shards")
     return Path(path)
 
 

@@ -339,7 +339,7 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
         """The settings in a run's config.json. A missing setting gets its default; unknown entries are ignored.
         ValueError for a value that is invalid for its setting."""
         values = {name: value[name] for name in FIELDS if name in value}
-        where = "the run's config.json was damaged or edited; restore it"
+        where = "restore the run's config.json, which was damaged or edited"
         check_shape(values, {name: TYPES[name] for name in values}, where)
         try:
             settings = cls(**values)

@@ -266,7 +266,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 if name in parts:
                     raise ValueError(f"parameter names are not unique: {name}")
                 if not param.is_contiguous():
-                    raise ValueError(f"{name}: the tensor is not contiguous; pass it after .contiguous()")
+                    raise ValueError(f"{name}: the tensor is not contiguous; pass tensor.contiguous()")
                 parts[name] = Part(name, param, group, 0, param.numel())
         return [part for part in parts.values() if part.stop]
 

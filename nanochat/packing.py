@@ -44,8 +44,8 @@ a Python integer: bit n is 1 if a filler of n tokens is pending. A second intege
 T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits r tokens. Two fillers fill r exactly if
 `bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
-**The token clock.** Each pending piece has a place: the number of tokens that arrived before it, where a piece counts
-as at most one row. A document that fills a row is due once as many tokens have left as arrived before it.
+**The token clock.** Each pending piece has a place: the number of tokens that arrived before it, counting at most
+one row per piece. A document that fills a row is due once as many tokens have left as arrived before it.
 All other rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
 fits.
 
@@ -83,11 +83,11 @@ class Piece(NamedTuple):
 
     length: int  # tokens; of a tail: 1 BOS + context + the tokens not yet in any row
     start: int  # tokens of the document already placed in rows; 0: the whole document is pending
-    place: int  # tokens that arrived before it, where a piece counts as at most one row
+    place: int  # tokens that arrived before it, counting at most one row per piece
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """The maximum number of tokens that a lane keeps pending in `crop`, where a document counts as at most one row:
+    """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row per document:
     `buffer_size` rows of at least 2,049 tokens. It takes effect if few documents are shorter than a row. At 2 bytes per
     token, 64 lanes hold at most 34 MB for T up to 2,048."""
     return buffer_size * max(capacity, LIMIT_ROW)
@@ -116,7 +116,7 @@ class Packer:
         self.repeated = 0  # tokens emitted a second time as context
         self.cropped = 0  # tokens dropped
         self.padded = 0  # places in rows that no document fills
-        self.left = 0  # tokens of pieces that have left, where a piece counts as at most one row
+        self.left = 0  # tokens of pieces that have left, counting at most one row per piece
 
     def __contains__(self, key: Hashable) -> bool:
         """Whether any part of a document is pending."""
@@ -189,7 +189,7 @@ class BestFit(Packer):
         self.timed: dict[Key, Piece] = {}  # documents that fill a row, and tails, oldest first
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
         self.bits = self.mirror = 0  # the lengths of the fillers, see the head of this file
-        self.counted = 0  # pending tokens, where a piece counts as at most one row
+        self.counted = 0  # pending tokens, counting at most one row per piece
         self.context = 0  # BOS and repeated tokens of the pending tails
 
     def __contains__(self, key: Hashable) -> bool:

@@ -79,7 +79,7 @@ TRIAL = "a text, 1\n"  # encoded once when a tokenizer is opened
 MAX_IDS = 1 << 24  # tables have one entry per id, so a forged size must not fill memory
 TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json from Hugging Face; .model from SentencePiece; tokenizer.pkl "
                   "from nanochat; name of a tiktoken encoding (gpt2, ...); ids:SIZE:EOD_ID if only token files exist")
-EOD_HELP = "the token that separates documents, text or id (default: the one that the tokenizer's files name)"
+EOD_HELP = "the token (text or id) that separates documents (default: the one that the tokenizer's files name)"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str}  # fields of every tokenizer.json
 OURS = {"bos_token": str, "special_tokens": dict, "pattern": str, "training": dict}  # more fields of our own

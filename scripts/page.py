@@ -1,5 +1,5 @@
 """
-Draw runs as one HTML page that works offline: curves, mix, time line, ledger, samples, settings.
+Draw runs as one HTML page that works offline: curves, mix, timeline, token counts, samples, settings.
 
     python -m scripts.page mine                         # writes page.html
     python -m scripts.page mine other --out=both.html   # two runs on one page; without a name: all runs
@@ -9,7 +9,7 @@ Draw runs as one HTML page that works offline: curves, mix, time line, ledger, s
                                      '---> tables, sentences --> HTML, escaped
 
 Every number in a log line of a step becomes a curve, every number in an event a curve of points, and every other event
-a mark on the time line. A value that you add to the log therefore needs no change here. The page is scripts/page.html
+a mark on the timeline. A value that you add to the log therefore needs no change here. The page is scripts/page.html
 with its placeholders filled in. plotly is embedded, and a content policy keeps the browser from loading anything else.
 If a run is too long for the page, only the step with the highest loss in each block is drawn, so spikes stay visible.
 """
@@ -151,7 +151,7 @@ def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
 
 
 def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
-    """The launches on the time line, with a mark for each save, skipped step and other event."""
+    """The launches on the timeline, with a mark for each save, skipped step and other event."""
     for number, launch in enumerate(run.launches, 1):
         marks = []
         for event in launch.events:

@@ -11,7 +11,7 @@ Train a BPE tokenizer on the training split.
 Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
 tokenizer.json lists the files that were read (names, sizes). If the output folder already holds the tokenizer
 trained with these arguments and files, it is reused. Files are not sampled at random: that would need every shard
-before training starts, and shuffled shards would be represented no better.
+before training starts, and gain nothing if shards are already shuffled.
 """
 
 import argparse

@@ -229,7 +229,7 @@ def test_a_value_of_another_type_in_config_json_is_one_sentence(name, value, err
 @pytest.mark.parametrize("damage", [{"z_loss": float("nan")}, {"data_format": "shards", "min_chars": 3},
                                     {"curriculum": {"phases": ["x"]}}])  # regression: its error named no file
 def test_a_config_json_with_impossible_values_is_named(damage):
-    with pytest.raises(ValueError, match=r"the run's config\.json was damaged or edited; restore it"):
+    with pytest.raises(ValueError, match=r"restore the run's config\.json, which was damaged or edited"):
         Settings.from_json({**RUN.to_json(), **damage})
 
 

@@ -31,7 +31,7 @@ consecutive blocks, a bucket is off by less than five rows in total. A permutati
 orders the rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are
 sorted by name. So the sequence is the same on every machine and for every order of the buckets in the file.
 
-Rejected: a draw for each row (64 expected rows would often be off by 7); remainders carried from block to block
+Rejected: a draw for each row (a count of 64 would often be off by 7); remainders carried from block to block
 (a row's bucket would depend on all blocks before it).
 """
 

@@ -90,8 +90,8 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. Stops after the first of two successive epochs that lie
-        ahead."""
+        """The uses of a document, epoch by epoch. If several epochs in a row lie ahead, only the first one is
+        returned."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return

@@ -55,8 +55,8 @@ def _round_up(n: int, multiple: int) -> int:
 class GPTConfig:
     """The shape of a model. Raises ValueError for an impossible one.
 
-    `window_pattern` is tiled over the layers. In an S layer, a token sees a quarter of sequence_len (rounded up to
-    whole tiles) before itself; in an L layer, sequence_len (a training row). The last layer is always L.
+    `window_pattern` is tiled over the layers. In an S layer, a token sees the sequence_len / 4 tokens before it
+    (rounded up to whole tiles); in an L layer, the sequence_len (a training row) before it. The last layer is always L.
     """
 
     sequence_len: int = 2048

@@ -3,10 +3,10 @@ Bits per byte: how many bits a model needs per byte of text, which makes models 
 
     bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
 
-A target counts if its loss is on (not -100) and its token has bytes of text, unlike special tokens. If a tokenizer
+A target counts if it is not masked (-100) and its token has bytes of text, unlike special tokens. If a tokenizer
 inserts a space at the start of every document, `token_bytes` of BOS is -1, which subtracts that byte from the next
 target. Bits per byte is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on how
-rows are dealt to batches and ranks. With 1 byte for every token, the result is bits per token, see `in_nats`.
+rows are dealt to batches and ranks. With 1 byte for every token, the result is bits per token (see `in_nats`).
 
 The sums do not depend on order either: each row is summed separately in float64 on the CPU, and `math.fsum` adds the
 rows and rounds the true sum once. So order, batch size and number of ranks do not change a single bit. To that end,

@@ -11,7 +11,7 @@ rows. In epoch e, lane l reads share (l + e) mod V:
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
 A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
-permuted. So each group is read once, in order, by one lane (or two neighbours). A lane may then see one kind of
+permuted. So one lane (or two neighbours) reads each group once, unit by unit. A lane may then see one kind of
 document for as long as a group lasts, which evens out if it reads many groups. In a small bucket it would
 not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled document by document.
 

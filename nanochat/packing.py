@@ -44,10 +44,9 @@ a Python integer: bit n is 1 if a filler of n tokens is pending. A second intege
 T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits r tokens. Two fillers fill r exactly if
 `bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
-**The token clock.** Each pending piece has a place: the number of tokens that arrived before it, counting at most
-one row per piece. A document that fills a row is due once as many tokens have left as arrived before it.
-All other rows start with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
-fits.
+**The token clock.** Each pending piece has a place: the number of tokens that arrived before it, counting at most one
+row per piece. A document that fills a row is due once as many tokens have left as arrived before it. If none is due,
+the row starts with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that fits.
 
     arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
     tokens gone  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
@@ -371,7 +370,7 @@ class Concat(Packer):
 
     def __init__(self, T: int):
         super().__init__(T)
-        self.documents: dict[Key, Piece] = {}  # in order; the last used token of the first one is used again
+        self.documents: dict[Key, Piece] = {}  # in order; the next row repeats the last used token
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self.documents

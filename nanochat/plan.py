@@ -67,7 +67,7 @@ class BucketPlan:
     @property
     def passes(self) -> float:
         """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, divided by
-        `tokens`. Only ratios of the account are used."""
+        `tokens`. Only ratios in the account matter."""
         account = self.account
         if not account["rows"]:
             return 0.0

@@ -194,7 +194,7 @@ class ShardWriter(TokenWriter):
         fits = prefixes.min(initial=0) >= 0 and prefixes.max(initial=0) <= MAX_PREFIX
         if len(lengths) != len(prefixes) or not fits:
             raise ValueError(f"{self.bin_path}: got {len(prefixes):,} prefixes for {len(lengths):,} entries, expected "
-                             f"one for each, of 0 .. {MAX_PREFIX:,}")
+                             f"one for each, in 0 .. {MAX_PREFIX:,}")
         self.append(ids, lengths)
         self._prefixes.frombytes(prefixes.astype(np.uint16).tobytes())
 

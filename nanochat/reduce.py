@@ -90,7 +90,7 @@ class LeafAccumulator:
 
     num_leaves: the rank's number of leaves in a step. Raises ValueError unless it is a power of two. Every `.grad` must
     be None when a step begins. If several micro-batches are added, `.grad` is float32 even for a bfloat16 parameter.
-    on_host: keep pending sums in host memory (pinned, for a GPU). That costs two copies, but changes no bit.
+    on_host: keep pending sums in host memory (pinned, for a GPU). That costs two copies, but changes no bits.
     """
 
     def __init__(self, params: Iterable[Tensor], num_leaves: int, *, micro_batches_per_leaf: int,
@@ -291,8 +291,8 @@ class Message:
 
 
 def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """Lay out whole parameters in messages. The largest message comes first, so that only the all-gather of a small one
-    has no update to overlap with.
+    """Lay out whole parameters in messages. The largest message comes first: the last all-gather overlaps with no
+    update, so it should be small.
 
     Parameters of a single grain are dealt out, separately for each group and shape of matrices: the W largest, one to
     each rank, then the next W, and so on. In each deal, larger parameters go to the ranks with fewer elements so far.

@@ -237,7 +237,7 @@ class RunReader:
                 "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)]}
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: shares}: for each logged step, the bucket's share of the tokens in the last steps up to it (a
+        """{bucket: shares}: for each logged step, the bucket's share of the tokens in a window that ends there (a
         fiftieth of all steps, at least 20); empty for a run with one bucket."""
         import numpy as np
 

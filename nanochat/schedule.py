@@ -20,7 +20,7 @@ The scaling rules and their constants are those of nanochat's scripts/base_train
   - to keep the time scale of weight decay, B / (lr * wd * D), the decay is multiplied by sqrt(B / B_ref) * D_ref / D
     (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts, because D is a multiple of the count.
 
-If warmup and warmdown overlap (short runs), the lower curve counts. If warmup won until its last step, the curve would
+If warmup and warmdown overlap (short runs), the lower curve applies. If warmup won until its last step, the curve would
 jump there, and a run shorter than its warmup would end at a high rate.
 
 **Another schedule.** Add a field to `ScheduleSettings`, and use it in `Schedule.lr`. The field becomes a flag of
@@ -63,8 +63,8 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
                     total_batch_size: int, weight_decay: float, sequence_len: int,
                     scaling_params: int, reference_scaling_params: int, flops_per_token: float,
                     curriculum_tokens: int = 0) -> Horizon:
-    """Compute steps, batch size and scaling from the flags of the same names. A horizon of -1 is off, and a batch
-    size of -1 is automatic. The first horizon that is set counts: iterations, FLOPs, curriculum, data:parameter ratio.
+    """Compute steps, batch size and scaling from arguments named like flags. A horizon of -1 is off, and a batch
+    size of -1 is automatic. The first horizon that is set applies: iterations, FLOPs, curriculum, data:parameter ratio.
     Raises a ValueError that names the flag.
 
     scaling_params: parameters in the model's transformer matrices and output head. reference_scaling_params: those of

@@ -117,7 +117,7 @@ class AnyStream(Protocol):
 
 
 class Packed:
-    """The ids of a long document to be split, compressed, because thousands of such documents stay pending while many
+    """Compressed ids of a long document that will be split: thousands of them stay pending while many
     rows are packed. Rows take slices in order, and a slice frees everything before it. Measured on files of code: 0.85
     bytes per token instead of 2, for 40 ns of processor time per token."""
 

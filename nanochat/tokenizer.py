@@ -183,7 +183,7 @@ class Tokenizer(metaclass=_Opens):
     def token_bytes(self) -> "torch.Tensor":
         """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special tokens. Over a
         document they add up to its length in UTF-8. If the tokenizer adds a space before every document, BOS
-        counts -1. All are 1 if `knows_bytes` is False."""
+        is -1. All are 1 if `knows_bytes` is False."""
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:

@@ -380,7 +380,7 @@ def test_a_full_disk_at_any_change_leaves_the_old_pair_or_no_half_of_a_new_one(t
     (ShardWriter, lambda writer: 1 / 0, "division"), (ShardWriter, lambda writer: None, "0 entries"),
     (ShardWriter, add([1, 300], [2], [0]), r"uint16|int64 ids 1 \.\. 300, expected integers below 300"),
     (ShardWriter, add([-1], [1], [0]), r"ids -1 \.\. -1"), (ShardWriter, add([0.5], [1], [0]), "float64 ids"),
-    (ShardWriter, add([1], [1], [70_000]), r"1 prefixes for 1 entries, expected one for each, of 0 \.\. 65,535"),
+    (ShardWriter, add([1], [1], [70_000]), r"1 prefixes for 1 entries, expected one for each, in 0 \.\. 65,535"),
     (ShardWriter, add([1], [2], [0]), "add up to 2"), (ShardWriter, add([1], [1], [0, 0]), "2 prefixes for 1 entries"),
     (ShardWriter, add([1], [2, -1], [0, 0]), "expected the same number"),
     (MegatronWriter, add([1], [1], [1]), "Megatron's format holds whole documents only"),

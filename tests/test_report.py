@@ -61,7 +61,7 @@ def test_every_figure_is_the_one_on_disk(run):
             "training time": [f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"],
             "tokens/s, median step": [show(statistics.median(step["tokens_per_s"] for step in steps))],
             "params_total": [show(config["derived"]["params_total"])], "depth": ["2", "20"],
-            "0": ["1", "cpu", first["torch"], first["code"]], "4": ["2", "cpu", first["torch"], "unknown"],
+            "0": ["1", "cpu", first["torch"], first["code"] or "unknown"], "4": ["2", "cpu", first["torch"], "unknown"],
             "set-up": ["1.0 s", "1", "0"], "training": ["2 min 45 s", "2", "1"],
             "data (train)": [pinned["root"], "3", show(sum(file["size"] for file in pinned["files"])), "288"],
             "data": [*(show(account[name]) for name in LEDGER), f"{100 * share(account, 'cropped'):.2f}"],

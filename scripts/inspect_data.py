@@ -391,6 +391,15 @@ def is_left_out(source: Source, document: Document) -> bool:
     return listed is not None and bool(listed[document.row])
 
 
+def remark(split: str, left_out: bool, passes: Sequence[Any]) -> str:
+    """Why a run does not learn from a document; empty if it does, or if its passes tell."""
+    if split != "train":
+        return "a validation document: the run never trains on it"
+    if left_out:
+        return "its targets are off (--without-documents), so the model never learned to predict it"
+    return "" if passes else "the curriculum does not use its bucket"
+
+
 def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document, list[Pass]]]:
     """(split, document, its passes) for each document that --document or --text names. Of those that contain a text,
     at most DOCUMENTS, and first those that the run trained on. ValueError if there are none."""
@@ -466,12 +475,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             first, *more = (of_epoch["epoch"] for of_epoch in same)
             if ending:
                 print(f"epochs {first} to {more[-1]}: {ending}" if more else f"epoch {first}: {ending}")
-        if split != "train":
-            print("a validation document: the run never trains on it")
-        elif is_left_out(source, document):
-            print("its targets are off (--without-documents), so the model never learned to predict it")
-        elif not passes:
-            print("the curriculum does not use its bucket")
+        if line := remark(split, is_left_out(source, document), passes):
+            print(line)
     if legend:
         print(FIND_LEGEND)
     return 0

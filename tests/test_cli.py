@@ -154,3 +154,19 @@ def test_a_yaml_file_that_could_mean_two_things_is_refused(tmp_path, text, words
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=words):
         read_yaml(tmp_path / "a.yaml")
+
+
+def test_ctrl_c_shows_no_traceback_while_a_command_imports_torch_and_interrupts_it_afterwards():
+    """Python imports the package of `-m scripts.X` while sys.argv[0] is "-m"."""
+    child = """import os, signal, sys
+sys.argv[0] = {argv0!r}
+import scripts
+from nanochat.cli import run_main
+{before}
+run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"""
+    kill = "os.kill(os.getpid(), signal.SIGINT)"
+    for argv0, before, code, words in (("-m", kill, -2, ""), ("-m", "", 130, "interrupted\n"),
+                                       ("tests", "", 130, "interrupted\n")):
+        result = subprocess.run([sys.executable, "-c", child.format(argv0=argv0, before=before)], capture_output=True,
+                                text=True, check=False)
+        assert (result.returncode, result.stderr) == (code, words)

@@ -63,20 +63,14 @@ def opened(name):
 
 def whole_table(name, steps=STEPS):
     """{document: {(epoch, step, row, lane, start, stop, loss)}} of all rows of all steps."""
-    table, run = {}, opened(name)
-    with run.stream_at(0) as stream:
-        for step in range(steps):
-            losses = inspect_data.row_means(run.run, step)
-            for number, row in enumerate(stream.next_rows(run.rows_per_lane)):
-                for place in inspect_data.describe(run, stream, row):
-                    use = (place["epoch"], step, number, row.lane, place["start"], place["stop"], losses[number])
-                    table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
-    printed = json_lines("rows", name, f"--step={steps // 2}", "--sort=loss")
-    assert [row["loss"] for row in printed] == sorted((row["loss"] for row in printed), reverse=True)
-    for row in printed:
-        for place in row["documents"]:
-            assert (place["epoch"], steps // 2, row["row"], row["lane"], place["start"], place["stop"],
-                    row["loss"]) in table[f"{place['file']}:{place['document']}"]
+    table = {}
+    for step in range(steps):
+        rows = json_lines("rows", name, f"--step={step}", "--sort=loss")
+        assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
+        for row in rows:
+            for place in row["documents"]:
+                use = (place["epoch"], step, row["row"], row["lane"], place["start"], place["stop"], row["loss"])
+                table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
     return table
 
 

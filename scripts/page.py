@@ -8,8 +8,8 @@ Draw runs as one HTML page that works offline: curves, mix, timeline, token coun
     run directory --nanochat.run_reader--> curves, launches --> JSON --plotly--> charts
                                      '---> tables, sentences --> HTML, escaped
 
-Every number in a log line of a step becomes a curve, every number in an event a curve of points, and an event without
-numbers a mark on the timeline. A value that you add to the log therefore needs no change here. The page is
+Every number in a log line of a step becomes a curve, every number in an event a curve of points, and all other
+events are marks on the timeline. A value that you add to the log therefore needs no change here. The page is
 scripts/page.html with its placeholders filled in. plotly is embedded, and a content policy keeps the browser from
 loading anything else. If a run is too long for the page, only the step with the highest loss in each block is drawn, so
 spikes stay visible.

@@ -133,7 +133,7 @@ def test_a_text_lists_its_documents_first_and_validation_is_reported(capsys):
     assert inspect_data.main(["find", "text", f"--text={text}"]) == 0
     out = capsys.readouterr().out
     assert re.search("the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? that contain it", out)
-    assert "code/0.parquet:3 (code)" in out and "epoch  step" in out
+    assert "code/0.parquet:3 (code)" in out and "epoch  step" in out and out.endswith(inspect_data.FIND_LEGEND + "\n")
     assert re.search("\nepochs? 0(: | to )", out)
     begin, part = text[:9], text[40:49]  # `has_text` marks the rows that hold these words themselves
     for words in (begin, part):

@@ -52,7 +52,6 @@ from scripts import base_train, compare_runs
 from scripts.export import write_tokenizer
 from tests import training
 
-MICRO_BATCHES = 16  # in a timed step: with 4, the optimizer, unsharded on one GPU, would take 6 % of it at d24
 MINUTES = 7.5  # per part; after that no further check starts
 LIMITS = {  # a figure without a limit is only reported
     "attention: forward, relative error": "<= 5e-3",
@@ -72,13 +71,15 @@ LIMITS = {  # a figure without a limit is only reported
 NARROW = {"aspect_ratio": 32, "head_dim": 16}  # nanochat's models are at least 24 wide
 SMALL: dict[str, Any] = {"depth": 1, **NARROW, "device_batch_size": 2}
 GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
-    models={"d12": {"depth": 12, "device_batch_size": 32}, "d24": {"depth": 24, "device_batch_size": 16}},
+    # 16 micro-batches per step: with 4, the optimizer, unsharded on one GPU, would take 6 % of a step at d24
+    models={name: {"depth": depth, "device_batch_size": B, "total_batch_size": 16 * B * 2048}
+            for name, depth, B in (("d12", 12, 32), ("d24", 24, 16))},
     runs={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024, "leaves": 4,
           "num_iterations": 20, "save_every": 10},
     shape={"depth": 4, "aspect_ratio": 192}, corpus=CorpusSettings(), vocab_size=32768, T=2048,
     buffer=Settings().buffer_size, warm=3, timed=5, masks=("varlen", "flex"))
 TINY = SimpleNamespace(
-    models={"d12": SMALL, "d24": SMALL},
+    models={model: {**SMALL, "total_batch_size": 4 * 64} for model in ("d12", "d24")},
     runs={**SMALL, "total_batch_size": 8 * 64, "leaves": 4, "num_iterations": 6, "save_every": 3},
     shape={"depth": 2, **NARROW}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, buffer=8, warm=2, timed=3, masks=("sdpa_mask",))
@@ -239,8 +240,7 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterat
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     tag = what.replace(" ", "-")
     steps = train(bench, tag, hook=partial(training.die_after_step, end + 2), dies=True, **flags,
-                  total_batch_size=MICRO_BATCHES * flags["device_batch_size"] * bench.sizes.T, window_pattern=pattern,
-                  deterministic=deterministic, profile_steps=f"{end}:{end + 2}")
+                  window_pattern=pattern, deterministic=deterministic, profile_steps=f"{end}:{end + 2}")
     shutil.copytree(training.run_dir(tag) / "profile", bench.out / tag, dirs_exist_ok=True)
     yield from figures_of(bench, what, tag, steps[bench.sizes.warm:end])
     if not deterministic and (default := bench.rates.get(f"{model} {pattern}")) is not None:
@@ -258,8 +258,7 @@ def peer(bench: Bench) -> Iterator[Figure]:
     if not (base / "base_data_climbmix").exists():
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
     given = {**flags, "max_seq_len": bench.sizes.T, "window_pattern": "L", "num_iterations": num, "eval_every": -1,
-             "total_batch_size": MICRO_BATCHES * flags["device_batch_size"] * bench.sizes.T, "core_metric_every": -1,
-             "sample_every": -1, "save_every": -1, "device_type": bench.device.type, "model_tag": "peer"}
+             "core_metric_every": -1, "sample_every": -1, "save_every": -1, "device_type": bench.device.type}
     with (bench.out / "peer.log").open("w+") as log:
         subprocess.run([sys.executable, "-m", "scripts.base_train", *training.as_flags(given)], cwd=bench.peer,
                        env=child_environment() | {"NANOCHAT_BASE_DIR": str(base)}, stdout=log, stderr=subprocess.STDOUT)
@@ -363,8 +362,9 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     print(*(f"{name:13s} {value}" for name, value in versions(device).items()), f"logs: {bench.out}", sep="\n")
     os.environ["NANOCHAT_BASE_DIR"] = str(base)
     training.PATIENCE_S = 300
-    multiprocessing.set_forkserver_preload(["tests.training"])  # modules that do not read compiler settings yet
-    forkserver.ensure_running()
+    if bench.cuda:  # runs are forked from a server that has not read the compiler's settings yet
+        multiprocessing.set_forkserver_preload(["tests.training"])
+        forkserver.ensure_running()
     if not (base / "tokenizer").exists():
         make_sample_corpus(base / "data", bench.sizes.corpus)
         find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)

@@ -79,6 +79,8 @@ def loop(run: Trainer) -> int:
     try:
         print0("start: packing the first step")
         run.check_next_step()
+        if any(reasons := gather_all(run.stop.requested())):  # during the set-up
+            raise Stop(join_reasons(reasons))
         while True:
             # save first: an evaluation may fail or be killed
             if p.step >= last:
@@ -104,12 +106,13 @@ def loop(run: Trainer) -> int:
                 quiet_gc()
     except Stop as e:
         run.journal.ending(e.reason)
-        if not is_final_saved:
+        halted, took_steps = e.status == "halted", p.step > run.start.step
+        if not is_final_saved and (took_steps or halted):
             run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
-        halted = e.status == "halted"
+        saved = f"step {p.step:,} of {last:,} is saved" if p.step > 0 else "no step was taken yet"
         remedy = (after_halt(run.start.run_dir.name, all_dry=e.more["all_dry"]) if halted else
-                  f"step {p.step:,} of {last:,} is saved; the same command resumes the run")
+                  f"{saved}; the same command resumes the run")
         print0(f"{e.status}: {e.reason}; {remedy}")
         return EXIT_HALTED if halted else 0
     except ArithmeticError as e:

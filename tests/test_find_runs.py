@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +30,8 @@ RUNS = {"text": {"long_docs": "crop"}, "shards": {"data_format": "shards", "long
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The runs "text" and "shards": two buckets, killed on two processes, completed on one."""
+    """`folder` with the runs "text" and "shards": two buckets, killed on two processes, completed on one. `tables`:
+    {run: `whole_table`}."""
     folder = tmp_path_factory.mktemp("finished")
     with training.workplace(folder, **training.SMALL):
         training.write_buckets(folder, {"code": 12, "web": 30}, shards=0)
@@ -40,13 +42,14 @@ def finished(tmp_path_factory):
             training.start(2, hook=partial(training.die_after_step, 13), **settings).wait_for_death()
             training.finish(1, **settings)
             assert len(training.all_steps(name)) > STEPS, "the case: steps were repeated"
-    return folder
+        tables = {name: whole_table(name) for name in RUNS}
+    return SimpleNamespace(folder=folder, tables=tables)
 
 
 @pytest.fixture(autouse=True)
 def workplace(finished, tmp_path):
     with training.workplace(tmp_path, **training.SMALL):
-        shutil.copytree(finished / "runs", tmp_path / "runs")
+        shutil.copytree(finished.folder / "runs", tmp_path / "runs")
         yield
 
 
@@ -75,8 +78,8 @@ def whole_table(name, steps=STEPS):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_exactly_the_uses_of_every_document_are_found(name, caplog):
-    table, run = whole_table(name), opened(name)
+def test_exactly_the_uses_of_every_document_are_found(finished, name, caplog):
+    table, run = finished.tables[name], opened(name)
     run.run.cursor_files[10].write_bytes(b"torn")
     documents = [f"{file}:{number}" for source in run.data.train.values()
                  for file, first, groups in files_of(source) for number in range(first, sum(groups))]
@@ -100,8 +103,8 @@ def test_exactly_the_uses_of_every_document_are_found(name, caplog):
 
 
 def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(finished):
-    training.succeed(model_tag="next", data_path=finished / "text", curriculum=finished / "mix.yaml", num_iterations=6,
-                     save_every=4, init_from="text@15", init_data="continue", plan="off")
+    training.succeed(model_tag="next", data_path=finished.folder / "text", curriculum=finished.folder / "mix.yaml",
+                     num_iterations=6, save_every=4, init_from="text@15", init_data="continue", plan="off")
     table, run = whole_table("next", 6), opened("next")
     passes_of, fates = inspect_data.tracer(run), set()
     for file in ("code/0.parquet", "web/1.parquet"):
@@ -154,8 +157,8 @@ def test_a_text_lists_its_documents_first_and_validation_is_reported(capsys):
     assert found["split"] == "validation" and found["passes"] == []
 
 
-def test_an_unread_document_of_a_running_run_is_expected_near_its_later_step():
-    table, log = whole_table("text"), training.log_file("text")
+def test_an_unread_document_of_a_running_run_is_expected_near_its_later_step(finished):
+    table, log = finished.tables["text"], training.log_file("text")
     log.write_text("".join(json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10))
     for file in training.run_dir("text").glob("logs/cursors/*.json.gz"):
         if file.name > "step-00000010":

@@ -234,6 +234,7 @@ def test_cursors_with_a_wrong_length_are_named(run_dir, step):
 def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
     heading, names, values = run(capsys, "ledger", "--step=9", *stream_flags(corpus, shape)).splitlines()
     assert "after 9 steps" in heading and names.split()[0] == "bucket"
+    assert "'cropped %' is a share of emitted + cropped" in heading
     read, bos, repeated, emitted, cropped, pending, padded, rows, *_ = (
         int(v.replace(",", "")) for v in values.split()[1:-1])
     assert "It balances" in heading and read + bos + repeated == emitted + cropped + pending

@@ -36,8 +36,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dev.make_sample_corpus import Settings as CorpusSettings
-from dev.make_sample_corpus import make_sample_corpus
+from dev import make_sample_corpus
 from dev.measure import find_tokenizer
 from nanochat.attention import attention, make_masks
 from nanochat.cli import Parser, run_main
@@ -76,12 +75,12 @@ GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
             for name, depth, B in (("d12", 12, 32), ("d24", 24, 16))},
     runs={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024, "leaves": 4,
           "num_iterations": 20, "save_every": 10},
-    shape={"depth": 4, "aspect_ratio": 192}, corpus=CorpusSettings(), vocab_size=32768, T=2048,
+    shape={"depth": 4, "aspect_ratio": 192}, corpus=make_sample_corpus.Settings(), vocab_size=32768, T=2048,
     buffer=Settings().buffer_size, warm=3, timed=5, masks=("varlen", "flex"))
 TINY = SimpleNamespace(
     models={model: {**SMALL, "total_batch_size": 4 * 64} for model in ("d12", "d24")},
     runs={**SMALL, "total_batch_size": 8 * 64, "leaves": 4, "num_iterations": 6, "save_every": 3},
-    shape={"depth": 2, **NARROW}, corpus=CorpusSettings(min_chars=300_000, max_chars=400_000, num_shards=2),
+    shape={"depth": 2, **NARROW}, corpus=make_sample_corpus.Settings(min_chars=300_000, max_chars=400_000, num_shards=2),
     vocab_size=512, T=64, buffer=8, warm=2, timed=3, masks=("sdpa_mask",))
 
 Figure = tuple[str, str, float | None]  # measure, case, value
@@ -341,8 +340,9 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
             rows.append((part, name, f"{' '.join(repr(e).split())[-80:]}; see errors.log", "", "", "FAILS"))
         print(*("  " + " | ".join(row[1:]) for row in rows[first:]), sep="\n", flush=True)
         torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
+        if bench.cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
     shutil.rmtree(bench.base / "runs", ignore_errors=True)
     return rows
 
@@ -366,7 +366,7 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
         multiprocessing.set_forkserver_preload(["tests.training"])
         forkserver.ensure_running()
     if not (base / "tokenizer").exists():
-        make_sample_corpus(base / "data", bench.sizes.corpus)
+        make_sample_corpus.make_sample_corpus(base / "data", bench.sizes.corpus)
         find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)
     shutil.rmtree(base / "runs", ignore_errors=True)
     return args, bench

@@ -228,14 +228,15 @@ def object_store() -> Iterator[Store]:
 
 @contextlib.contextmanager
 def serve() -> Iterator[Store]:
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    proxy = Proxy((host, port))
-    store = Store(proxy, f"http://{host}:{port}")
+    # moto's own server would search all services for each request
+    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    proxy = Proxy(("127.0.0.1", server.server_port))
+    store = Store(proxy, f"http://127.0.0.1:{server.server_port}")
     try:
         store.make_bucket(store.bucket)
         yield store
@@ -243,7 +244,8 @@ def serve() -> Iterator[Store]:
         proxy.released.set()
         proxy.shutdown()
         proxy.server_close()
-        server.stop()
+        server.shutdown()
+        server.server_close()
 
 
 if __name__ == "__main__":

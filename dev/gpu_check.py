@@ -80,8 +80,8 @@ GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
 TINY = SimpleNamespace(
     models={model: {**SMALL, "total_batch_size": 4 * 64} for model in ("d12", "d24")},
     runs={**SMALL, "total_batch_size": 8 * 64, "leaves": 4, "num_iterations": 6, "save_every": 3},
-    shape={"depth": 2, **NARROW}, corpus=make_sample_corpus.Settings(min_chars=300_000, max_chars=400_000, num_shards=2),
-    vocab_size=512, T=64, buffer=8, warm=2, timed=3, masks=("sdpa_mask",))
+    shape={"depth": 2, **NARROW}, vocab_size=512, T=64, buffer=8, warm=2, timed=3, masks=("sdpa_mask",),
+    corpus=make_sample_corpus.Settings(min_chars=300_000, max_chars=400_000, num_shards=2))
 
 Figure = tuple[str, str, float | None]  # measure, case, value
 

@@ -312,8 +312,8 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
             if "above" in rule and not value > rule["above"]:
                 raise ValueError(f"{flag(name)}: got {value}, expected a number above {rule['above']}")
             if rule.get("of_order", self.order) != self.order:
-                raise ValueError(f"{flag(name)}: has no effect with --order={self.order}; remove it, or use "
-                                 f"--order={rule['of_order']}")
+                raise ValueError(f"{flag(name)}: has no effect with --order={self.order}; remove it from the flags or "
+                                 f"the --config file, or use --order={rule['of_order']}")
         if not set(self.log_to.split(",")) <= {"wandb", "tensorboard", "trackio"}:
             raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
                              "separated by commas")

@@ -199,7 +199,7 @@ class MegatronSettings:
         "documents are used for training)", auto=True,
         fixed="decides which documents are used for training and which for validation", of_order="megatron")
     blend_weights: list | None = setting(
-        None, "weight of each path in --data-path (default: use each sample once; one path repeats as "
+        None, "weight of each path in --data-path (default: each sample once; a single path repeats as "
         "needed)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
     eod_mask_loss: bool = setting(
         False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron")

@@ -28,7 +28,7 @@ bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling
 So each count differs from its share by less than one row, and all sum to 256. With u = frac(block / golden ratio +
 lane sqrt(2)), whose values are spread about as evenly as points can be, rounding errors cancel: within 4,096
 consecutive blocks, a bucket is off by less than five rows in total. A permutation keyed by (seed, phase, lane, block)
-orders the rows of a block. All arithmetic uses integers, a weight is the decimal written in the file, and buckets are
+orders the rows of a block. Arithmetic is in integers, with weights exactly as written in the file, and buckets are
 sorted by name. So the sequence is the same on every machine and for every order of the buckets in the file.
 
 Rejected: a draw for each row (a count of 64 would often be off by 7); remainders carried from block to block
@@ -195,8 +195,8 @@ class Curriculum:
 # ---- the file ------------------------------------------------------------------------------------
 
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or take the curriculum (a dict) from a file of flags. FileNotFoundError and ValueError
-    name the file, the value found and the values expected."""
+    """Read a curriculum file, or accept a dict that came from a file of flags. FileNotFoundError and ValueError name
+    the file, the value found and the values expected."""
     if isinstance(path, dict):
         return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
     path = Path(path)

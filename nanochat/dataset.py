@@ -102,7 +102,8 @@ BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed o
 
 def reader_class(name: str) -> Any:
     """The subclass of `nanochat.sources.Source` that pins and reads a file that is not text: `TokenSource` for .bin,
-    and for .xyz the class `FileSource` in nanochat/source_xyz.py. ValueError if that module does not exist."""
+    and for another suffix the class `FileSource` in nanochat/source_SUFFIX.py. ValueError if that module does not
+    exist."""
     if name.endswith(".bin"):
         from nanochat.tokens import TokenSource
 
@@ -138,8 +139,8 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
         ours = GPT_SIMPLE.get(data_format)
         hint = f"; gpt-simple's {data_format} is called {ours} here" if ours else did_you_mean(data_format, FORMATS)
-        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or xyz if "
-                         f"nanochat/source_xyz.py reads .xyz files{hint}")
+        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
+                         f"NAME with a nanochat/source_NAME.py{hint}")
     if path.is_dir():
         below = [file for file in path.rglob("*") if file.is_file()
                  and not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -155,7 +156,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         if not files:
             beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() and not is_remote(path) else []
             hint = did_you_mean(path.name, beside) or (
-                f"; {GET_DATA} (a pair of token files may be named without .bin, with --data-format)")
+                f"; {GET_DATA} (with --data-format, the name of a pair of token files may omit .bin)")
             raise FileNotFoundError(f"{path}: no such data folder{hint}")
         if not files[0].name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
@@ -361,9 +362,9 @@ def read_manifests(path: Path) -> Manifests:
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """Exclude the documents that a text file lists: the training manifests get "without": {file: rows}, where None
-    means all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a valid
-    document."""
+    """Turn off the targets of the documents that a text file lists: the training manifests get "without": {file: rows},
+    where None means all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a
+    valid document."""
     counts = {(bucket, entry["name"]): sum(entry["groups"])
               for bucket, manifest in buckets.items() for entry in manifest["files"]}
     listed: dict[tuple[str, str], set[int] | None] = {}
@@ -443,7 +444,7 @@ def index_to_filename(index: int) -> str:
 
 
 def default_data_dir(name: str = NAME) -> Path:
-    """The folder of a known data set: data/NAME, or nanochat's own download folder if only that exists."""
+    """The folder of a known data set: data/NAME, or the folder of karpathy/nanochat if only that exists."""
     ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 

@@ -22,7 +22,7 @@ for a save), its slowest time in this launch.
 
 **One owner.** Two launches that write the same run would mix two histories. So a launch takes the operating system's
 lock (flock) on the owner's file, and writes its record there. The lock ends with the process; a suspended process keeps
-it. An unchanged record proves that no launch has owned the run since the inspection:
+it. A launch inspects the record first; if it is unchanged once locked, no other launch has owned the run in between:
 
     A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
     B  inspects: record X, no lock ........ cannot lock: refused, and record A names the owner
@@ -208,7 +208,7 @@ class StopWatch:
         self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
 
     def note_save(self, seconds: float) -> None:
-        """Record how long a save took: from now on, the last save gets 1.5 times as much."""
+        """Record how long a save took: 1.5 times that is now reserved for the final save."""
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
     def requested(self) -> str:

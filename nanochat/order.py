@@ -1,8 +1,8 @@
 """
 The order of the data: the settings of the stream, and which lane reads which documents when.
 
-An epoch of a bucket is a sequence of its documents, divided into V contiguous shares that fill about the same number of
-rows. In epoch e, lane l reads share (l + e) mod V:
+An epoch of a bucket (a named part of the data) is a sequence of its documents, divided into V contiguous shares that
+fill about the same number of rows. In epoch e, lane (reader) l of V reads share (l + e) mod V:
 
     small    d7 d2 d9 | d0 d4 | d8 | d1 d6 d3 d5      every document by itself, in a seeded permutation
              lane 0     lane 1  lane 2   lane 3       (V = 4; d8 is a book)
@@ -10,13 +10,14 @@ rows. In epoch e, lane l reads share (l + e) mod V:
     large    group 7         group 2         group 0            groups in a seeded permutation
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
-A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group,
-permuted. So one lane (or two neighbours) reads each group once, unit by unit. A lane may then see one kind of
-document for as long as a group lasts, which evens out if it reads many groups. In a small bucket it would
-not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled document by document.
+A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group
+(such as a row group of a parquet file), permuted. So one lane (or two neighbours) reads each group once, unit by unit.
+A lane may then see one kind of document for as long as a group lasts, which evens out if it reads many groups. In a
+small bucket it would not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled
+document by document.
 
 The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
-(`nanochat.sources`), and in `crop` as at most one row.
+(`nanochat.sources`), and as at most one row if `crop` will cut it.
 
 A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
@@ -152,7 +153,7 @@ class Order:
         unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
         self.sizes = self.counts if small else np.clip(unit_tokens // means, 1, config.unit_size)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
-        self._words = functools.lru_cache(config.V)(words)  # random words per group being read
+        self._words = functools.lru_cache(config.V)(words)  # random numbers of the groups being read
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shuffled groups or documents; the place where each begins, then the end; the number of tokens before each,
@@ -199,7 +200,7 @@ class Order:
             return groups, numbers - self.first[groups], 0
         at = int(np.searchsorted(places, place, side="right")) - 1
         group, begin = int(sequence[at]), place - int(places[at])
-        drawn = self._words(int(self.documents[group]), *self.key, epoch, group)  # a random word per document
+        drawn = self._words(int(self.documents[group]), *self.key, epoch, group)  # a random number per document
         last = min(len(drawn), stop - int(places[at]))
         end = min(begin + int(self.sizes[group]), last)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")

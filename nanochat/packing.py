@@ -62,8 +62,8 @@ pending, or until its pending tokens reach a limit (`token_limit`).
 passed to `lead`: the next row starts with them, and documents of the next epoch complete it.
 
 Rejected: long documents first (the first rows hold nothing else); every row started with the oldest document (the
-first rows hold only short ones); tails as fillers (two pieces of one document in neighbouring rows); nanochat's search
-through a list for each placement, where long documents fill up the buffer.
+order then begins with the short ones); tails as fillers (two pieces of one document in neighbouring rows); nanochat's
+search through a list for each placement, where long documents fill up the buffer.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -87,8 +87,8 @@ class Piece(NamedTuple):
 
 def token_limit(buffer_size: int, capacity: int) -> int:
     """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row per document:
-    `buffer_size` rows of at least 2,049 tokens. It takes effect if few documents are shorter than a row. At 2 bytes per
-    token, 64 lanes hold at most 34 MB for T up to 2,048."""
+    `buffer_size` rows, each counted as at least 2,049 tokens. It takes effect if few documents are shorter than a row.
+    At 2 bytes per token, 64 lanes hold at most 34 MB for T up to 2,048."""
     return buffer_size * max(capacity, LIMIT_ROW)
 
 

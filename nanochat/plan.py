@@ -3,13 +3,13 @@ The plan: what a run will take from each bucket, and the step at which a bucket 
 
     phase   from step         tokens   web      code     math
     1               0      5,000,000   60.0%    30.0%    10.0%
-    2           2,441      5,000,000   30.0%    30.0%    40.0%
+    2           2,441      5,000,000   10.0%    60.0%    30.0%
 
     bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
-    code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,312
+    code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,544
 
-Placements follow from lengths alone. So a stream of mere lengths packs exactly the rows
-of the run, and a plan follows that stream step by step:
+Lengths alone decide what a row holds. So a stream of mere lengths packs exactly the rows of the run, and a plan follows
+that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
@@ -19,8 +19,8 @@ run dry, because it has no limit or far more tokens than requested, is not rehea
 thousand rows.
 
 Only runs with a curriculum (otherwise epochs are unlimited) or `binned` rows make a plan. They keep it in RUN/plan.json
-for a resume. scripts.validate plans every run except one in Megatron's order, which does not start if it
-has too few samples.
+for a resume. scripts.validate plans every run except one in Megatron's order, where too few samples are an error when
+it starts.
 """
 
 import logging

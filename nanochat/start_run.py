@@ -15,8 +15,8 @@ How a run starts or resumes: the path from the command line to the first step.
     claim_run -------------- make the plan, become the owner, clean up, write config.json,   rank 0
                              tokenizer/, data_manifest.json, plan.json
 
-The result is a `Start`, whose settings are the only ones from then on. Everything before `claim_run` only reads, so a
-refused command leaves no trace. scripts.validate runs everything before `claim_run`.
+The result is a `Start`; from then on, only its settings count. Everything before `claim_run` only reads, so a refused
+command leaves no trace. scripts.validate runs everything before `claim_run`.
 """
 
 import contextlib
@@ -285,7 +285,7 @@ def device_memory(device: torch.device, world_size: int) -> int | None:
 
 
 def is_tight(settings: Settings, device: torch.device) -> bool:
-    """Whether the GPU's memory is too small for the pending sums of leaves, which must then be kept on the host."""
+    """Whether the GPU has no room for the pending sums of leaves (see `StepLayout`), which then stay on the host."""
     room = device_memory(device, settings.world_size)
     return room is not None and sum(estimate_memory(settings).values()) > room
 
@@ -446,9 +446,9 @@ def after_halt(tag: str, *, all_dry: bool) -> str:
 # ---- the first files are written -----------------------------------------------------------------
 
 def claim_run(start: Start, data: RunData) -> Owner:
-    """Rank 0: make and print the plan, become the run's owner, and write its directory. Unless --plan=warn, ValueError
-    before anything is written if the plan shows that the run would halt. config.json holds the resolved
-    settings and, for readers, the figures derived from them."""
+    """Rank 0: make and print the plan, become the run's owner, and write its directory. If the plan shows
+    that the run would halt: ValueError before anything is written, or a warning with --plan=warn. config.json holds the
+    resolved settings and, for readers, the figures derived from them."""
     run_dir, settings, plan = start.run_dir, start.settings, None
     # planning `binned` rows finds too-long entries now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
@@ -485,8 +485,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
 # ---- what is printed -----------------------------------------------------------------------------
 
 def print_passes(start: Start, data: RunData) -> None:
-    """Print about how many tokens the data of a run without a curriculum has and how often they are read, as estimated
-    from a few hundred documents. Such a run has no plan, because its data cannot run dry."""
+    """For a run without a curriculum: print its number of tokens and of passes over them, estimated from a few hundred
+    documents. Such a run has no plan, because its data cannot run dry."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row
@@ -574,8 +574,9 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB available")
     if layout.num_leaves % layout.world_size:
-        print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but not the "
-               f"same bits as with a number that divides them (--leaves is fixed when a run starts)")
+        print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
+               f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "
+               f"starts)")
     if layout.dead_share > 0.1:
         print0(f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
                f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf")

@@ -431,7 +431,7 @@ class TokenFile:
             begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
             blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
             contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
-        text_bytes = record.get("text_bytes")  # estimated as for text, so that both give equal rows
+        text_bytes = record.get("text_bytes")  # as for text, so that text and its tokens give equal rows
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
                 **contents}
@@ -549,7 +549,7 @@ class TokenSource(Source):
         return pair
 
     def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
-        """The range of entries that covers some rows of a group: (pair, first entry, end, positions of the rows in the
+        """The range of entries that covers some documents of a group: (pair, first entry, end, their positions in the
         range)."""
         pair, first, low = self._pair(self.file_of(group)[0]), int(self._first_entry[group]), int(rows.min())
         return pair, first + low, first + int(rows.max()) + 1, rows - low

@@ -144,7 +144,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
         for i in range(loader.micro_batches_per_step):
             leaf, at = divmod(i, per_leaf)
             batch = next(loader)
-            # one forward and backward pass: `backward` adds this micro-batch to the .grad of its leaf
+            # one forward and backward pass: `backward` adds this micro-batch to .grad, the sum of its leaf
             masks = run.model.masks(batch.doc_ids, batch.num_docs)
             losses = run.compiled(batch.inputs, batch.targets, loss_reduction="none", masks=masks).sum(dim=1)
             (losses.sum() / settings.total_batch_size).backward()

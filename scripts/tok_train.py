@@ -51,7 +51,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                                             f"(default: the {NAME} download)")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
-    parser.add_argument("--val-path", help="validation files, which are not read (default: the last file)")
+    parser.add_argument("--val-path", help="validation files, which are left out (default: the last file)")
     parser.add_argument("--output-dir", type=Path, help="folder to write (default: <base dir>/tokenizer, where "
                         "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
     parser.add_argument("--force", action="store_true", help="train even if the output folder holds a tokenizer, and "

@@ -37,6 +37,7 @@ from nanochat.common import check_shape, parse_json
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS, StreamConfig
 from nanochat.packing import VERSION
+from nanochat.run_dir import checkpoint_folders
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
@@ -97,7 +98,7 @@ class RunSettings:
     data_seed: int | None = setting(
         None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM)
     world_size: int = setting(1, "number of processes of the launch", flag=False,
-                              note="same data; the bits are the same if it divides the number of leaves")
+                              note="same data; same bits if the number of processes divides the number of leaves")
     cpu_threads: int | None = setting(
         None, "PyTorch's threads on a CPU (OMP_NUM_THREADS)", flag=False,
         note=ROUNDING + "PyTorch splits sums over its threads (OMP_NUM_THREADS)")
@@ -510,8 +511,10 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
         weights = f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+        restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
         raise ValueError(f"{path}: the run was started with different settings:\n  {lines}\nuse the run's settings "
-                         f"(--config={path}), or start a new run with --model-tag=NAME{weights}")
+                         f"(--config={path}), or start a new run with --model-tag=NAME"
+                         f"{weights if checkpoint_folders(run_dir) else restart}")
     return Settings(**now), notices
 
 

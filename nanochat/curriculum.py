@@ -195,7 +195,7 @@ class Curriculum:
 # ---- the file ------------------------------------------------------------------------------------
 
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or accept a dict that came from a file of flags. FileNotFoundError and ValueError name
+    """Read a curriculum file, or accept a dict that came from a --config file. FileNotFoundError and ValueError name
     the file, the value found and the values expected."""
     if isinstance(path, dict):
         return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")

@@ -95,7 +95,7 @@ DATASETS = {
     "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
 }
 NAME = "climbmix"  # the default
-BASE_URL, MAX_SHARD = DATASETS[NAME]  # nanochat's names; DATA_DIR is computed on access
+BASE_URL, MAX_SHARD = DATASETS[NAME]  # karpathy/nanochat's names; DATA_DIR is computed on access
 
 
 # ---- the files below a path ----------------------------------------------------------------------
@@ -156,7 +156,7 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
         if not files:
             beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() and not is_remote(path) else []
             hint = did_you_mean(path.name, beside) or (
-                f"; {GET_DATA} (with --data-format, the name of a pair of token files may omit .bin)")
+                f"; {GET_DATA} (token files may be named without .bin if --data-format is set)")
             raise FileNotFoundError(f"{path}: no such data folder{hint}")
         if not files[0].name.endswith(suffixes):
             raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
@@ -277,7 +277,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     end = f"; {reads}" if reads else ""
     if shared:
         files = counted(len(train), "file")
-        return [f"validation: {shared:.3g} of the documents of each of {files}{documents(val, ', ')}",
+        return [f"validation: {shared:.3g} of each file's documents ({files}){documents(val, ', ')}",
                 f"training: the others{documents(train, ', ')}{end}"]
     val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
     share = val_bytes / max(1, all_bytes)
@@ -324,8 +324,8 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
-        raise ValueError(f"{files[0]}: contains only empty documents, like all {counted(len(files), 'file')} of "
-                         f"this part of the data; choose other data with --data-path and --val-path, or another "
+        raise ValueError(f"{files[0]}: this part of the data ({counted(len(files), 'file')}) contains only empty "
+                         f"documents; choose other data with --data-path and --val-path, or another "
                          f"--text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 

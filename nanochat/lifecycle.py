@@ -432,8 +432,8 @@ def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
 
 
 def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
-    """The exit code of scripts.status --exit-code: 0 completed, 10 stopped (the same command resumes it), 3 halted
-    (the user must decide), 1 failed or dead, 20 alive."""
+    """The exit code of scripts.status --exit-code: 0 completed, 10 stopped (the command that started it
+    resumes it), 3 halted (the user must decide), 1 failed or dead, 20 alive."""
     return {"ended": EXIT_CODES.get(state["status"], 1), "alive": EXIT_ALIVE, "dead": 1}[liveness(run_dir, state)]
 
 
@@ -448,10 +448,10 @@ def _replace(path: Path, value: Any) -> None:
 
 
 class RunState:
-    """Rank 0's writer of the state. Leaving the context without a final status sets the status "failed", with the
-    exception as the reason. `ranks`: the values of `identify` on each rank, in rank order. `stop`: the StopWatch whose
-    flag file is checked here. Only `refresh` uses the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that
-    no step waits."""
+    """Rank 0's writer of the state. Leaving the context without a final status sets "stopped" (for a StopAsked)
+    or "failed", with the exception as the reason. `ranks`: the values of `identify` on each rank, in rank order.
+    `stop`: the StopWatch whose flag file is checked here. Only `refresh` uses the disk, and the heartbeat
+    (nanochat/watchdog.py) calls it, so that no step waits."""
 
     def __init__(self, owner: Owner, ranks: Sequence[dict[str, Any]], stop: StopWatch | None = None,
                  **news: Any) -> None:

@@ -13,7 +13,7 @@ that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-For token files, the plan is exact, including the halting step and all counts. Text has no lengths before it is
+From token files, the halting step and all rehearsed counts are exact. Text has no lengths before it is
 tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate. A bucket that cannot
 run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
 thousand rows.
@@ -54,7 +54,7 @@ DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (ma
 class BucketPlan:
     """What a run takes from a bucket, in tokens. The run trains on rows * T of them."""
 
-    documents: int  # in one pass; overlapping windows are one document
+    documents: int  # in one pass; the stored windows of a text count once
     tokens: int  # in one pass, without BOS and repeated tokens
     max_epochs: int  # maximum number of passes; 0 = unlimited
     asked: int  # tokens that the mix requests
@@ -102,7 +102,7 @@ class Plan:
     steps: int  # possible
     halt: str  # the reason if the run halts before `num_steps`; otherwise empty
     allowed: bool  # whether lanes may drop dry buckets
-    crops: bool  # whether --long-docs=split would use more tokens
+    crops: bool  # whether --long-docs=crop is in effect
     phases: list[dict[str, Any]]  # {"first_step", "tokens", "asked": {bucket: tokens}}
     buckets: dict[str, BucketPlan]
 

@@ -374,7 +374,7 @@ def _checksum(step: int, data: bytes) -> bytes:
 # ---- cursors ------------------------------------------------------------------------------------
 
 def pack_cursors(step: int, cursors: list[dict[str, Any]]) -> bytes:
-    """The cursors of all lanes after `step`, compressed without a time stamp: equal cursors give equal bytes."""
+    """The cursors of all lanes after `step` steps, compressed without a time stamp: equal cursors, equal bytes."""
     value = {"format_version": CURSORS_VERSION, "step": step, "cursors": cursors}
     return gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0)
 

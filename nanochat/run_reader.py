@@ -329,7 +329,7 @@ class RunReader:
                            "heartbeat_age_s": heartbeat_age_s(state),
                            "checkpoint": self.newest_checkpoint() or state["checkpoint"]}
         if alive == "dead":
-            remedy = self.damaged_tokens() or "the same command resumes it"
+            remedy = self.damaged_tokens() or "the command that started it resumes it"
             status |= {"shown": "dead", "reason": f"its status is {state['status']}, but its process is gone; {remedy}"}
         return status
 

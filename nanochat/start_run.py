@@ -485,8 +485,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
 # ---- what is printed -----------------------------------------------------------------------------
 
 def print_passes(start: Start, data: RunData) -> None:
-    """For a run without a curriculum: print its number of tokens and of passes over them, estimated from a few hundred
-    documents. Such a run has no plan, because its data cannot run dry."""
+    """For a run without a curriculum: print the size of its data in tokens and its passes over them, estimated from a
+    few hundred documents. Such a run has no plan, because its data cannot run dry."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row

@@ -110,9 +110,9 @@ def loop(run: Trainer) -> int:
         if not is_final_saved and (took_steps or halted):
             run.save(f"checkpoint-{p.step}-shutdown", e.status, last=True, **{e.status: e.reason}, **e.more)
         run.journal.end(e.status, e.reason)
-        saved = f"step {p.step:,} of {last:,} is saved" if p.step > 0 else "no step was taken yet"
         remedy = (after_halt(run.start.run_dir.name, all_dry=e.more["all_dry"]) if halted else
-                  f"{saved}; the same command resumes the run")
+                  f"step {p.step:,} of {last:,} is saved; the same command resumes the run" if p.step > 0 else
+                  "no step was taken; the same command starts the run again")
         print0(f"{e.status}: {e.reason}; {remedy}")
         return EXIT_HALTED if halted else 0
     except ArithmeticError as e:

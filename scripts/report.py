@@ -90,9 +90,10 @@ def summarize(run: RunReader) -> list[str]:
 def result_part(run: RunReader) -> list[str]:
     """The most important figures. Runs with equal digests saw the same data."""
     val, evaluation, steps = run.val_bpb, run.evaluation, run.steps
+    last = max(val, default=0)
     rows: list[tuple[str, Any]] = [
-        ("validation bits per byte, before training", val.get(0) if len(val) > 1 else None),
-        ("validation bits per byte, after", evaluation.get("val_bpb", next(reversed(val.values()), None))),
+        ("validation bits per byte, before training", val.get(0)),
+        ("validation bits per byte, after", evaluation.get("val_bpb", val[last] if last else None)),
         ("bits per byte of a unigram model on the same tokens", evaluation.get("unigram_bpb")),
         *((f"training bits per byte, `{name}`", bpb) for name, bpb in evaluation.get("train_bpb", {}).items()),
         ("CORE metric", evaluation.get("core", {}).get("core_metric"))]

@@ -137,7 +137,7 @@ BAD_YAML = [
     ("depht: 3", "--depht: unknown flag; did you mean --depth?"), ("zeal: 3", "--zeal: unknown flag"),
     ("depth: x", "--depth: invalid int value: 'x'"), ("depth: {a: 1}", "--depth: invalid int value: "),
     ("depth: true", "--depth: got True, expected text or a number"), ("force: 3", "--force: got 3, expected true or"),
-    ("long_docs: foo", "--long-docs: invalid choice: 'foo'"), ("- a", "expected a mapping from flags to values"),
+    ("long_docs: foo", "--long-docs: got 'foo', expected"), ("- a", "expected a mapping from flags to values"),
     ("training: {max_steps: 9}", "--training: each setting has its own flag, such as --data-path=DIR"),
     ("data: {format: jsonl}", "--data: each setting has its own flag"),
     ("config: b", "--config: unknown flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
@@ -167,7 +167,8 @@ def test_a_bad_file_of_flags_is_one_sentence(tmp_path, capsys, name, text, error
 @pytest.mark.parametrize("words, error", [
     (["--depht=3"], "--depht: unknown flag; did you mean --depth?"),
     (["--depth=x"], "argument --depth: invalid int value: 'x'"),
-    (["--depth=1", "--long-docs=foo"], "argument --long-docs: invalid choice"), (["d12"], "d12: not a flag")])
+    (["--depth=1", "--long-docs=spilt"], "--long-docs: got 'spilt', expected crop, split; did you mean split?"),
+    (["d12"], "d12: not a flag")])
 def test_an_error_on_the_command_line_does_not_name_the_file(tmp_path, capsys, words, error):
     path = tmp_path / "a.yaml"
     path.write_text("depth: 4\nlong_docs: split\n")
@@ -195,15 +196,19 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
         assert settings == RUN and len(notices) == 1 and rule["note"] in notices[0]
 
 
-def test_a_refusal_lists_the_differences_and_the_remedies():
+def test_a_refusal_lists_the_differences_and_the_remedies(tmp_path):
+    run_dir = tmp_path / "d4"
+    (run_dir / "checkpoints/checkpoint-5").mkdir(parents=True)
     with pytest.raises(ValueError) as caught:
-        resume_settings(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=RUN_DIR)
+        resume_settings(RUN.to_json(), replace(RUN, depth=6, matrix_lr=0.04, save_every=10), run_dir=run_dir)
     text = str(caught.value)
     assert "d4/config.json: " in text and "--model-tag" in text and "--save-every" not in text
     assert "--init-from" not in text, "weights of another shape do not fit"
     assert "--depth: the run has 20, this launch 6 (decides the shape of the model)" in text
     assert "--matrix-lr: the run has 0.02, this launch 0.04" in text
     with pytest.raises(ValueError, match="--model-tag=NAME; --init-from=d4 starts it with the weights of this run"):
+        resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=run_dir)
+    with pytest.raises(ValueError, match="this run, which has no checkpoint yet, add --resume=scratch --force"):
         resume_settings(RUN.to_json(), replace(RUN, matrix_lr=0.04), run_dir=RUN_DIR)
 
 

@@ -319,7 +319,7 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
     """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same
     number (at least one) from each lane, or fewer where a lane's data ends.
 
-    The rows of a batch belong to one leaf (there are `num_leaves`, but at most V), so batches are the same for
+    The rows of a batch belong to one of min(`num_leaves`, V) leaves, so batches are the same for
     every W that divides the number of leaves. A rank beyond V has no batches.
     """
     config, B = validation_config(source, T), device_batch_size

@@ -61,8 +61,8 @@ pending, or until its pending tokens reach a limit (`token_limit`).
 **The end of an epoch.** A lane finishes an epoch before it begins the next one. Pieces that no longer fill a row are
 passed to `lead`: the next row starts with them, and documents of the next epoch complete it.
 
-Rejected: long documents first (the first rows hold nothing else); every row started with the oldest document (the
-order then begins with the short ones); tails as fillers (two pieces of one document in neighbouring rows); nanochat's
+Rejected: long documents first (the first rows hold nothing else); starting each row with the oldest document (early
+rows then hold mostly short ones); tails as fillers (two pieces of one document in neighbouring rows); nanochat's
 search through a list for each placement, where long documents fill up the buffer.
 """
 

@@ -28,8 +28,8 @@ no sum is pending, and nothing is added. A pending sum is not a copy: it is the 
 message, in rank order, and adds the W parts as in the lower part of the drawing. Each rank sends and receives as much
 as in a reduce-scatter, (W - 1) / W of a message. The extra cost is memory for the received parts, one whole message.
 
-**Across nodes**, the same sum takes two stages, so that a network card carries 1/L of what the L ranks of its node
-hold. Two nodes of L = 2 ranks (each digit is a chunk of the message):
+**Across nodes**, the same sum takes two stages, so that a node sends only 1/L of its L ranks' messages. Two
+nodes of L = 2 ranks (each digit is a chunk of the message):
 
     ranks 0 and 1   0123  0123   inside a node: rank 0 adds chunks 0 and 2, rank 1 adds 1 and 3
     ranks 2 and 3   0123  0123                  rank 2 adds chunks 0 and 2, rank 3 adds 1 and 3
@@ -108,7 +108,7 @@ class LeafAccumulator:
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """Call this after the last micro-batch of each leaf. Only after a step's last leaf does `.grad` exist."""
+        """Call this after the last micro-batch of each leaf. `.grad` stays None until a step's last leaf."""
         if self.num_leaves == 1:
             return
         self._done += 1

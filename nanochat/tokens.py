@@ -382,10 +382,10 @@ class TokenFile:
 
     def ends_document(self, first: int, last: int, eod: int,
                       flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """Which of entries first .. last - 1 end a document, their last id being `eod`: (n,) bool, False for an
-        empty entry. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these
+        """Which of entries first .. last - 1 end a document, with the id `eod`: (n,) bool, False for an empty
+        entry. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these
         entries, if the caller has it."""
-        if self.ends_follow:  # the last entry of all ends its document
+        if self.ends_follow:  # the file's last entry ends its document
             edges = to_offsets(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
             ends = edges[1:] > edges[:-1]
@@ -411,8 +411,8 @@ class TokenFile:
     # -- the whole file
 
     def pin(self, name: str) -> dict[str, Any]:
-        """The entry that pins the pair in the manifest of a run: {"name", "size" of the .bin, "footer", "groups",
-        "tokens", and "blocks", or for an object the "etag" of the .bin}. `footer` hashes size, header and both ends of
+        """What a run stores to pin the pair: {"name", "size" of the .bin, "footer", "groups", "tokens", and
+        "blocks", or for a remote pair the "etag" of the .bin}. `footer` hashes size, header and both ends of
         the .idx, `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in manifest.json."""
         record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (("entries", len(self)), ("tokens", self.num_tokens), ("bin_bytes", self.num_bytes)):
@@ -431,7 +431,8 @@ class TokenFile:
             begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
             blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
             contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
-        text_bytes = record.get("text_bytes")  # as for text, so that text and its tokens give equal rows
+        text_bytes = record.get("text_bytes")
+        # estimated as for the text itself, so that both give equal rows
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
                 **contents}

@@ -151,7 +151,7 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
             # the leaf's last micro-batch: add the finished leaf to the rank's tree of leaves
             if at + 1 == per_leaf:
                 run.leaves.leaf_done()
-            # enter each row's loss, live targets and bucket; the dead rows at the end of a batch have no entry
+            # enter each row's loss, number of targets and bucket; rows that only pad a batch have no entry
             rows = loader.layout.rows_of(leaf, at)
             values = torch.stack([losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1)  # (B, 3)
             table[rows.start:rows.stop] = values[:len(rows)]

@@ -228,7 +228,7 @@ def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
         try:
             bar.update(file.stat().st_size)
             if (actual := read_cursors(file)[0]) != step:
-                raise ValueError(f"{file}: it holds the cursors of step {actual}; delete it")
+                raise ValueError(f"{file}: its cursors are those of step {actual}; delete it")
             good += 1
         except (ValueError, OSError) as e:
             yield Problem(e)

@@ -182,7 +182,7 @@ def test_prefixes_are_pinned_by_names_that_survive_a_move(tmp_path):
     (lambda p: (tiny(p / "a").with_suffix(".bin").unlink(), tiny(p / "b")), "", "megatron",
      r"a\.bin: missing, but a\.idx needs it"),
     (lambda p: tiny(p / "a").with_suffix(".idx").unlink(), "a", "megatron", r"a\.idx: .*"),
-    (lambda p: None, "a", "megatron", r"no such data folder; download data .*with --data-format, .* may omit \.bin"),
+    (lambda p: None, "a", "megatron", r"no such data folder; download data .* without \.bin if --data-format is set"),
     (lambda p: (p / "mytext").mkdir(), "mytxt", "text", r"mytxt: no such data folder; did you mean mytext\?$"),
     (lambda p: tiny(p / "a"), "", "shrads", r"--data-format: got 'shrads'.*; did you mean shards\?$"),
     (lambda p: tiny(p / "a"), "", "pretokenized", r"gpt-simple's pretokenized is called shards here$"),

@@ -244,7 +244,7 @@ def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained
     assert run(capsys, trained)[:2] == (1, [
         f"{folder}/final/{lanes}: holds cursors for step 4, but trainer_state.json is for step 8",
         f"{kept}/step-00000004.json.gz: corrupt or truncated (EOFError)",
-        f"{kept}/step-00000006.json.gz: it holds the cursors of step 7; delete it"])
+        f"{kept}/step-00000006.json.gz: its cursors are those of step 7; delete it"])
 
 
 def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trained, capsys, monkeypatch):

@@ -108,7 +108,7 @@ class LeafAccumulator:
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """Call this after the last micro-batch of each leaf. `.grad` stays None until a step's last leaf."""
+        """Call this after the last micro-batch of each leaf. It leaves `.grad` None until a step's last leaf."""
         if self.num_leaves == 1:
             return
         self._done += 1

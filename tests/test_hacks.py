@@ -139,7 +139,7 @@ class FileSource(Source):
     fork.run(data_format="md", data_path=folder)
     assert len(training.digests("hack")) == 4
     refused = fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
-    assert "got 'csv', expected text, shards, megatron, or xyz" in refused
+    assert "got 'csv', expected text, shards, megatron, or a NAME" in refused
 
 
 def test_a_schedule_with_a_flag_of_its_own(fork):

@@ -549,18 +549,26 @@ class TokenSource(Source):
                              f"(--model-tag)")
         return pair
 
-    def _entries(self, group: int, rows: np.ndarray) -> tuple[TokenFile, int, int, np.ndarray]:
-        """The range of entries that covers some documents of a group: (pair, first entry, end, their positions in the
-        range)."""
-        pair, first, low = self._pair(self.file_of(group)[0]), int(self._first_entry[group]), int(rows.min())
-        return pair, first + low, first + int(rows.max()) + 1, rows - low
+    def _runs(self, group: int, rows: np.ndarray) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
+        """Where some documents of a group are: (their pair, runs of consecutive entries [(first, end)] that hold them,
+        for each document its position in the runs). In a small bucket they may lie far apart."""
+        distinct, positions = np.unique(rows, return_inverse=True)  # a row may be pending from two epochs
+        runs = np.split(distinct + self._first_entry[group], np.flatnonzero(np.diff(distinct) > 1) + 1)
+        return self._pair(self.file_of(group)[0]), [(int(run[0]), int(run[-1]) + 1) for run in runs], positions.tolist()
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        pair, first, stop, at = self._entries(group, rows)
-        ids = pair.read(first, stop) if self.as_stored else pair.documents(first, stop, self.bos)
-        return [ids[i] for i in at.tolist()], pair.prefixes(first, stop)[at].tolist()
+        pair, runs, positions = self._runs(group, rows)
+        ids, repeated = list[np.ndarray](), list[int]()
+        for first, end in runs:
+            ids += pair.read(first, end) if self.as_stored else pair.documents(first, end, self.bos)
+            repeated += pair.prefixes(first, end).tolist()
+        return [ids[i] for i in positions], [repeated[i] for i in positions]
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        pair, first, stop, at = self._entries(group, rows)
-        lengths = pair.lengths(first, stop) if self.as_stored else pair.document_lengths(first, stop, self.bos)
-        return lengths[at].tolist(), pair.prefixes(first, stop)[at].tolist()
+        pair, runs, positions = self._runs(group, rows)
+        lengths, repeated = list[int](), list[int]()
+        for first, end in runs:
+            of_run = pair.lengths(first, end) if self.as_stored else pair.document_lengths(first, end, self.bos)
+            lengths += of_run.tolist()
+            repeated += pair.prefixes(first, end).tolist()
+        return [lengths[i] for i in positions], [repeated[i] for i in positions]

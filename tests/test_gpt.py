@@ -358,28 +358,29 @@ def test_the_memory_estimate_equals_traces_of_compiled_steps(depth, B, world_siz
     assert leaves["pending leaves"] == 3 * leaves["gradients"] and parts["pending leaves"] == 0
 
 
+def kept_and_estimated(n_layer):
+    """Bytes that autograd keeps of a forward pass, besides the parameters; the estimate for the layers."""
+    model = build(GPTConfig(sequence_len=64, vocab_size=64, n_layer=n_layer, n_head=2, n_kv_head=2, n_embd=128,
+                            window_pattern="L"), dtype=torch.bfloat16)
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens(2, 64, vocab=64), tokens(2, 64, vocab=64))
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    estimate = model.estimate_memory(2, dtype=torch.bfloat16, compiled=False)
+    return sum(storage.nbytes() for storage in kept.values()), estimate["layers"]
+
+
 def test_the_memory_estimate_of_eager_layers_equals_the_tensors_that_autograd_keeps(monkeypatch):
     monkeypatch.setattr(gpt, "LOSS_CHUNK", 16)
-    measured = []
-    for n_layer in (2, 4):
-        config = GPTConfig(sequence_len=64, vocab_size=64, n_layer=n_layer, n_head=2, n_kv_head=2, n_embd=128,
-                           window_pattern="L")
-        model = build(config, dtype=torch.bfloat16)
-        sizes = {p.untyped_storage().data_ptr(): 0 for p in model.parameters()}
-        held = []
-
-        def pack(tensor, sizes=sizes, held=held):
-            held.append(tensor)  # so that no memory is reused
-            storage = tensor.untyped_storage()
-            sizes.setdefault(storage.data_ptr(), storage.nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(tokens(2, 64, vocab=64), tokens(2, 64, vocab=64))
-        estimate = model.estimate_memory(2, dtype=torch.bfloat16, compiled=False)["layers"]
-        measured.append((sum(sizes.values()), estimate))
-    (small, small_estimate), (large, large_estimate) = measured
-    assert large - small == pytest.approx(large_estimate - small_estimate, rel=0.08)
+    (few, few_estimated), (many, many_estimated) = kept_and_estimated(2), kept_and_estimated(4)
+    assert many - few == pytest.approx(many_estimated - few_estimated, rel=0.08)
 
 
 # ---- accounting and groups ------------------------------------------------------------------------------------------

@@ -209,24 +209,67 @@ def test_bad_groups_and_states_of_another_model_are_refused():
         optimizer.state_dict()
 
 
+# ---- parameters of all kinds, and gradients that add up exactly -----------------------------------------------------
+
+SHAPES = {
+    "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
+    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
+    "small": [(5,), (), (3,), (1,), (37, 3)],
+}
+GROUPS = {
+    "muon": muon_group([], momentum=0.9, weight_decay=0.1),
+    "large": adamw_group([], lr=0.05, eps=1e-10, weight_decay=0.01),
+    "small": adamw_group([], eps=1e-10, weight_decay=0.0)}
+
+
+def make_params(shapes_of=SHAPES):
+    params = {}
+    for kind, shapes in shapes_of.items():
+        for i, shape in enumerate(shapes):
+            start = randn(*shape, seed=len(params))
+            params[f"{kind}.{i}"] = torch.nn.Parameter(start.bfloat16() if (kind, i) == ("large", 0) else start)
+    return params
+
+
+def make_optimizer(params, **options):
+    named = {kind: [name for name in params if name.startswith(kind)] for kind in GROUPS}
+    return MuonAdamW([{**group, "names": named[kind], "params": [params[name] for name in named[kind]]}
+                      for kind, group in GROUPS.items() if named[kind]], **options)
+
+
+def set_gradients(params, step, rank, world_size):
+    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient. Gradients are multiples
+    of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in bfloat16."""
+    share = 12 // world_size
+    for name, param in params.items():
+        param.grad = torch.zeros_like(param)
+        for sample in range(rank * share, (rank + 1) * share):
+            rng = torch.Generator().manual_seed(1000 * step + 50 * sample + sum(map(ord, name)))
+            param.grad += (torch.randint(-8, 9, param.shape, generator=rng) / 64).to(param.dtype)
+        if name in ("muon.1", "small.0", "large.1") and step == 1:
+            param.grad = None
+
+
+def run_steps(params, optimizer, steps, rank, world_size):
+    norms = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1 - step / 10)
+        set_gradients(params, step, rank, world_size)
+        norms.append(optimizer.step(grad_scale=0.5))
+    return norms
+
+
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
-TO_COMPILE = {"w": (520, 160), "m0": (24, 16), "m1": (24, 16), "m2": (24, 16)}
+TO_COMPILE = {"muon": [(24, 16)] * 3, "small": [(520, 160)]}  # the latter is cut between two ranks
 
 
 def three_steps(rank, world_size, compiled=True):
-    """Parameters and, on rank 0, their state after three steps: one tensor of AdamW, cut between two ranks, and three
-    matrices. Gradients are multiples of 1/64, so that their sum over ranks is exact."""
-    params = {name: torch.nn.Parameter(randn(*shape, seed=i)) for i, (name, shape) in enumerate(TO_COMPILE.items())}
-    w, *matrices = params.values()
-    optimizer = MuonAdamW([adamw_group([w], names=["w"], eps=1e-10),
-                           muon_group(matrices, names=list(params)[1:], weight_decay=0.1, ns_steps=1)],
-                          compiled=compiled)
-    for step in range(3):
-        for i, param in enumerate(params.values()):
-            by_rank = torch.randint(-8, 9, (2, *param.shape), generator=torch.Generator().manual_seed(100 * step + i))
-            param.grad = (by_rank[rank] if world_size == 2 else by_rank.sum(dim=0)).to(param.dtype) / 64
-        optimizer.step(grad_scale=0.7)
+    params = make_params(TO_COMPILE)
+    optimizer = make_optimizer(params, compiled=compiled)
+    optimizer.param_groups[0]["ns_steps"] = 1
+    run_steps(params, optimizer, range(3), rank, world_size)
     return {"params": values(params), "state": optimizer.gather_state().get("state")}
 
 
@@ -259,7 +302,7 @@ def test_compiled_steps_have_the_bits_of_eager_steps_on_one_process_and_two(tmp_
     assert process.exitcode == 0
     one, first, second = as_bytes(torch.load(tmp_path / "results.pt", weights_only=True))
     assert one == first == eager and second["params"] == eager["params"]
-    start = as_bytes({name: randn(*shape, seed=i) for i, (name, shape) in enumerate(TO_COMPILE.items())})
+    start = as_bytes(values(make_params(TO_COMPILE)))
     assert not any(start[name] == eager["params"][name] for name in start), "the case: every parameter changed"
 
 
@@ -318,54 +361,6 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(rank, world_s
 # ---- many processes: the same scenario with W = 1, 2, 3 and 4 -------------------------------------------------------
 
 WORLD_SIZES = (1, 2, 3, 4)
-SAMPLES = 12  # gradients per step; every W divides it
-SHAPES = {
-    "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
-    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
-    "small": [(5,), (), (3,), (1,), (37, 3)],
-}
-GROUPS = {
-    "muon": {"kind": "muon", "lr": 0.02, "momentum": 0.9, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.1},
-    "large": {"kind": "adamw", "lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01},
-    "small": {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}}
-
-
-def make_params():
-    params = {}
-    for kind, shapes in SHAPES.items():
-        for i, shape in enumerate(shapes):
-            start = randn(*shape, seed=len(params))
-            params[f"{kind}.{i}"] = torch.nn.Parameter(start.bfloat16() if (kind, i) == ("large", 0) else start)
-    return params
-
-
-def make_optimizer(params):
-    named = {kind: [name for name in params if name.startswith(kind)] for kind in GROUPS}
-    return MuonAdamW([{**group, "names": named[kind], "params": [params[name] for name in named[kind]]}
-                      for kind, group in GROUPS.items()])
-
-
-def set_gradients(params, step, rank, world_size):
-    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient. Gradients are multiples
-    of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in bfloat16."""
-    share = SAMPLES // world_size
-    for name, param in params.items():
-        param.grad = torch.zeros_like(param)
-        for sample in range(rank * share, (rank + 1) * share):
-            rng = torch.Generator().manual_seed(1000 * step + 50 * sample + sum(map(ord, name)))
-            param.grad += (torch.randint(-8, 9, param.shape, generator=rng) / 64).to(param.dtype)
-        if name in ("muon.1", "small.0", "large.1") and step == 1:
-            param.grad = None
-
-
-def run_steps(params, optimizer, steps, rank, world_size):
-    norms = []
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * (1 - step / 10)
-        set_gradients(params, step, rank, world_size)
-        norms.append(optimizer.step(grad_scale=0.5))
-    return norms
 
 
 def scenario(rank, world_size):

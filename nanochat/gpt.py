@@ -400,9 +400,8 @@ class GPT(nn.Module):
         return x + gate * previous
 
     def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
-        """The masks that separate the documents of a batch in `forward`; None in causal mode. Call it outside compiled
-        code. doc_ids: (B, T) int32, equal inside a document (or padding). num_docs: the number of documents in all
-        rows; without it `varlen` counts them, which waits for the device."""
+        """The masks that separate the documents of a batch in `forward`, see `make_masks`; None in causal mode. Call it
+        outside compiled code. doc_ids: (B, T) int32, equal inside a document (or padding)."""
         if self.attention_mode == "causal":
             return None
         if doc_ids is None:

@@ -93,40 +93,33 @@ def test_a_seed_determines_the_samples_and_samples_differ_from_the_first_token(m
     assert draw(top_k=1) == [[column[0]] * 8 for column in draw(top_k=1)]
 
 
-class Scripted:
-    """A fake model: greedy decoding of row i yields row i of the script."""
+@pytest.fixture
+def scripted(model, monkeypatch):
+    """A function (script, tokenizer) -> engine whose greedy decoding of row i yields row i of the script."""
+    def engine(script, tokenizer):
+        columns = iter(torch.tensor(script).T)
+        monkeypatch.setattr(Engine, "_forward", lambda self, tokens, cache: torch.nn.functional.one_hot(
+            next(columns)[:len(tokens)], 70).float())
+        return Engine(model, tokenizer)
 
-    config = CONFIG
-    compute_dtype = torch.float32
-
-    def __init__(self, script):
-        self.script, self.calls = torch.tensor(script), 0
-
-    def get_device(self):
-        return torch.device("cpu")
-
-    def __call__(self, idx, kv_cache):
-        column = self.script[:idx.size(0), self.calls]
-        self.calls += 1
-        kv_cache.advance(idx.size(1))
-        return torch.nn.functional.one_hot(column, 70).float()[:, None].expand(-1, idx.size(1), -1)
+    return engine
 
 
-def test_stop_tokens_end_a_row_and_generation_ends_with_the_last_row():
+def test_stop_tokens_end_a_row_and_generation_ends_with_the_last_row(scripted):
     end = BOS - 1
     script = [[5, 6, BOS, 7, 8, 9], [5, end, 1, 2, 3, 4], [5, 6, 7, 8, BOS, 4]]
     with_end = tokenizer("<|assistant_end|>")
-    columns = [c for c, _ in Engine(Scripted(script), with_end).generate([1], 3, max_tokens=6, temperature=0)]
+    columns = [c for c, _ in scripted(script, with_end).generate([1], 3, max_tokens=6, temperature=0)]
     assert columns == [list(c) for c in zip(*script, strict=True)][:5]  # all rows end within five columns
-    rows, masks = Engine(Scripted(script), with_end).generate_batch([1], 3, max_tokens=6, temperature=0)
+    rows, masks = scripted(script, with_end).generate_batch([1], 3, max_tokens=6, temperature=0)
     assert rows == [[1, 5, 6], [1, 5], [1, 5, 6, 7, 8]]
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1, 1]]
-    rows, _ = Engine(Scripted(script), tokenizer()).generate_batch([1], 3, max_tokens=6, temperature=0)
+    rows, _ = scripted(script, tokenizer()).generate_batch([1], 3, max_tokens=6, temperature=0)
     assert rows == [[1, 5, 6], [1, 5, end, 1, 2, 3, 4], [1, 5, 6, 7, 8]]
 
 
-def test_without_max_tokens_it_fills_the_sequence_length():
-    engine = Engine(Scripted([[3] * 200]), tokenizer())
+def test_without_max_tokens_it_fills_the_sequence_length(scripted):
+    engine = scripted([[3] * 200], tokenizer())
     assert len(engine.generate_batch([1] * 140, temperature=0)[0][0]) == 150
     assert len(engine.generate_batch([1] * 140, temperature=0, max_tokens=20)[0][0]) == 160
     assert engine.generate_batch([1, 2], max_tokens=0) == ([[1, 2]], [[0, 0]])

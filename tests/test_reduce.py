@@ -114,10 +114,6 @@ def test_each_rank_gets_its_chunk_of_the_tree_for_any_number_of_nodes(received, 
         assert bits(torch.cat([of_rank[L][name] for of_rank in received[W]])) == bits(tree(parts))
 
 
-def test_a_single_node_uses_one_exchange():
-    assert reduce_over_nodes(1) is tree_reduce and reduce_over_nodes(8) is tree_reduce
-
-
 # ---- messages -------------------------------------------------------------------------------------------------------
 
 def two_parameters(dtype):

@@ -31,6 +31,12 @@ def shake(model, *, seed=0):
     return model
 
 
+def loss_and_gradients(model, x, y, **kwargs):
+    loss = model(x, y, **kwargs)
+    loss.sum().backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
 def tokens(B, T, *, vocab=70, seed=0):
     return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
@@ -317,10 +323,8 @@ def test_activation_checkpointing_does_not_change_loss_and_gradients():
     for activation_checkpointing in (False, True):
         model = shake(build(activation_checkpointing=activation_checkpointing))
         model.transformer["h"][0].attn.register_forward_hook(lambda *_: calls.append(1))
-        loss = model(x, y)
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results)) and len(calls) == 1 + 2
+        results.append(as_bytes(loss_and_gradients(model, x, y)))
+    assert results[0] == results[1] and len(calls) == 1 + 2
     with torch.no_grad():
         model(x, y)
     assert len(calls) == 4, "without gradients, each layer is computed once"
@@ -334,13 +338,9 @@ def test_a_loss_in_chunks_equals_the_whole_loss(reduction, monkeypatch):
     results = []
     for chunk in (1000, 16):
         monkeypatch.setattr(gpt, "LOSS_CHUNK", chunk)
-        model = shake(build())
-        loss = model(x, y, loss_reduction=reduction)
-        loss.sum().backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters())])
-    (whole, *grads), (chunked, *others) = results
-    assert torch.equal(whole, chunked) if reduction == "none" else torch.allclose(whole, chunked)
-    for a, b in zip(grads, others):
+        results.append(loss_and_gradients(shake(build()), x, y, loss_reduction=reduction))
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 

@@ -29,27 +29,13 @@ LOGITS, SCORES = 1e-5, 1e-4  # largest differences that are accepted
 NUM_TOKENS = 200  # to generate
 NUM_ITEMS = 24  # per task
 PADDING = 7
-TASKS = {
-    "exact_choice": """task: exact_choice
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/items.jsonl}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{query}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{gold}}}}"
-target_delimiter: " "
-metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
-""",
-    "exact_likelihood": """task: exact_likelihood
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {folder}/items.jsonl}}}}
-test_split: test
-output_type: loglikelihood
-doc_to_text: "{{{{query}}}}"
-doc_to_target: " {{{{choices[gold]}}}}"
-metric_list: [{{metric: perplexity}}, {{metric: acc}}]
-"""}
+TASKS: dict[str, dict[str, Any]] = {
+    "exact_choice": {
+        "output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}",
+        "target_delimiter": " ", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+    "exact_likelihood": {
+        "output_type": "loglikelihood", "doc_to_target": " {{choices[gold]}}",
+        "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}]}}
 
 
 # ---- runs with transformers, without our package --------------------------------------------------------------------
@@ -104,17 +90,16 @@ def items(num: int) -> list[dict[str, Any]]:
 
 def own_scores(model: Any, tokenizer: Any, questions: list[dict[str, Any]]) -> list[list[float]]:
     """For each item, the log-probability in nats of each choice after the query and a space."""
-    bos = tokenizer.get_bos_token_id()
-    scores: list[list[float]] = []
+    bos, scores = tokenizer.get_bos_token_id(), []
     for item in questions:
-        context = tokenizer.encode(item["query"], prepend=bos)
-        scores.append([])
+        query, scores_of_item = item["query"], []
+        start = len(tokenizer.encode(query, prepend=bos)) - 1
         for choice in item["choices"]:
-            ids = torch.tensor([tokenizer.encode(f"{item['query']} {choice}", prepend=bos)])
+            ids = torch.tensor([tokenizer.encode(f"{query} {choice}", prepend=bos)])
             with torch.no_grad():
-                log_probs = torch.log_softmax(model(ids[:, :-1]), dim=-1)
-            of_tokens = log_probs.gather(2, ids[:, 1:, None])[0, :, 0]
-            scores[-1].append(of_tokens[len(context) - 1:].sum().item())
+                losses = model(ids[:, :-1], ids[:, 1:], loss_reduction="none")
+            scores_of_item.append(-losses[0, start:].sum().item())
+        scores.append(scores_of_item)
     return scores
 
 
@@ -122,8 +107,10 @@ def harness_scores(python: str, out: Path, work: Path) -> tuple[dict[str, Any], 
     """lm-eval's (results, log-probabilities of each item's choices, those of the right continuations)."""
     folder = work / "tasks"
     folder.mkdir()
-    for name, text in TASKS.items():
-        (folder / f"{name}.yaml").write_text(text.format(folder=folder))
+    for name, fields in TASKS.items():  # JSON is YAML
+        (folder / f"{name}.yaml").write_text(json.dumps({
+            "task": name, "dataset_path": "json", "test_split": "test", "doc_to_text": "{{query}}", **fields,
+            "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}}}))
     lines = [json.dumps(item) + "\n" for item in items(NUM_ITEMS)]
     (folder / "items.jsonl").write_text("".join(lines))
     peers.run([python, "-m", "lm_eval", "run", "--model", "hf", "--model_args",

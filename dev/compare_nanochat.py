@@ -122,7 +122,7 @@ def run_step(step: str, nanochat: Path, work: Path) -> None:
 def core(nanochat: Path, work: Path, compared: peers.Comparison) -> None:
     """Compare the CORE metric."""
     from dev.make_eval_bundle import make_eval_bundle, make_repeater
-    from nanochat.integrations.core_eval import Score, evaluate_task, read_bundle, score_of, summary, write_csv
+    from nanochat.integrations.core_eval import evaluate_core, read_bundle, summary, write_csv
 
     for seed in SEEDS:
         folder = work / f"core-{seed}"
@@ -133,14 +133,12 @@ def core(nanochat: Path, work: Path, compared: peers.Comparison) -> None:
         (folder / "config.json").write_text(json.dumps(vars(model.config)))
         run_step("core", nanochat, folder)
         verdicts = json.loads((folder / "results.json").read_text())
-        scores: list[Score] = []
-        for task in tasks:
-            right = evaluate_task(model, tokenizer, task)
+        scores = list(evaluate_core(model, tokenizer, tasks))
+        for task, right in scores:
             theirs, verdicts = verdicts[:len(right)], verdicts[len(right):]
             same = sum(a == b for a, b in zip(right, theirs, strict=True))
             compared.same(f"CORE, weights {seed}: {task.label}, {task.num_fewshot}-shot, {task.kind}",
                           same == len(right), f"{sum(right)} of {len(right)} right; {same} with the same verdict")
-            scores.append(score_of(task, right))
         write_csv(folder / "ours.csv", summary(scores))
         table = (folder / "base_eval" / f"base_model_{STEP:06d}.csv").read_bytes()
         compared.same(f"CORE, weights {seed}: the metric and the bytes of the table",

@@ -22,12 +22,6 @@ if [[ -z ${HF_PYTHON:-} ]]; then
     "$HF_PYTHON" -m pip install --quiet "torch==2.13.0" transformers "lm-eval" accelerate
 fi
 
-took=() began=$SECONDS
-stage() { # name: note how long the stage took that just ended
-    took+=("$((SECONDS - began)) s  $1")
-    began=$SECONDS
-}
-
 python - "$work" <<'PY'
 import ast
 import json
@@ -50,22 +44,18 @@ tokenizer.train_from_iterator(texts[:150], vocab_size=2000, special_tokens=["<|e
 (work / "theirs").mkdir()
 tokenizer.save(str(work / "theirs" / "tokenizer.json"))
 PY
-stage "text and tokenizer"
 
 python -m scripts.tok_shards --input-dir "$work/raw" --output-dir "$work/shards" --text-field page.body \
     --val-fraction 0.1 --tokenizer "$work/theirs/tokenizer.json" --max-length 0 --num-workers 1
 python -m scripts.verify "$work/shards"
-stage "shards"
 
 python -m scripts.base_train --data-path "$work/shards" --data-format shards --model-tag interop --depth 4 \
     --aspect-ratio 16 --head-dim 16 --max-seq-len 256 --device-batch-size 16 --total-batch-size 4096 \
     --num-iterations 60 --eval-every 30 --eval-tokens 32768 --sample-every -1 --device-type cpu \
     --matrix-lr 0.16 --embedding-lr 2.4 --unembedding-lr 0.064
-stage "training"
 
 python -m scripts.base_eval interop --eval-tokens 32768 --device-type cpu
 python -m scripts.report interop
-stage "evaluation and report"
 
 python -m scripts.export interop "$work/model" --to hf
 ls -l "$work/model"
@@ -79,8 +69,5 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 tokens = model.generate(**tokenizer("The return value of", return_tensors="pt"), max_new_tokens=40)
 print("transformers:", repr(tokenizer.decode(tokens[0], skip_special_tokens=True)))
 PY
-stage "export, and text from transformers"
 
 python -m dev.compare_hf interop --hf-python "$HF_PYTHON"
-stage "the same logits, tokens and scores there"
-printf '%s\n' "${took[@]}"

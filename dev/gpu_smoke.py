@@ -22,17 +22,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from dev import gpu_check
-from dev.gpu_check import (
-    Bench,
-    Check,
-    Figure,
-    attention_errors,
-    bits,
-    figures_of,
-    report,
-    run_checks,
-    train,
-)
+from dev.gpu_check import Bench, Check, Figure
 from nanochat.cli import Parser, run_main
 from nanochat.engine import Engine
 from scripts.infer_bench import ENDLESS
@@ -45,9 +35,9 @@ NUM_TOKENS = 64
 
 def first_run(bench: Bench) -> Iterator[Figure]:
     """Train once, and report the speed of the second half."""
-    steps = train(bench, "straight", **bench.sizes.runs)
+    steps = gpu_check.train(bench, "straight", **bench.sizes.runs)
     timed = steps[len(steps) // 2 + 1:]  # after compilation and the save in the middle
-    yield from figures_of(bench, "d12", "straight", timed)
+    yield from gpu_check.figures_of(bench, "d12", "straight", timed)
 
 
 def generation(bench: Bench) -> Iterator[Figure]:
@@ -59,8 +49,8 @@ def generation(bench: Bench) -> Iterator[Figure]:
     yield "sampled tokens that differ", f"4 rows of {NUM_TOKENS}", sum(a != b for a, b in zip(*columns, strict=True))
 
 
-CHECKS: list[Check] = [first_run, *(partial(bits, what=what) for what in (
-    "the same command", "empty cache", "killed and resumed")), attention_errors, generation]
+CHECKS: list[Check] = [first_run, *(partial(gpu_check.bits, what=what) for what in (
+    "the same command", "empty cache", "killed and resumed")), gpu_check.attention_errors, generation]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, bench = gpu_check.open_bench(Parser(description=__doc__), argv)
     if not args.tiny:
         bench.sizes = SimpleNamespace(**vars(bench.sizes) | {"runs": DEFAULTS})
-    return report(args, bench, run_checks(bench, "smoke", CHECKS, LIMITS))
+    return gpu_check.report(args, bench, gpu_check.run_checks(bench, "smoke", CHECKS, LIMITS))
 
 
 if __name__ == "__main__":

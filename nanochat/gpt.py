@@ -364,25 +364,24 @@ class GPT(nn.Module):
             return self._logits(x)
         x, flat = x.flatten(0, 1), targets.flatten()
         if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():  # compiled code never stores float32 logits
-            loss = self._loss(x, flat, loss_reduction)
+            losses = self._loss(x, flat)
         else:
             chunks = zip(x.split(LOSS_CHUNK), flat.split(LOSS_CHUNK))
-            loss = torch.cat([recompute(self._loss, *chunk, "none") for chunk in chunks])
-            if loss_reduction != "none":
-                loss = loss.sum() if loss_reduction == "sum" else loss.sum() / (flat >= 0).sum()
-        return loss.view(targets.shape) if loss_reduction == "none" else loss
+            losses = torch.cat([recompute(self._loss, *chunk) for chunk in chunks])
+        if loss_reduction == "none":
+            return losses.view(targets.shape)
+        return losses.sum() if loss_reduction == "sum" else losses.sum() / (flat >= 0).sum()
 
     def _logits(self, x: Tensor) -> Tensor:
         logits = self.lm_head(x)[..., :self.config.vocab_size].float()
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
-    def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each of N tokens, from x (N, C)."""
         logits = self._logits(x)
-        loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction=reduction)
+        loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="none")
         if self.z_loss and torch.is_grad_enabled():
             z = self.z_loss * logits.logsumexp(dim=-1).square().masked_fill(targets < 0, 0.0)
-            if reduction != "none":
-                z = z.sum() if reduction == "sum" else z.sum() / (targets >= 0).sum()
             loss = loss + (z - z.detach())  # adds 0 to the value, and the z-loss to the gradient
         return loss
 
@@ -400,9 +399,8 @@ class GPT(nn.Module):
         return x + gate * previous
 
     def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
-        """The masks that separate the documents of a batch in `forward`; None in causal mode. Call it outside compiled
-        code. doc_ids: (B, T) int32, equal inside a document (or padding). num_docs: the number of documents in all
-        rows; without it `varlen` counts them, which waits for the device."""
+        """The masks that separate the documents of a batch in `forward`, see `make_masks`; None in causal mode. Call it
+        outside compiled code. doc_ids: (B, T) int32, equal inside a document (or padding)."""
         if self.attention_mode == "causal":
             return None
         if doc_ids is None:

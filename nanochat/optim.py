@@ -91,12 +91,6 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     return X.mT if tall else X
 
 
-def equilibrate_rows(G: Tensor) -> Tensor:
-    """Scale each row of G (rows, cols) to the root mean square of the row norms."""
-    norms = G.norm(dim=1, keepdim=True)
-    return G * (norms.square().mean().sqrt() / norms.clamp_min(NORM_FLOOR))
-
-
 def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor) -> Tensor:
     """Divide each neuron of `update` by the running root mean square of its updates, and keep the Frobenius norm.
     Source: NorMuon, arXiv 2510.05491.
@@ -109,12 +103,6 @@ def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: f
     second_momentum_buffer.add_((mean_square - second_momentum_buffer) * weight)
     scaled = update * second_momentum_buffer.clamp_min(VARIANCE_FLOOR).rsqrt()
     return scaled * (update.norm() / scaled.norm().clamp_min(VARIANCE_FLOOR))
-
-
-def cautious_decay(param: Tensor, update: Tensor) -> Tensor:
-    """The elements that weight decay applies to: `param` where subtracting `update` also shrinks it, else 0. Source:
-    arXiv 2510.12402."""
-    return param * (param * update >= 0)
 
 
 def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_momentum_buffer: Tensor, *,
@@ -131,13 +119,18 @@ def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_mom
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
     # Nesterov: the buffer after one more step with this gradient
     direction = grad + (momentum_buffer - grad) * momentum
-    update = polar_express(equilibrate_rows(direction).to(polar_dtype), ns_steps).float()
+    # row equilibration: each row gets the root mean square of the row norms
+    norms = direction.norm(dim=1, keepdim=True)
+    direction = direction * (norms.square().mean().sqrt() / norms.clamp_min(NORM_FLOOR))
+    update = polar_express(direction.to(polar_dtype), ns_steps).float()
     rows, cols = update.shape
     update = update * (math.sqrt(min(rows, cols)) / update.norm().clamp_min(NORM_FLOOR))
     update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
     p = param.float()
     rate = lr * (max(1.0, rows / cols) ** 0.5) * live
-    param.copy_(p - (update + cautious_decay(p, update) * weight_decay) * rate)
+    # cautious: weight decay applies to the elements that subtracting `update` also shrinks (arXiv 2510.12402)
+    decayed = p * (p * update >= 0)
+    param.copy_(p - (update + decayed * weight_decay) * rate)
 
 
 def adamw_rates(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
@@ -245,7 +238,13 @@ class MuonAdamW(torch.optim.Optimizer):
             self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING)
         self._messages = lay_out(self._params, self._world_size)
         self._mine = [message.parts[self._rank] for message in self._messages]
-        self._num_grains, self._grains = self._place_grains()
+        first, self._num_grains = {}, 0  # the index of each parameter's first grain
+        for whole in self._params:
+            first[whole.name] = self._num_grains
+            self._num_grains += -(-whole.stop // whole.grain)
+        mine = [first[part.name] + at // part.grain for part in self._mine if part
+                for at in range(part.start, part.stop, part.grain)]
+        self._grains = torch.tensor(mine, dtype=torch.int64, device=self._device)  # this rank's, in the order of parts
         self._steps = torch.zeros((), device=self._device)  # live steps, counted on the device
         for part in filter(None, self._mine):
             self.state[part.param] = {key: torch.zeros(shape, device=self._device)
@@ -312,16 +311,6 @@ class MuonAdamW(torch.optim.Optimizer):
             finish()
         self._steps += live
         return norm
-
-    def _place_grains(self) -> tuple[int, Tensor]:
-        """The number of grains of all parameters, and the indices of this rank's grains, in the order of its parts."""
-        first, num_grains = {}, 0  # the index of each parameter's first grain
-        for whole in self._params:
-            first[whole.name] = num_grains
-            num_grains += -(-whole.stop // whole.grain)
-        mine = [first[part.name] + at // part.grain for part in self._mine if part
-                for at in range(part.start, part.stop, part.grain)]
-        return num_grains, torch.tensor(mine, dtype=torch.int64, device=self._device)
 
     def _norm(self, chunks: list[Tensor]) -> Tensor:
         """The L2 norm over the chunks of all ranks, summed in float64 if the device supports it."""

@@ -32,6 +32,7 @@ from nanochat.dataset import DATA_MANIFEST, read_manifests
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
+from nanochat.integrations import core_eval
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
 from nanochat.sources import RunData, open_data
 from nanochat.start_run import open_run
@@ -123,18 +124,6 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
     return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train, "unigram_loss": in_nats(floor)}
 
 
-def core(args: argparse.Namespace, model: GPT, tokenizer: Any) -> dict[str, Any]:
-    """Collective. The CORE metric, see `core_eval.summary`. Prints the result of each task."""
-    from nanochat.integrations.core_eval import evaluate_core, read_bundle, summary
-
-    tasks, scores = on_rank0(lambda: read_bundle(args.eval_bundle, args.max_per_task)), []
-    for task, score in zip(tasks, evaluate_core(model, tokenizer, tasks)):
-        print0(f"{score.label} ({task.num_fewshot}-shot, {task.kind}, {len(task.items):,} items): "
-               f"accuracy {score.accuracy:.4f}, centered {score.centered:.4f}")
-        scores.append(score)
-    return summary(scores)
-
-
 def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Collective. Run the evaluations that --eval names."""
     began, run_dir = time.perf_counter(), checkpoint.parent.parent
@@ -143,7 +132,13 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, d
     result: dict[str, Any] = {"checkpoint": str(checkpoint), "step": meta["step"], "dtype": str(dtype),
                               "device": device.type, "train_bpb": {}, "samples": {}}
     if "core" in args.eval:
-        result["core"] = core(args, model, tokenizer)
+        tasks, scores = on_rank0(lambda: core_eval.read_bundle(args.eval_bundle, args.max_per_task)), []
+        for score in core_eval.evaluate_core(model, tokenizer, tasks):
+            task = score.task
+            print0(f"{task.label} ({task.num_fewshot}-shot, {task.kind}, {len(task.items):,} items): "
+                   f"accuracy {score.accuracy:.4f}, centered {score.centered:.4f}")
+            scores.append(score)
+        result["core"] = core_eval.summary(scores)
     if set(args.eval) - {"core"}:
         opened = open_run(run_dir)
         if "bpb" in args.eval:
@@ -152,15 +147,6 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, d
             data, config, _ = opened
             result["samples"] = draw_samples(model, tokenizer, validation_prompts(data.val, tokenizer, config.T))
     return result | {"seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
-
-
-def write(path: Path, result: dict[str, Any]) -> None:
-    """Write a result as JSON, and CORE's table beside it."""
-    write_json(path, result)
-    if "core" in result:
-        from nanochat.integrations.core_eval import write_csv
-
-        write_csv(path.with_suffix(".csv"), result["core"])
 
 
 def report(result: dict[str, Any], path: Path) -> None:
@@ -190,7 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())
         path = args.json or checkpoint.parent.parent / "eval.json"
         result = evaluate(args, checkpoint, device, dtype)
-        on_rank0(lambda: write(path, result))
+        on_rank0(lambda: write_json(path, result))
+        if "core" in result:
+            on_rank0(lambda: core_eval.write_csv(path.with_suffix(".csv"), result["core"]))
         report(result, path)
     return 0
 

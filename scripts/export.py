@@ -48,7 +48,7 @@ from nanochat.dataset import DATA_MANIFEST, default_data_dir
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.gpt import GPTConfig
 from nanochat.lifecycle import write_completed
-from nanochat.run_dir import CONFIG_NAME, open_folders, remove_tree, run_path
+from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_reader import RunReader
 from nanochat.start_run import build_model, pin_data, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
@@ -59,8 +59,6 @@ from scripts.report import escape_html, markdown
 log = logging.getLogger(__name__)
 
 CODE = "modeling_nanochat_exact"  # the file of nanochat/integrations that transformers runs
-SHARD_BYTES = 5 * 10**9  # larger weights are split over several files
-ERROR_CHARS = 400  # how much to show of PyTorch's message if weights do not match the model
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -107,7 +105,7 @@ def new_folder(out: Path, advice: str) -> Iterator[Path]:
                     os.fsync(file.fileno())
         os.rename(unfinished, out)
     except BaseException:
-        remove_tree(unfinished)
+        shutil.rmtree(unfinished)
         raise
     fsync_dir(out.parent)
 
@@ -124,7 +122,7 @@ def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
 
 # ---- to transformers -----------------------------------------------------------------------------------------------
 
-def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = SHARD_BYTES) -> None:
+def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
     """Write a state dict as safetensors: in one file, or in several with an index if it has more than `shard_bytes`."""
     from huggingface_hub import save_torch_state_dict
 
@@ -389,7 +387,7 @@ def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[S
         try:
             model.load_state_dict(source.state, assign=True)
         except RuntimeError as e:  # names the tensors that are missing, unknown or different in shape
-            difference = " ".join(str(e).split())[:ERROR_CHARS]
+            difference = " ".join(str(e).split())[:400]
     if difference:
         raise ValueError(f"{source.folder}: its architecture differs from ours (nanochat's as of July 2026): "
                          f"{difference}; it cannot be imported")

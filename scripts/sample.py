@@ -27,14 +27,12 @@ from nanochat.start_run import open_run
 log = logging.getLogger(__name__)
 
 
-def ask_for_model(parser: Parser) -> argparse._MutuallyExclusiveGroup:
-    """Add the arguments that choose model, device and compute dtype. Returns the group that chooses the model."""
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder, which stands for its newest good "
-                       "checkpoint; RUN@STEP; or a checkpoint's folder (default: the only run)")
+def ask_for_model(parser: Parser) -> None:
+    """Add the arguments that choose model, device and compute dtype."""
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder, which stands for its newest "
+                        "good checkpoint; RUN@STEP; or a checkpoint's folder (default: the only run)")
     parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best available)")
     parser.add_argument("--dtype", default="auto", help="compute dtype: auto | bfloat16 | float32")
-    return which
 
 
 @contextmanager

@@ -65,15 +65,12 @@ def test_sdpa_equals_the_written_out_softmax(seed, B, T, heads, D, window, case,
 
 
 @pytest.mark.parametrize("T, heads, window", [(37, (4, 2), 5), (20, (2, 2), -1), (150, (2, 1), 129), (9, (3, 1), 0)])
-def test_flex_equals_sdpa_and_the_written_out_softmax(T, heads, window):
+def test_flex_equals_the_written_out_softmax(T, heads, window):
     q, k, v, documents = make(T, 2, T, *heads, 8)
-    one_document = torch.zeros_like(documents)
     assert documents.unique().numel() > 1
-    for doc_ids in (documents, one_document):
-        flex, sdpa = (attention(q, k, v, mask=mask_of(doc_ids, window, mode)) for mode in ("flex", "sdpa_mask"))
-        assert_equals_oracle(flex, oracle(q, k, v, window, doc_ids))
-        torch.testing.assert_close(flex, sdpa, atol=2e-6, rtol=0)
-    torch.testing.assert_close(flex, attention(q, k, v, window=window), atol=2e-6, rtol=0)
+    for doc_ids in (documents, torch.zeros_like(documents)):
+        y = attention(q, k, v, mask=mask_of(doc_ids, window, "flex"))
+        assert_equals_oracle(y, oracle(q, k, v, window, doc_ids))
 
 
 @pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
@@ -83,19 +80,6 @@ def test_equivalent_windows_share_a_mask(mode):
     assert same_doc.tolist() == [[False, True, True, False, True, False, True, True]]
     assert by_window.keys() == {3, -1, 7, 100}
     assert by_window[-1] is by_window[7] is by_window[100] is not by_window[3]
-
-
-@pytest.mark.parametrize("window, masked", [(-1, False), (4, False), (-1, True), (4, True)])
-def test_gradients_equal_those_of_the_written_out_softmax(window, masked):
-    q, k, v, documents = make(3, 2, 12, 4, 2, 8)
-    doc_ids = documents if masked else None
-    leaves, exact = ([t.to(dtype, copy=True).requires_grad_() for t in (q, k, v)]
-                     for dtype in (torch.float32, torch.float64))
-    attention(*leaves, window=window, mask=mask_of(doc_ids, window)).square().sum().backward()
-    oracle(*exact, window, doc_ids).square().sum().backward()
-    for got, expected in zip(leaves, exact):
-        assert expected.grad.abs().max() > 0
-        torch.testing.assert_close(got.grad.double(), expected.grad, atol=1e-5, rtol=0)
 
 
 def varlen_on_a_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa=False):
@@ -108,32 +92,20 @@ def varlen_on_a_cpu(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, wind
     return torch.cat(parts)
 
 
-@pytest.fixture
-def varlen(monkeypatch):
-    fake = types.SimpleNamespace(varlen_attn=varlen_on_a_cpu)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
-
-
 @pytest.mark.parametrize(("heads", "needs_enable_gqa"), [((4, 2), True), ((4, 2), False), ((3, 3), True)])
 @pytest.mark.parametrize("window", [-1, 0, 4])
-def test_flash_passes_equivalent_rows_edges_and_window_to_varlen_attn(
-        varlen, monkeypatch, window, heads, needs_enable_gqa):
+def test_flash_passes_equivalent_rows_edges_and_window_to_varlen_attn(monkeypatch, window, heads, needs_enable_gqa):
     """It does not pass `enable_gqa` to PyTorch 2.11, which lacks it, or if queries have as many heads as keys."""
+    fake = types.SimpleNamespace(varlen_attn=varlen_on_a_cpu)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
     monkeypatch.setattr(attention_module, "NEEDS_ENABLE_GQA", needs_enable_gqa)
     q, k, v, documents = make(0, 3, 13, *heads, 8)
     assert_equals_oracle(attention_module._flash(q, k, v, window), oracle(q, k, v, window))
-    for num_docs in (None, int(documents.diff(dim=1).sum()) + 3):
+    counted = int(documents.diff(dim=1).sum()) + 3
+    for num_docs in (None, counted):
         mask = make_masks(documents, [window], mode="varlen", num_docs=num_docs).by_window[window]
-        assert len(mask) == int(documents.diff(dim=1).sum()) + 3 + 1
+        assert len(mask) == counted + 1
         assert_equals_oracle(attention(q, k, v, window=window, mask=mask), oracle(q, k, v, window, documents))
-
-
-def test_flash_traces_through_the_real_operator_with_gradients():
-    q, k, v, _ = make(0, 2, 16, 4, 2, 8, dtype=torch.bfloat16)
-    leaves = [t.to("meta").requires_grad_() for t in (q, k, v)]
-    y = attention_module._flash(*leaves, 4)
-    y.sum().backward()
-    assert y.shape == q.shape and [t.grad.shape for t in leaves] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize(("dtype", "masked", "heads"), [
@@ -158,49 +130,51 @@ def test_cuda_uses_flash_only_for_tensors_that_its_kernel_accepts():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A fake GPU of compute capability 9.0; returns the list of activated kernels."""
-    activated = []
+    """A fake GPU of compute capability 9.0."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "H100")
-    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "some GPU")
+
+
+@pytest.fixture
+def activated(hopper, monkeypatch):
+    """The list of activated kernels, whose packages need not be installed."""
+    kernels = []
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", kernels.append)
     monkeypatch.setattr(attention_module, "repeats", lambda *_: True)
-    return activated
+    return kernels
 
 
 def activate(kernel, device_type="cuda", deterministic=True):
     attention_module.activate_kernel(kernel, device_type, deterministic=deterministic)
 
 
-def test_another_attention_kernel_must_reproduce_its_bits(hopper, monkeypatch):
+def test_another_attention_kernel_must_reproduce_its_bits(activated, monkeypatch):
     activate("wheel", "cpu")
     activate("fa3")
     monkeypatch.setattr(attention_module, "repeats", lambda *_: False)
     with pytest.raises(ValueError, match=r"--attention-kernel=fa4: repeating a backward .*newer.*--no-deterministic"):
         activate("fa4")
     activate("fa3", deterministic=False)
-    assert hopper == ["FA3", "FA4", "FA3"]
+    assert activated == ["FA3", "FA4", "FA3"]
 
 
-def test_an_unusable_attention_kernel_is_refused(hopper, monkeypatch):
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: this kernel needs a GPU"):
-        activate("fa3", "cpu")
-    monkeypatch.undo()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    for kernel, package in (("fa3", "subdirectory=hopper"), ("fa4", "pip install flash-attn-4")):
-        with pytest.raises(ValueError, match=rf"{kernel}: its package is not installed or too old .*{package}"):
-            activate(kernel)  # PyTorch's own function raises
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A100")
-    with pytest.raises(ValueError, match=r"fa3: this kernel does not run on A100 \(compute capability 8.0\)"):
-        activate("fa3")
+@pytest.mark.parametrize(("kernel", "device_type", "major", "message"), [
+    ("fa3", "cpu", 9, "fa3: this kernel needs a GPU"),
+    ("fa3", "cuda", 9, "fa3: its package is not installed or too old .*subdirectory=hopper"),  # PyTorch's own error
+    ("fa4", "cuda", 9, "fa4: its package is not installed or too old .*pip install flash-attn-4"),
+    ("fa3", "cuda", 8, r"fa3: this kernel does not run on some GPU \(compute capability 8.0\)")])
+def test_an_unusable_attention_kernel_is_refused(hopper, monkeypatch, kernel, device_type, major, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    with pytest.raises(ValueError, match=f"--attention-kernel={message}"):
+        activate(kernel, device_type)
 
 
-def test_a_note_states_the_cost_of_the_wheels_deterministic_kernel_on_hopper(hopper, caplog):
+def test_a_note_states_the_cost_of_the_wheels_deterministic_kernel_on_hopper(activated, caplog):
     caplog.set_level("INFO")
     activate("wheel", deterministic=False)
     assert not caplog.text
     activate("wheel")
-    assert len(caplog.records) == 1 and "6 to 9 % of a step" in caplog.text and hopper == []
+    assert len(caplog.records) == 1 and "6 to 9 % of a step" in caplog.text and activated == []
 
 
 def test_repeats_detects_changing_bits(monkeypatch):
@@ -208,13 +182,3 @@ def test_repeats_detects_changing_bits(monkeypatch):
     assert attention_module.repeats(device, torch.float32, times=2)
     monkeypatch.setattr(attention_module, "attention", lambda q, k, v, **_: q * k + v + 1e-3 * next(noise))
     assert not attention_module.repeats(device, torch.float32, times=2)
-
-
-def test_mismatched_shapes_are_refused():
-    q, k, v, documents = make(0, 1, 6, 4, 2, 8)
-    with pytest.raises(AssertionError):
-        attention(q, k[:, :5], v[:, :5])
-    with pytest.raises(AssertionError):
-        attention(q[:, :, :3], k, v)
-    with pytest.raises(AssertionError, match="not for decoding"):
-        attention(q[:, -1:], k, v, mask=mask_of(documents, -1))

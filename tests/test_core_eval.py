@@ -1,6 +1,7 @@
 """The CORE metric: prompts, the tokens that count, results independent of batches, and bad bundles."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,15 +41,16 @@ def task_of(kind, items, num_fewshot=1, delimiter=" "):
     return Task("made up", kind, num_fewshot, delimiter, 0.25, items)
 
 
-@pytest.mark.parametrize("kind, items, expected", [
-    ("multiple_choice", [Item(["Wet?"] * 2, ["Sand", "Water"], 1), Item(["Hot?"] * 2, ["Fire", "Ice"], 0)],
+@pytest.mark.parametrize("kind, delimiter, items, expected", [
+    ("multiple_choice", "=", [Item(["Wet?"] * 2, ["Sand", "Water"], 1), Item(["Hot?"] * 2, ["Fire", "Ice"], 0)],
      ["Hot?=Fire\n\nWet?=Sand", "Hot?=Fire\n\nWet?=Water"]),
-    ("schema", [Item(["He", "It"], ["fell"] * 2, 0), Item(["Snow", "Rain"], ["melts"] * 2, 0)],
+    ("schema", "=", [Item(["He", "It"], ["fell"] * 2, 0), Item(["Snow", "Rain"], ["melts"] * 2, 0)],
      ["Snow=melts\n\nHe=fell", "Snow=melts\n\nIt=fell"]),
-    ("language_modeling", [Item(["Paris is in"], ["France"], 0), Item(["Two and"], ["two "], 0)],
-     ["Two and=two \n\nParis is in=", "Two and=two \n\nParis is in=France"])])
-def test_a_prompt_consists_of_solved_items_and_the_question(kind, items, expected):
-    assert make_prompts(task_of(kind, items, delimiter="="), 0) == expected
+    # the space before an answer is not a separate token
+    ("language_modeling", " ", [Item(["Paris is in"], ["France"], 0), Item(["Two and"], ["two "], 0)],
+     ["Two and two \n\nParis is in", "Two and two \n\nParis is in France"])])
+def test_a_prompt_consists_of_solved_items_and_the_question(kind, delimiter, items, expected):
+    assert make_prompts(task_of(kind, items, delimiter=delimiter), 0) == expected
 
 
 def test_items_are_shuffled_and_drawn_as_in_nanochat(tmp_path):
@@ -60,11 +62,6 @@ def test_items_are_shuffled_and_drawn_as_in_nanochat(tmp_path):
     numbered = task_of("language_modeling", [Item([str(i)], ["!"], 0) for i in range(10)], num_fewshot=3)
     shown = [make_prompts(numbered, index)[0].replace("\n\n", " ").split(" ! ") for index in (0, 1, 7)]
     assert shown == [["8", "2", "1", "0"], ["7", "8", "4", "1"], ["8", "3", "2", "7"]]
-
-
-def test_the_space_before_an_answer_is_not_a_separate_token():
-    task = task_of("language_modeling", [Item(["Paris is in"], ["France"], 0)], num_fewshot=0)
-    assert make_prompts(task, 0) == ["Paris is in", "Paris is in France"]
 
 
 @pytest.mark.parametrize("kind, tokens, max_tokens, kept, starts", [
@@ -166,16 +163,14 @@ def change(path, before, after):
     ("eval_data/made_up/text.jsonl", None, "", r"text.jsonl: the data of the task 'text' does not exist"),
     ("core.yaml", "icl_tasks:", "icl_tasks: [", r"core.yaml: not valid YAML \("),
     ("core.yaml", "icl_tasks:", "depth: !!float\nicl_tasks:", r"core.yaml: not valid YAML \(line 1: the tag !!float"),
-    ("core.yaml", "icl_tasks:", "a: &a [1]\nb: *a\nicl_tasks:", r"core.yaml: not valid YAML \(line 2: the alias \*a"),
     ("core.yaml", "icl_tasks:", "icl_tasks: []\nothers:", "core.yaml: icl_tasks is empty"),
     ("core.yaml", "icl_tasks:", "tasks:", "core.yaml: icl_tasks: expected a list, got nothing"),
     ("core.yaml", "icl_task_type: schema", "icl_task_type: riddle", "'schema': icl_task_type is 'riddle', expected"),
     ("core.yaml", "- 4\n", "- 40\n", r"schema_fewshot.jsonl: .* has 10 items, but each prompt shows 40 others"),
     *(("core.yaml", "dataset_uri: made_up/text.jsonl", f"dataset_uri: {uri}", "dataset_uri is .*, outside of ")
       for uri in ("../core.yaml", "/etc/passwd", "a/../../eval_meta_data.csv", "link/passwd", '"\\0"')),
-    ("core.yaml", "- 4\n", "- -4\n", r"num_fewshot is \[-4\], expected numbers of 0 or more"),
+    ("core.yaml", "- 4\n", "- -4\n", "num_fewshot is -4, expected 0 or more"),
     ("core.yaml", "- 4\n", "- true\n", r"num_fewshot\[0\]: expected a whole number, got true or false"),
-    ("core.yaml", "- 4\n", "- 0.5\n", r"num_fewshot\[0\]: expected a whole number, got a number"),
     ("eval_meta_data.csv", "schema_fewshot,", "renamed,", "no row has a baseline .* for the task 'schema_fewshot' of "),
     ("eval_meta_data.csv", "Random baseline", "Chance", r"eval_meta_data.csv: expected the columns .*Random baseline"),
     ("eval_meta_data.csv", ",25.0", ",100", "no row has a baseline from 0 to below 100"),
@@ -223,10 +218,11 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
 
 
 def test_the_table_has_nanochats_format(tmp_path):
-    scores = [core_eval.Score("arc_easy", 0.5, 1 / 3), core_eval.Score("lambada", 0.25, 0.25)]
+    easy, lambada = (replace(task_of("", []), label=label) for label in ("arc_easy", "lambada"))
+    scores = [core_eval.Score(easy, [True, False]), core_eval.Score(lambada, [True] + 3 * [False])]
     core_eval.write_csv(tmp_path / "x.csv", core_eval.summary(scores))
     assert (tmp_path / "x.csv").read_text() == (
         "Task                               , Accuracy  , Centered  \n"
         "arc_easy                           , 0.500000  , 0.333333  \n"
-        "lambada                            , 0.250000  , 0.250000  \n"
-        "CORE                               ,           , 0.291667  \n")
+        "lambada                            , 0.250000  , 0.000000  \n"
+        "CORE                               ,           , 0.166667  \n")

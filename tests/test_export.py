@@ -142,33 +142,28 @@ def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(
     assert training.events("val", "next")[0]["bpb"] == result["val_bpb"]
 
 
+def copy_of(exported, name):
+    """The files of the only checkpoint (weights, meta) in a copy of an export for nanochat."""
+    folder = shutil.copytree(exported, exported.with_name(name)) / "base_checkpoints" / "run"
+    return folder / f"model_{STEPS:06d}.pt", folder / f"meta_{STEPS:06d}.json"
+
+
 def test_an_older_checkpoint_of_nanochat_gets_the_values_that_it_lacks(base):
-    folder = copy_of(base / "nc", "older")
-    state = torch.load(folder / "model_000008.pt")
-    kept = {f"_orig_mod.{name}": value for name, value in state.items() if name not in ("resid_lambdas", "x0_lambdas")}
-    torch.save(kept, folder / "model_000008.pt")
-    meta = json.loads((folder / "meta_000008.json").read_text())
+    file, meta_file = copy_of(base / "nc", "older")
+    state, meta = torch.load(file), json.loads(meta_file.read_text())
+    torch.save({f"_orig_mod.{name}": value for name, value in state.items() if name[-8:] != "_lambdas"}, file)
     del meta["model_config"]["window_pattern"]
-    (folder / "meta_000008.json").write_text(json.dumps(meta))
-    checkpoint = export.from_nanochat(str(folder))
+    meta_file.write_text(json.dumps(meta))
+    checkpoint = export.from_nanochat(str(file.parent))
     assert checkpoint.config["window_pattern"] == "L" and checkpoint.state.keys() == state.keys()
     assert checkpoint.state["resid_lambdas"].tolist() == [1, 1] and checkpoint.state["x0_lambdas"].tolist() == [0, 0]
 
 
-def copy_of(exported, name):
-    """The folder of checkpoints in a copy of an export for nanochat."""
-    shutil.copytree(exported, exported.with_name(name))
-    return exported.with_name(name) / "base_checkpoints" / "run"
-
-
-def test_nanochats_own_download_is_the_default_data(base):
-    assert default_data_dir() == base / "data" / "climbmix"
-    write_parquet(base / "base_data_climbmix" / "shard_00000.parquet", ["a"])
-    assert default_data_dir() == base / "base_data_climbmix"
-    (base / "data" / "climbmix").mkdir()
-    assert default_data_dir() == base / "data" / "climbmix", "ours comes first"
-    (base / "data" / "climbmix").rmdir()
-    shutil.rmtree(base / "base_data_climbmix")
+def test_nanochats_own_download_is_the_default_data_unless_ours_exists(base_dir):
+    write_parquet(base_dir / "base_data_climbmix" / "shard_00000.parquet", ["a"])
+    assert default_data_dir() == base_dir / "base_data_climbmix"
+    (base_dir / "data" / "climbmix").mkdir(parents=True)
+    assert default_data_dir() == base_dir / "data" / "climbmix"
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------
@@ -209,26 +204,25 @@ def test_a_package_that_cannot_be_imported_names_its_extra(base, monkeypatch, pa
 
 
 def test_other_architectures_and_damaged_checkpoints_are_one_sentence(base):
-    folder = copy_of(base / "nc", "other")
-    file, meta = folder / "model_000008.pt", folder / "meta_000008.json"
-    flags = ("--from=nanochat", f"--tokenizer={base / 'tokenizer'}", "--model-tag=x", f"--data-path={base / 'data'}")
-    whole, shape = torch.load(file), json.loads(meta.read_text())
-    torch.save({name: value for name, value in whole.items() if not name.startswith("smear")}, file)
-    error = refused(folder, *flags)
+    file, meta = copy_of(base / "nc", "other")
+    whole, shape = torch.load(file), json.loads(meta.read_text())["model_config"]
+
+    def imported(state=whole, config=shape, step=STEPS):
+        torch.save(state, file)
+        meta.write_text(json.dumps({"model_config": config}))
+        return refused(f"{file.parent}@{step}", "--from=nanochat", f"--tokenizer={base / 'tokenizer'}",
+                       "--model-tag=x", f"--data-path={base / 'data'}")
+
+    error = imported({name: value for name, value in whole.items() if not name.startswith("smear")})
     assert all(text in error for text in ("Missing key(s) in state_dict", '"smear_lambda"', '"smear_gate.weight"'))
-    torch.save(whole | {"bias": torch.zeros(1), "smear_lambda": torch.zeros(3)}, file)
-    error = refused(folder, *flags)
+    error = imported(whole | {"bias": torch.zeros(1), "smear_lambda": torch.zeros(3)})
     assert 'Unexpected key(s) in state_dict: "bias"' in error and "mismatch for smear_lambda" in error
-    meta.write_text(json.dumps({"model_config": shape["model_config"] | {"n_kv_head": 1}}))
-    assert "n_kv_head is 1" in refused(folder, *flags)
-    meta.write_text(json.dumps({"model_config": shape["model_config"] | {"vocab_size": 500}}))
-    assert "320 tokens, but the model has 500" in refused(folder, *flags)
-    meta.write_text(json.dumps({"model_config": {"layers": 3}}))
-    assert "does not fit our model" in refused(folder, *flags)
-    assert "steps in it: 8" in refused(f"{folder}@7", *flags)
+    assert "n_kv_head is 1" in imported(config=shape | {"n_kv_head": 1})
+    assert "320 tokens, but the model has 500" in imported(config=shape | {"vocab_size": 500})
+    assert "does not fit our model" in imported(config={"layers": 3})
+    assert "steps in it: 8" in imported(step=7)
     file.write_bytes(pickle.dumps(Trap(base / "trapped")))
-    assert "refused" in refused(folder, *flags)
-    assert not (base / "trapped").exists()
+    assert "refused" in refused(file.parent, "--from=nanochat") and not (base / "trapped").exists()
 
 
 class Trap:

@@ -23,21 +23,14 @@ def test_every_check_runs_on_a_cpu(tmp_path, capsys):
     assert not (tmp_path / "runs").exists()
 
 
-def test_another_bit_or_a_broken_check_fails_and_only_then_the_temporary_folder_stays(tmp_path, capsys, monkeypatch):
+def test_only_after_a_failure_the_temporary_folder_stays(tmp_path, capsys, monkeypatch):
     def differs(bench):
         yield "places that differ", "these", 1.0
 
-    def broken(bench):
-        raise RuntimeError("no such kernel")
-
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    monkeypatch.setattr(gpu_smoke, "CHECKS", [gpu_smoke.generation])
-    code, rows = run(capsys)
-    assert code == 0 and [*tmp_path.glob("gpu-*")] == []
-    monkeypatch.setattr(gpu_smoke, "CHECKS", [differs, broken, gpu_smoke.generation])
-    code, rows = run(capsys)
-    assert code == 1 and [row.split()[-1] for row in rows] == ["FAILS", "FAILS", "good"]
-    assert "no such kernel" in rows[1]
-    [folder] = tmp_path.glob("gpu-*")
-    assert "no such kernel" in (folder / "out" / "errors.log").read_text()
+    for checks, verdicts in (([gpu_smoke.generation], ["good"]), ([differs, gpu_smoke.generation], ["FAILS", "good"])):
+        monkeypatch.setattr(gpu_smoke, "CHECKS", checks)
+        code, rows = run(capsys)
+        assert [row.split()[-1] for row in rows] == verdicts
+        assert code == len([*tmp_path.glob("gpu-*")]) == verdicts.count("FAILS")

@@ -1,16 +1,14 @@
 """Bits per byte equals its definition, independent of batches and ranks."""
 
 import math
-import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.loss_eval import evaluate_bpb
-from tests import training
+from tests.gloo import on_ranks
 from tests.toy import examples
 
 TOKEN_BYTES = torch.tensor([1, 2, 3, 7, 1, 4, 0, 0])  # the last two are special
@@ -73,27 +71,15 @@ def test_a_set_without_bytes_is_an_error(y):
         evaluate_bpb(table_model, [(torch.zeros_like(y), y)], None, TOKEN_BYTES)
 
 
-def evaluate_as_rank(rank, share, folder):
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        (folder / f"rank_{rank}").write_text(evaluate_bpb(table_model, share, None, TOKEN_BYTES).hex())
-        with pytest.raises(ValueError, match="nothing to evaluate"):
-            evaluate_bpb(table_model, [], None, TOKEN_BYTES)
-    finally:
-        dist.destroy_process_group()
+def evaluate_as_rank(rank, world_size):
+    """Rank 0 has all batches, the other one has none."""
+    batches = in_batches(*make_rows(4, 7, 30), 2)
+    bpb = evaluate_bpb(table_model, batches if rank == 0 else [], None, TOKEN_BYTES)
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        evaluate_bpb(table_model, [], None, TOKEN_BYTES)
+    return bpb
 
 
-def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(name, "")  # undone below
-    x, y = make_rows(4, 7, 30)
-    batches = in_batches(x, y, 2)
-    other = training.server().Process(target=evaluate_as_rank, args=(1, [], tmp_path))
-    other.start()
-    evaluate_as_rank(0, batches, tmp_path)
-    other.join(60)
-    assert other.exitcode == 0
-    monkeypatch.undo()
-    expected = evaluate_bpb(table_model, batches, None, TOKEN_BYTES).hex()
-    assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == [expected, expected]
+def test_ranks_with_unequal_shares_get_the_bits_of_one_process(tmp_path):
+    values = on_ranks(evaluate_as_rank, [2], tmp_path)[2]
+    assert values == [evaluate_as_rank(0, 1)] * 2

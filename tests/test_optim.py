@@ -1,24 +1,24 @@
 """MuonAdamW against torch.optim.AdamW, an SVD, Muon in float64, and itself on 1, 2, 3 and 4 processes."""
 
-import datetime
+import contextlib
 import math
 import shutil
 import threading
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from nanochat import optim, reduce
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
 from tests import training
+from tests.gloo import on_ranks
+from tests.training import as_bytes
 
 
 def randn(*shape, seed=0):
@@ -33,6 +33,12 @@ def adamw_group(params, **settings):
 def muon_group(params, **settings):
     return {"kind": "muon", "params": params, "lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9,
             "weight_decay": 0.0, **settings}
+
+
+def values(params):
+    """{name or number: value} of parameters."""
+    named = params.items() if isinstance(params, dict) else enumerate(params)
+    return {name: param.detach().clone() for name, param in named}
 
 
 # ---- the arithmetic -------------------------------------------------------------------------------------------------
@@ -135,13 +141,10 @@ def test_a_non_finite_gradient_changes_nothing(bad):
             param.grad = randn(*param.shape, seed=step)
         if step in (0, 2):
             params[1].grad[3] = bad
-        before, state = [p.detach().clone() for p in params], optimizer.gather_state()
+        before = as_bytes([values(params), optimizer.gather_state()])
         assert bool(optimizer.step(grad_scale=2.0).isfinite()) == (step == 1)
-        after = optimizer.gather_state()
-        assert all(torch.equal(p, b) for p, b in zip(params, before)) == (step != 1)
-        assert (after["step"] == state["step"]) == (step != 1)
-        if step != 1:
-            assert_states_equal(after, state)
+        after = as_bytes([values(params), optimizer.gather_state()])
+        assert (before == after) == (step != 1)
 
 
 def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction():
@@ -149,45 +152,38 @@ def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction
     optimizer = MuonAdamW([muon_group(params[:1]), adamw_group(params[1:], weight_decay=0.0)],
                           reduce=lambda message, rank, world_size: lambda: 2 * message)
     params[1].grad = randn(5, seed=3)
-    before = [p.detach().clone() for p in params]
+    before = values(params)
     norm = optimizer.step(grad_scale=2.0)
     assert torch.equal(params[1].grad, randn(5, seed=3)) and params[0].grad is None
     torch.testing.assert_close(norm, 2 * 2 * randn(5, seed=3).norm())
-    assert [torch.equal(p, b) for p, b in zip(params, before)] == [True, False, True]
+    assert [torch.equal(p, before[i]) for i, p in enumerate(params)] == [True, False, True]
 
 
 def test_on_a_cpu_each_parameter_is_updated_by_one_thread_with_the_same_bits_for_any_number(monkeypatch):
     """With an error in one update, the number of threads is restored, too."""
-    calls, before = set(), torch.get_num_threads()
+    calls, results, before = set(), [], torch.get_num_threads()
 
     def spy(param, *args, **kwargs):
         calls.add((threading.get_ident(), torch.get_num_threads()))
         muon_update(param, *args, **kwargs)
 
-    def three_steps(threads):
-        matrices = [torch.nn.Parameter(randn(48, 32, seed=i)) for i in range(12)]
-        optimizer = MuonAdamW([muon_group(matrices), adamw_group([vector := torch.nn.Parameter(randn(300_000))])])
-        monkeypatch.setattr(optimizer, "_muon_update", spy)
+    for threads in (1, 3):
+        params = [*(torch.nn.Parameter(randn(48, 32, seed=i)) for i in range(12)), torch.nn.Parameter(randn(300_000))]
+        optimizer = MuonAdamW([muon_group(params[:-1]), adamw_group(params[-1:])])
+        for i, param in enumerate(params):
+            param.grad = randn(*param.shape, seed=100 + i)
         torch.set_num_threads(threads)
-        for step in range(3):
-            for i, param in enumerate([*matrices, vector]):
-                param.grad = randn(*param.shape, seed=100 * step + i)
-            optimizer.step()
-            assert torch.get_num_threads() == threads
-        monkeypatch.setattr(optimizer, "_muon_update", mock.Mock(side_effect=ArithmeticError))
-        with pytest.raises(ArithmeticError):
-            optimizer.step()
-        assert torch.get_num_threads() == threads
-        return [*matrices, vector]
-
-    try:
-        one, three = three_steps(1), three_steps(3)
-    finally:
-        torch.set_num_threads(before)
-    assert {threads for _, threads in calls} == {1}
+        try:
+            for update in (spy, spy, mock.Mock(side_effect=ArithmeticError)):
+                monkeypatch.setattr(optimizer, "_muon_update", update)
+                with contextlib.nullcontext() if update is spy else pytest.raises(ArithmeticError):
+                    optimizer.step()
+                assert torch.get_num_threads() == threads
+        finally:
+            torch.set_num_threads(before)
+        results.append(as_bytes(values(params)))
+    assert results[0] == results[1] and {num for _, num in calls} == {1}
     assert len({thread for thread, _ in calls} - {threading.get_ident()}) > 1
-    for a, b in zip(one, three):
-        assert torch.equal(a, b)
 
 
 def test_bad_groups_and_states_of_another_model_are_refused():
@@ -213,26 +209,68 @@ def test_bad_groups_and_states_of_another_model_are_refused():
         optimizer.state_dict()
 
 
+# ---- parameters of all kinds, and gradients that add up exactly -----------------------------------------------------
+
+SHAPES = {
+    "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
+    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
+    "small": [(5,), (), (3,), (1,), (37, 3)],
+}
+GROUPS = {
+    "muon": muon_group([], momentum=0.9, weight_decay=0.1),
+    "large": adamw_group([], lr=0.05, eps=1e-10, weight_decay=0.01),
+    "small": adamw_group([], eps=1e-10, weight_decay=0.0)}
+
+
+def make_params(shapes_of=SHAPES):
+    params = {}
+    for kind, shapes in shapes_of.items():
+        for i, shape in enumerate(shapes):
+            start = randn(*shape, seed=len(params))
+            params[f"{kind}.{i}"] = torch.nn.Parameter(start.bfloat16() if (kind, i) == ("large", 0) else start)
+    return params
+
+
+def make_optimizer(params, **options):
+    named = {kind: [name for name in params if name.startswith(kind)] for kind in GROUPS}
+    return MuonAdamW([{**group, "names": named[kind], "params": [params[name] for name in named[kind]]}
+                      for kind, group in GROUPS.items() if named[kind]], **options)
+
+
+def set_gradients(params, step, rank, world_size):
+    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient. Gradients are multiples
+    of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in bfloat16."""
+    share = 12 // world_size
+    for name, param in params.items():
+        param.grad = torch.zeros_like(param)
+        for sample in range(rank * share, (rank + 1) * share):
+            rng = torch.Generator().manual_seed(1000 * step + 50 * sample + sum(map(ord, name)))
+            param.grad += (torch.randint(-8, 9, param.shape, generator=rng) / 64).to(param.dtype)
+        if name in ("muon.1", "small.0", "large.1") and step == 1:
+            param.grad = None
+
+
+def run_steps(params, optimizer, steps, rank, world_size):
+    norms = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * (1 - step / 10)
+        set_gradients(params, step, rank, world_size)
+        norms.append(optimizer.step(grad_scale=0.5))
+    return norms
+
+
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
-TO_COMPILE = {"w": (520, 160), "m0": (24, 16), "m1": (24, 16), "m2": (24, 16)}
+TO_COMPILE = {"muon": [(24, 16)] * 3, "small": [(520, 160)]}  # the latter is cut between two ranks
 
 
-def three_steps(rank, world_size, compiled):
-    """Parameters and, on rank 0, their state after three steps: one tensor of AdamW, cut between two ranks, and three
-    matrices. Gradients are multiples of 1/64, so that their sum over ranks is exact."""
-    params = {name: torch.nn.Parameter(randn(*shape, seed=i)) for i, (name, shape) in enumerate(TO_COMPILE.items())}
-    w, *matrices = params.values()
-    optimizer = MuonAdamW([adamw_group([w], names=["w"], eps=1e-10),
-                           muon_group(matrices, names=list(params)[1:], weight_decay=0.1, ns_steps=1)],
-                          compiled=compiled)
-    for step in range(3):
-        for i, param in enumerate(params.values()):
-            by_rank = torch.randint(-8, 9, (2, *param.shape), generator=torch.Generator().manual_seed(100 * step + i))
-            param.grad = (by_rank[rank] if world_size == 2 else by_rank.sum(dim=0)).to(param.dtype) / 64
-        optimizer.step(grad_scale=0.7)
-    state = optimizer.gather_state().get("state", {})
-    return {**values(params), **{f"{name}.{key}": tensor for name, of in state.items() for key, tensor in of.items()}}
+def three_steps(rank, world_size, compiled=True):
+    params = make_params(TO_COMPILE)
+    optimizer = make_optimizer(params, compiled=compiled)
+    optimizer.param_groups[0]["ns_steps"] = 1
+    run_steps(params, optimizer, range(3), rank, world_size)
+    return {"params": values(params), "state": optimizer.gather_state().get("state")}
 
 
 def take_from_eager():
@@ -245,35 +283,27 @@ def take_from_eager():
         lowering.make_fallback(kernel, warn=False)
 
 
-def compiled_on_one_of_two(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.save(three_steps(rank, 2, compiled=True), f"{folder}/two-{rank}.pt")
-    dist.destroy_process_group()
-
-
 def compiled_on_one_and_two(folder):
     """Fork the two processes from the one, so that they reuse its compiled code."""
     torch.set_num_threads(1)
     take_from_eager()
     with torch.compiler.config.patch(force_disable_caches=True):  # caches ignore `take_from_eager`
-        torch.save(three_steps(0, 1, compiled=True), f"{folder}/one.pt")
-    mp.start_processes(compiled_on_one_of_two, (folder,), nprocs=2, start_method="fork")
+        one = three_steps(0, 1)
+    torch.save([one, *on_ranks(three_steps, [2], folder, start_method="fork")[2]], folder / "results.pt")
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_compiled_steps_have_the_bits_of_eager_steps_on_one_process_and_two(tmp_path):
     """With Inductor, and sums and roots from eager kernels, see `take_from_eager`."""
-    process = training.server().Process(target=compiled_on_one_and_two, args=(str(tmp_path),))
+    process = training.server().Process(target=compiled_on_one_and_two, args=(tmp_path,))
     process.start()
-    eager = three_steps(0, 1, compiled=False)
+    eager = as_bytes(three_steps(0, 1, compiled=False))
     process.join(training.PATIENCE_S)
     assert process.exitcode == 0
-    one, *two = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("one", "two-0", "two-1"))
-    assert len(one) == 4 + 2 * 4 and two[1].keys() == TO_COMPILE.keys()
-    assert not any(torch.equal(one[name], randn(*shape, seed=i)) for i, (name, shape) in enumerate(TO_COMPILE.items()))
-    for name, value in one.items():
-        assert all(torch.equal(value, other[name]) for other in two if name in other), name
-        assert torch.equal(value, eager[name]), name
+    one, first, second = as_bytes(torch.load(tmp_path / "results.pt", weights_only=True))
+    assert one == first == eager and second["params"] == eager["params"]
+    start = as_bytes(values(make_params(TO_COMPILE)))
+    assert not any(start[name] == eager["params"][name] for name in start), "the case: every parameter changed"
 
 
 def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypatch):
@@ -328,157 +358,65 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(rank, world_s
         steps()
 
 
-# ---- many processes: the same scenario with W = 2, 1, 4 and 3 -------------------------------------------------------
+# ---- many processes: the same scenario with W = 1, 2, 3 and 4 -------------------------------------------------------
 
-WORLD_SIZES = (2, 1, 4, 3)  # W = 2 comes first, because the others load its saved state
-SAMPLES = 12  # gradients per step; every W divides it
-SHAPES = {
-    "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
-    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
-    "small": [(5,), (), (3,), (1,), (37, 3)],
-}
-GROUPS = {
-    "muon": {"kind": "muon", "lr": 0.02, "momentum": 0.9, "ns_steps": 5, "beta2": 0.9, "weight_decay": 0.1},
-    "large": {"kind": "adamw", "lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.01},
-    "small": {"kind": "adamw", "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-10, "weight_decay": 0.0}}
-Params = dict[str, torch.nn.Parameter]
+WORLD_SIZES = (1, 2, 3, 4)
 
 
-def make():
-    params = {}
-    for kind, shapes in SHAPES.items():
-        for i, shape in enumerate(shapes):
-            values = randn(*shape, seed=len(params))
-            params[f"{kind}.{i}"] = torch.nn.Parameter(values.bfloat16() if (kind, i) == ("large", 0) else values)
-    named = {kind: [name for name in params if name.startswith(kind)] for kind in GROUPS}
-    return params, MuonAdamW([{**group, "names": named[kind], "params": [params[name] for name in named[kind]]}
-                              for kind, group in GROUPS.items()])
-
-
-def set_gradients(params, step, rank, world_size):
-    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient. Gradients are multiples
-    of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in bfloat16."""
-    share = SAMPLES // world_size
-    for name, param in params.items():
-        param.grad = torch.zeros_like(param)
-        for sample in range(rank * share, (rank + 1) * share):
-            rng = torch.Generator().manual_seed(1000 * step + 50 * sample + sum(map(ord, name)))
-            param.grad += (torch.randint(-8, 9, param.shape, generator=rng) / 64).to(param.dtype)
-        if name in ("muon.1", "small.0", "large.1") and step == 1:
-            param.grad = None
-
-
-def run_steps(params, optimizer, steps, rank, world_size):
-    norms = []
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * (1 - step / 10)
-        set_gradients(params, step, rank, world_size)
-        norms.append(optimizer.step(grad_scale=0.5))
-    return norms
-
-
-def values(params):
-    return {name: param.detach().clone() for name, param in params.items()}
-
-
-def scenario(rank, world_size, folder):
-    """Two steps (W = 2 saves here) and two more; then load the state from W = 2 and repeat the last two steps; then a
-    step with one NaN."""
-    params, optimizer = make()
+def scenario(rank, world_size):
+    """Two steps; two more with a new optimizer that loads the state; then a step with a NaN on the last rank."""
+    params = make_params()
+    optimizer = make_optimizer(params)
     owned = sum(tensor.numel() for state in optimizer.state.values() for tensor in state.values())
     norms = run_steps(params, optimizer, range(2), rank, world_size)
-    middle, state = values(params), optimizer.gather_state()
-    if world_size == 2 and rank == 0:
-        torch.save({"params": middle, "state": state}, folder / "middle.pt")
+    middle, optimizer = optimizer.gather_state(), make_optimizer(params)
+    optimizer.load_state(middle)
     norms += run_steps(params, optimizer, range(2, 4), rank, world_size)
-    result = {"owned": owned, "norms": norms, "params": values(params), "state": optimizer.gather_state()}
-
-    if world_size > 1:
-        dist.barrier()
-    saved = torch.load(folder / "middle.pt", weights_only=True)
-    params, optimizer = make()
-    for name, param in params.items():
-        param.data.copy_(saved["params"][name])
-    optimizer.load_state(saved["state"])
-    result["reloaded"] = optimizer.gather_state()
-    run_steps(params, optimizer, range(2, 4), rank, world_size)
-    result["resumed"] = values(params)
+    after = {"params": values(params), "state": optimizer.gather_state()}
 
     set_gradients(params, 4, rank, world_size)
     if rank == world_size - 1:
         params["small.4"].grad[36, 2] = float("nan")
-    result["nan_norm"] = optimizer.step()
-    result["after_nan"], result["state_after_nan"] = values(params), optimizer.gather_state()
-    return result
-
-
-def work(rank, folder):
-    torch.set_num_threads(1)
-    for world_size in WORLD_SIZES:
-        if rank < world_size:
-            if world_size > 1:
-                dist.init_process_group("gloo", init_method=f"file://{folder}/store-{world_size}", rank=rank,
-                                        world_size=world_size, timeout=datetime.timedelta(seconds=training.PATIENCE_S))
-            torch.save(scenario(rank, world_size, Path(folder)), f"{folder}/{world_size}-{rank}.pt")
-            if world_size > 1:
-                dist.destroy_process_group()
-
-
-def assert_states_equal(a, b):
-    assert a["step"] == b["step"] and a["state"].keys() == b["state"].keys()
-    for name, tensors in a["state"].items():
-        assert all(torch.equal(tensor, b["state"][name][key]) for key, tensor in tensors.items()), name
+    nan_norm = optimizer.step()
+    after_nan = {"params": values(params), "state": optimizer.gather_state()}
+    return {"owned": owned, "norms": norms, "middle": middle, "after": after, "nan_norm": nan_norm,
+            "after_nan": after_nan}
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """The results of `scenario` by (W, rank)."""
-    folder = tmp_path_factory.mktemp("optim")
-    training.server()  # imports torch once for all four processes
-    mp.start_processes(work, (str(folder),), nprocs=max(WORLD_SIZES), start_method="forkserver")
-    return {(W, rank): torch.load(folder / f"{W}-{rank}.pt", weights_only=True)
-            for W in WORLD_SIZES for rank in range(W)}
+    """{W: the results of `scenario` on its ranks}."""
+    return on_ranks(scenario, WORLD_SIZES, tmp_path_factory.mktemp("optim"))
 
 
-def test_parameters_and_norms_do_not_depend_on_world_size(results):
+def test_parameters_state_and_norms_do_not_depend_on_world_size_or_reloading(results):
     """Sums of gradients are exact here, so all bits must be equal."""
-    start, _ = make()
-    for (W, _), result in results.items():
-        for name, value in results[1, 0]["params"].items():
-            assert torch.equal(result["params"][name], value) and not torch.equal(value, start[name]), name
-        assert all(torch.equal(norm, alone) for norm, alone in zip(result["norms"], results[1, 0]["norms"])), W
-    for step in range(4):
-        set_gradients(start, step, 0, 1)
-        grads = [p.grad.float().flatten() for p in start.values() if p.grad is not None]
-        assert (len(grads) < len(start)) == (step == 1)
-        torch.testing.assert_close(results[1, 0]["norms"][step], 0.5 * torch.cat(grads).norm())
+    params = make_params()
+    start, optimizer = as_bytes(values(params)), make_optimizer(params)
+    norms = run_steps(params, optimizer, range(4), 0, 1)
+    straight = as_bytes({"params": values(params), "state": optimizer.gather_state()})
+    assert not any(start[name] == straight["params"][name] for name in start), "the case: every parameter changed"
+    middle = as_bytes(results[1][0]["middle"])
+    for W, of_ranks in results.items():
+        for rank, result in enumerate(of_ranks):
+            assert as_bytes(result["norms"]) == as_bytes(norms), (W, rank)
+            assert as_bytes(result["after"]) == (straight if rank == 0 else straight | {"state": {}}), (W, rank)
+            assert as_bytes(result["middle"]) == (middle if rank == 0 else {}), (W, rank)
+            assert result["nan_norm"].isnan() and as_bytes(result["after_nan"]) == as_bytes(result["after"]), (W, rank)
+    for step, norm in enumerate(norms):
+        set_gradients(params, step, 0, 1)
+        grads = [p.grad.float().flatten() for p in params.values() if p.grad is not None]
+        assert (len(grads) < len(params)) == (step == 1)
+        torch.testing.assert_close(norm, 0.5 * torch.cat(grads).norm())
 
 
-def test_state_is_sharded_evenly_and_gathered_independently_of_world_size(results):
-    whole = results[1, 0]["owned"]
+def test_state_is_sharded_evenly_and_has_the_shapes_of_its_parameters(results):
+    [alone] = results[1]
     grains = sum(2 * -(-math.prod(shape) // 4096) * 64 for shape in SHAPES["large"])
-    for W in WORLD_SIZES:
-        owned = [results[W, rank]["owned"] for rank in range(W)]
-        assert sum(owned) == whole and max(owned) <= whole / W + 2 * (40 * 40 + 40) + grains
-    for (_, rank), result in results.items():
-        if rank:
-            assert result["state"] == {}
-        else:
-            assert result["state"]["groups"] == results[1, 0]["state"]["groups"]
-            assert_states_equal(result["state"], results[1, 0]["state"])
-    state = results[1, 0]["state"]
-    assert state["format"] == 1 and state["step"] == 4
+    for W, of_ranks in results.items():
+        owned = [result["owned"] for result in of_ranks]
+        assert sum(owned) == alone["owned"] and max(owned) <= sum(owned) / W + 2 * (40 * 40 + 40) + grains
+    state = alone["after"]["state"]
+    assert (state["format"], state["step"], alone["middle"]["step"]) == (1, 4, 2)
     assert state["state"]["large.0"]["exp_avg"].shape == (2051, 33)
     assert state["state"]["muon.0"]["second_momentum_buffer"].shape == (24, 1)
-
-
-def test_state_saved_with_two_ranks_loads_on_any_world_size_and_a_nan_on_one_rank_changes_nothing(results):
-    for (_, rank), result in results.items():
-        if rank == 0:
-            assert result["reloaded"]["step"] == 2
-            assert_states_equal(result["reloaded"], results[2, 0]["reloaded"])
-            assert_states_equal(result["state_after_nan"], results[1, 0]["state"])
-        assert result["nan_norm"].isnan()
-        for name, value in results[1, 0]["params"].items():
-            assert torch.equal(result["resumed"][name], value) and torch.equal(result["after_nan"][name], value), name

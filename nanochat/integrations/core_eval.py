@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,7 +51,6 @@ SHAPES = {  # the JSON of an item, by kind
     "schema": {"context_options": [TEXT], "continuation": TEXT, "gold": int},
     "language_modeling": {"context": TEXT, "continuation": TEXT},
 }
-TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
 FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
          "another folder to this command: --eval-bundle=DIR")
 
@@ -94,28 +93,25 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         content = read_yaml(config)
     except ValueError as e:
         raise ValueError(f"{config}: {e}; {FETCH}") from None
-    check_shape(content, {"icl_tasks": [TASK_SHAPE]}, config)
+    task_shape = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
+    check_shape(content, {"icl_tasks": [task_shape]}, config)
     baselines = _read_baselines(meta)
     if not content["icl_tasks"]:
         raise ValueError(f"{config}: icl_tasks is empty; {FETCH}")
-    for task in content["icl_tasks"]:
-        where = f"{config}: task {task['label']!r:.80}"
-        if any(number < 0 for number in task["num_fewshot"]):
-            raise ValueError(f"{where}: num_fewshot is {task['num_fewshot']!r:.80}, expected numbers of 0 or more; "
-                             f"{FETCH}")
+    shots = [(task["num_fewshot"] or [0])[0] for task in content["icl_tasks"]]
+    if 0 < max_per_task <= max(shots):
+        raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items per task, "
+                         f"but prompts show up to {max(shots)} others; pass at least {max(shots) + 1}, or -1 for all")
+    tasks = []
+    for task, num_fewshot in zip(content["icl_tasks"], shots):
+        label, kind, where = task["label"], task["icl_task_type"], f"{config}: task {task['label']!r:.80}"
+        if num_fewshot < 0:
+            raise ValueError(f"{where}: num_fewshot is {num_fewshot}, expected 0 or more; {FETCH}")
         path, inside = folder / "eval_data" / task["dataset_uri"], (folder / "eval_data").resolve()
         if "\0" in task["dataset_uri"] or not path.resolve().is_relative_to(inside):
             raise ValueError(f"{where}: dataset_uri is {task['dataset_uri']!r:.80}, outside of {inside}; {FETCH}")
-    shots = [(task["num_fewshot"] or [0])[0] for task in content["icl_tasks"]]
-    if 0 < max_per_task <= (max_shots := max(shots, default=0)):
-        raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items per task, "
-                         f"but prompts show up to {max_shots} others; pass at least {max_shots + 1}, or -1 for all")
-    tasks = []
-    for task, num_fewshot in zip(content["icl_tasks"], shots):
-        label, kind, path = task["label"], task["icl_task_type"], folder / "eval_data" / task["dataset_uri"]
         if kind not in SHAPES:
-            raise ValueError(f"{config}: task {label!r}: icl_task_type is {kind!r}, expected {', '.join(SHAPES)}; "
-                             f"{FETCH}")
+            raise ValueError(f"{where}: icl_task_type is {kind!r:.80}, expected {', '.join(SHAPES)}; {FETCH}")
         if not 0 <= baselines.get(label, -1) < 1:
             raise ValueError(f"{meta}: no row has a baseline from 0 to below 100 for the task {label!r} of "
                              f"{config.name}; {FETCH}")
@@ -279,32 +275,32 @@ def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
     return [by_index[index] for index in range(num_items)]
 
 
-@dataclass(frozen=True)
-class Score:
-    """A model's result in a task: accuracy and centered accuracy."""
+class Score(NamedTuple):
+    """A model's result in a task. `right`: whether it answers each item correctly."""
 
-    label: str
-    accuracy: float
-    centered: float
+    task: Task
+    right: list[bool]
 
+    @property
+    def accuracy(self) -> float:
+        return sum(self.right) / len(self.right)
 
-def score_of(task: Task, right: Sequence[bool]) -> Score:
-    """The result of a task whose items are answered `right` or not."""
-    accuracy = sum(right) / len(right)
-    return Score(task.label, accuracy, (accuracy - task.baseline) / (1 - task.baseline))
+    @property
+    def centered(self) -> float:
+        return (self.accuracy - self.task.baseline) / (1 - self.task.baseline)
 
 
 def evaluate_core(model: Any, tokenizer: Any, tasks: Sequence[Task]) -> Iterator[Score]:
     """Collective. Evaluate one task after the other."""
     for task in tasks:
-        yield score_of(task, evaluate_task(model, tokenizer, task))
+        yield Score(task, evaluate_task(model, tokenizer, task))
 
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
     """{"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task: centered accuracy}}."""
     return {"core_metric": sum(score.centered for score in scores) / len(scores),
-            "results": {score.label: score.accuracy for score in scores},
-            "centered_results": {score.label: score.centered for score in scores}}
+            "results": {score.task.label: score.accuracy for score in scores},
+            "centered_results": {score.task.label: score.centered for score in scores}}
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:
@@ -329,7 +325,7 @@ def log_core(run: Any) -> None:
         lambda: read_bundle(settings.eval_bundle, settings.core_metric_max_per_task) if is_rank0 else [])[0]
     for score in evaluate_core(run.model, run.data.tokenizer, tasks):
         scores.append(score)
-        run.dog.beat(step, f"CORE after {score.label}", LONG_S)
+        run.dog.beat(step, f"CORE after {score.task.label}", LONG_S)
         if any(reasons := gather_all(run.stop.requested())):
             raise Stop(join_reasons(reasons))
     result = summary(scores)

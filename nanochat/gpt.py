@@ -56,7 +56,8 @@ class GPTConfig:
     """The shape of a model. Raises ValueError for an impossible one.
 
     `window_pattern` is tiled over the layers. In an S layer, a token sees the sequence_len / 4 tokens before it
-    (rounded up to whole tiles); in an L layer, the sequence_len (a training row) before it. The last layer is always L.
+    (rounded up to whole tiles); in an L layer, the sequence_len tokens (a training row) before it. The last layer is
+    always L.
     """
 
     sequence_len: int = 2048

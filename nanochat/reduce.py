@@ -52,8 +52,8 @@ With W = 2 (`.` is padding), an embedding E, matrices A B C, and small tensors s
 
                  rank 0         rank 1
     message 1  | E E E E E E | E E E E E E |   a large AdamW tensor is cut between its grains (spans that stay whole)
-    message 2  | A A A A A   | B B B B .   |   whole tensors are dealt out, the largest first, each to
-    message 3  | .           | C C         |   the rank that has the least; a matrix is never cut
+    message 2  | A A A A A   | B B B B B   |   matrices of one shape are dealt out, one to each rank,
+    message 3  | C C C C C   | . . . . .   |   larger tensors to the rank that has less; a matrix is never cut
     message 4  | s s s .     | t t t t     |   small tensors are dealt out in the same way
 
 Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks are idle, and latency

@@ -156,7 +156,7 @@ def test_only_plain_values_of_yaml_are_read(tmp_path, text, value):
     ("1\n---\n2", "2 documents, expected one"), ("9" * 5000, "not valid YAML"), ("{a: 1", "line 1: "),
     ("a: &x 1\nb: *x", r"line 2: the alias \*x"), ("a: !!float 1", "line 1: the tag !!float"),
     ("a: !x 1", "the tag !x"), ("[" * 21 + "]" * 21, "nested more than 20"), ("[" * 200_000, "nested more than 20"),
-    ("{a: " * 21, "nested more than 20"), ("a" * 600_000, "more than 524,288 bytes")])
+    ("{a: " * 21 + "}" * 21, "nested more than 20"), ("a" * 600_000, "more than 524,288 bytes")])
 def test_a_yaml_file_with_more_than_plain_values_or_two_meanings_is_refused(tmp_path, text, words):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=words):

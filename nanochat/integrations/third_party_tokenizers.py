@@ -356,8 +356,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
 # ---- opening one ---------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED: dict[str, type[ThirdPartyTokenizer]] = {
-    "huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer, "ids": IdsTokenizer}
+SAVED: dict[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
@@ -387,13 +386,13 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
 def named_ends(folder: Path) -> list[str | int]:
     """The EOS and BOS that the files beside a tokenizer.json name, EOS first."""
     ends: list[str | int] = []
-    files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
+    files = [file for file in map(folder.joinpath, SIBLINGS) if file.is_file()]
     values = {file: parse_json(local_copy(file).read_bytes(), file, dict, remedy="repair or delete it")
               for file in files}
     for name, file in product(("eos_token", "bos_token"), files):
         token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token
-        check_shape({name: token}, {name: str | None}, file)
+        check_shape(token, str | None, file, field=name)
         ends += [token] if token else []
     return ends
 

@@ -102,6 +102,7 @@ def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     ({"text": [1, 2]}, "type int64, expected string"),
     ({"text": ["a", None, "b", None]}, r"2 nulls in column `text` of row group 0"),
     ({"text": pa.array([], pa.string())}, r"the parquet file is empty \(0 rows\)"),
+    (pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), "2 columns named `text`"),
 ])
 def test_bad_parquet_is_named(tmp_path, table, what):
     write_parquet(tmp_path / "good.parquet", ["a"])

@@ -141,11 +141,6 @@ class ThirdPartyTokenizer(Tokenizer):
         tokens = {*self.special_tokens.values(), self.bos_token_id}
         return {i: self.spell(i) for i in tokens if not self.can_be_text(i)}
 
-    @cached_property
-    def _is_reserved(self) -> np.ndarray:
-        """(vocab_size,) bool: whether no text may become this id."""
-        return np.isin(np.arange(self.size), list(self._reserved))
-
     @property
     def encoder(self) -> Encoder:
         return self._encode
@@ -156,7 +151,7 @@ class ThirdPartyTokenizer(Tokenizer):
         except (UnicodeError, TypeError):  # a lone surrogate
             lists = self.batch([replace_surrogates(text) for text in texts])
         encoded = _flat(lists)
-        if self._is_reserved[encoded[0]].any():
+        if np.isin(encoded[0], list(self._reserved)).any():
             return _flat([[j for i in ids for j in self._reserved.get(i, (i,))] for ids in lists])
         return encoded
 

@@ -218,7 +218,8 @@ def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_agai
     source = open_source(tmp_path / "data")
     assert all_texts(source) == [documents[:2], *([document] for document in documents[2:])]
     assert source.locate(2) == ("b1.txt", 0)
-    manifest, stamps = scan(tmp_path / "data"), [path.stat().st_mtime_ns for path in source.paths]
+    stamps = [path.stat().st_mtime_ns for path in source.paths]
+    manifest = scan(tmp_path / "data")
     assert [path.stat().st_mtime_ns for path in source.paths] == stamps, "not converted again"
     (tmp_path / "data" / "b1.txt").write_text("another")
     assert all_texts(open_source(tmp_path / "data"))[2] == ["another"]

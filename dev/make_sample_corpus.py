@@ -15,7 +15,7 @@ By default every shard mixes both buckets (columns `text` and `bucket`), so the 
 its last file contains validation text from both. `--buckets` writes the folders `code/` and `docs/` instead, each with
 its own shards and validation shard, for a curriculum to mix.
 
-Hashes replace a random generator, so a machine always makes the same corpus, in whatever order its disk lists files.
+Hashes replace a random generator, so the order in which a disk lists files does not matter.
 Machines with other packages make other corpora; `sample_corpus.json` beside the shards records the settings.
 """
 
@@ -27,16 +27,16 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.repackage_data_reference import PARQUET, WAY_OUT
+from dev.peers import prose
+from dev.repackage_data_reference import PARQUET, ROW_GROUP_DOCUMENTS, WAY_OUT
 from nanochat.cli import Parser, run_main
 from nanochat.common import as_local_path, get_base_dir, read_json, write_json
 from nanochat.dataset import index_to_filename
@@ -48,7 +48,6 @@ MIN_DOCUMENT_CHARS = 200        # shorter documents contain little text
 MAX_DOCUMENT_CHARS = 50_000     # longer ones are often tables, and fewer documents shuffle less well
 DOCS_SHARE = 0.2                # of the characters: docstrings are rarer than code and slow to extract
 VAL_SHARE = 0.05                # of the documents
-ROW_GROUP_DOCUMENTS = 1024
 SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
 
 
@@ -73,22 +72,14 @@ def _key(*parts: object) -> bytes:
 
 # ---- collecting -----------------------------------------------------------------------------------------------------
 
-def python_roots() -> dict[str, Path]:
-    """{label: folder} of the standard library and the installed packages."""
-    paths = sysconfig.get_paths()
-    return {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
-
-
-def find_modules(roots: dict[str, Path]) -> list[tuple[str, Path]]:
-    """(name, path) of every Python file, sorted by name. Packages inside the standard library's folder count as
-    packages only."""
-    modules = []
+def find_modules(roots: dict[str, Path]) -> Iterator[tuple[str, Path]]:
+    """Yield (name, path) of every Python file. Packages inside the standard library's folder count as packages only."""
     for label, root in roots.items():
         for folder, subfolders, names in os.walk(root):  # several times faster than `rglob`
             subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "__pycache__"}
-            paths = [Path(folder, name) for name in names if name.endswith(".py")]
-            modules += [(f"{label}/{path.relative_to(root).as_posix()}", path) for path in paths if path.is_file()]
-    return sorted(modules)
+            for path in (Path(folder, name) for name in names if name.endswith(".py")):
+                if path.is_file():
+                    yield f"{label}/{path.relative_to(root).as_posix()}", path
 
 
 def docstrings(name: str, source: str) -> str:
@@ -113,11 +104,6 @@ def docstrings(name: str, source: str) -> str:
     return "\n\n\n".join(parts)
 
 
-def pydoc_topics() -> list[str]:
-    """The language reference that `help()` shows."""
-    return [text for _, text in sorted(topics.items())]
-
-
 def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
     """Distinct documents of both buckets, at most about max_chars in total, shuffled. They are the topics, then the
     source or docstrings of one module after another, in an order that depends on the seed."""
@@ -131,7 +117,7 @@ def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
                 room[bucket] -= chars
                 bar.update(chars)
 
-        for text in pydoc_topics():
+        for text in prose():
             take(text, "docs")
         for name, path in sorted(find_modules(roots), key=lambda module: _key(settings.seed, "order", module[0])):
             bucket = "docs" if _key(settings.seed, "bucket", name)[0] % 2 else "code"
@@ -144,21 +130,18 @@ def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
 
 # ---- writing --------------------------------------------------------------------------------------------------------
 
-def split(documents: list[Document], num_shards: int) -> list[list[Document]]:
-    """Split shuffled documents into `num_shards` training shards of equal counts and a validation shard."""
-    num_val = round(len(documents) * VAL_SHARE)
-    num_train = len(documents) - num_val
-    edges = [num_train * i // num_shards for i in range(num_shards + 1)] + [len(documents)]
-    return [documents[a:b] for a, b in itertools.pairwise(edges)]
-
-
 def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:
-    """Write the shards. Returns {relative name: {documents, chars}}."""
+    """Write shards of equal counts for training and a validation shard, in each bucket's folder or in one. Returns
+    {relative name: {documents, chars}}."""
     layout = {"": documents}
     if settings.buckets:
         layout = {f"{b}/": [d for d in documents if d[1] == b] for b in ("code", "docs")}
-    shards = {f"{folder}{index_to_filename(i)}": shard
-              for folder, members in layout.items() for i, shard in enumerate(split(members, settings.num_shards))}
+    shards = {}
+    for folder, members in layout.items():
+        num_train = len(members) - round(len(members) * VAL_SHARE)
+        edges = [num_train * i // settings.num_shards for i in range(settings.num_shards + 1)] + [len(members)]
+        for i, (start, stop) in enumerate(itertools.pairwise(edges)):
+            shards[f"{folder}{index_to_filename(i)}"] = members[start:stop]
     counts = {name: {"documents": len(shard), "chars": sum(len(text) for text, _ in shard)}
               for name, shard in shards.items()}
     train_chars = sum(count["chars"] for name, count in counts.items()
@@ -189,12 +172,16 @@ def is_made(output_dir: Path, settings: Settings) -> bool:
 
 
 def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
-    """Write the corpus to `output_dir`, which appears when it is complete. Returns False if it already exists.
+    """Write the corpus of all Python files below `roots`, {label: folder} (default: the standard library and the
+    installed packages), to `output_dir`, which appears when it is complete. Returns False if it already exists.
     ValueError if it holds something else."""
     if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
+    if roots is None:
+        paths = sysconfig.get_paths()
+        roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     with new_folder(output_dir, WAY_OUT) as folder:
-        shards = write_corpus(collect(python_roots() if roots is None else roots, settings), folder, settings)
+        shards = write_corpus(collect(roots, settings), folder, settings)
         write_json(folder / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
     return True
 

@@ -10,9 +10,8 @@ Real data sets do not fit in memory, so the shuffle is an external merge sort. T
     inputs --> as many documents as the memory budget holds --sort by key--> run 0 on disk
                the next ones                                --sort by key--> run 1 on disk ... --merge--> shards
 
-The order therefore depends on the inputs and the seed alone. It does not depend on the memory budget, which only
-determines the number of runs, or on the folder of the inputs. A window shuffle (a buffer that emits random documents)
-would need no disk, but would leave documents close to their original places.
+The order therefore depends on the inputs and the seed alone, not on the memory budget or the folder of the inputs.
+Rejected: a window shuffle (a buffer that emits random documents), which leaves documents close to their places.
 
 Memory holds the documents of one run, and later one row group and one document of each run. The runs take as much disk
 space beside the output as the uncompressed text (twice as much for more than 100 runs). The output appears when it is
@@ -70,7 +69,7 @@ def read_records(inputs: Sequence[Path], selection: Selection, seed: int, counts
 
 
 def write_run(path: Path, records: Iterable[Record]) -> Path:
-    """Write sorted records to a file. Returns its path."""
+    """Write sorted records to a file, and return its path."""
     with path.open("wb") as file:
         for key, text in records:
             file.write(key + len(text).to_bytes(8, "little") + text)

@@ -33,7 +33,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -45,6 +45,7 @@ EXIT_HALTED = 3  # the user must decide how the run continues
 MAX_BYTES = 1 << 19  # PyYAML takes about five seconds for this much
 MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
 MAX_LEVELS = 20  # of nested lists and mappings
+TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"
 
 
 # ---- settings -----------------------------------------------------------------------------------
@@ -138,11 +139,17 @@ class Parser(argparse.ArgumentParser):
         """A file of flags as words of a command line. A null value counts as absent. Exits with one sentence if the
         file cannot be read or names an unknown flag."""
         try:
-            values = _read_flags(path)
+            if Path(path).suffix.lower() == ".toml":
+                values: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
+                _check_levels([values])
+            else:
+                values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
             self.error(f"{e.strerror}; expected a file of flags")
-        except ValueError as e:
-            self.error(str(e))
+        except (ValueError, RecursionError) as e:
+            self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
+        if not isinstance(values, dict):
+            self.error(f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12")
         words: list[str] = []
         for key, value in (self.of_run(values) if "derived" in values else values).items():
             name = "--" + str(key).replace("_", "-")
@@ -212,20 +219,52 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 # refused: a few hundred bytes of nested aliases can take hours or all memory, and tags such as !!float call
 # constructors that raise errors of their own. A time such as 1:30 stays text instead of becoming the number 90.
 
-WORDS = {**dict.fromkeys(("yes", "true", "on"), True), **dict.fromkeys(("no", "false", "off"), False), "null": None}
-INT = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
-FLOAT = re.compile(r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?|\.inf)|\.nan", re.I)
+class _PlainLoader(yaml.SafeLoader):
+    """Reads plain values only, and refuses a key that appears twice."""
+
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # SafeLoader's also read octal numbers, times and dates
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event = self.peek_event()
+        problem = ""
+        if isinstance(event, yaml.AliasEvent):
+            problem = f"the alias *{event.anchor:.60}"
+        elif event.tag is not None:
+            problem = f"the tag {event.tag.replace('tag:yaml.org,2002:', '!!'):.60}"
+        if problem:
+            raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are allowed",
+                                       problem_mark=event.start_mark)
+        event.anchor = None  # without aliases, an anchor may appear twice
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, list | dict) or key in mapping:
+                problem = f"the key {key!r:.60} {'is not plain' if isinstance(key, list | dict) else 'appears twice'}"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
+            mapping[key] = self.construct_object(value_node, deep=deep)
+        return mapping
+
+
+for _kind, _pattern in {
+        "null": r"~|null|Null|NULL|",
+        "bool": r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
+        "int": r"[-+]?(0|[1-9][0-9_]*)",
+        "float": r"(?i:[-+]?([0-9][0-9_]*\.[0-9_]*(e[-+][0-9]+)?|\.[0-9][0-9_]*(e[-+][0-9]+)?|\.inf)|\.nan)"}.items():
+    _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"({_pattern})\Z"), None)
 
 
 def read_yaml(path: Path | str) -> Any:
     """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence without the name of
     the file, if it is too large, not YAML, or holds more than plain values."""
-    data, values = _read_small(path, MAX_BYTES), list[Any]()
+    data = _read_small(path, MAX_BYTES)
     try:
-        events = yaml.parse(data, Loader=yaml.SafeLoader)
-        for event in events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                values.append(_yaml_value(next(events), events))
+        values = list(yaml.load_all(data, Loader=_PlainLoader))
+        _check_levels(values)
+    except RecursionError:
+        raise ValueError(f"not valid YAML ({TOO_DEEP})") from None
     except (yaml.YAMLError, ValueError, OverflowError) as e:  # the last two: numbers and escapes out of range
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
@@ -234,61 +273,6 @@ def read_yaml(path: Path | str) -> Any:
     if len(values) > 1:
         raise ValueError(f"not valid YAML ({len(values)} documents, expected one)")
     return values[0] if values else None
-
-
-def _yaml_value(event: Any, events: Iterator[Any], level: int = 0) -> Any:
-    """The value that starts with `event`; its other parser events come from `events`."""
-    problem = ""
-    if isinstance(event, yaml.AliasEvent):
-        problem = f"the alias *{event.anchor:.60}"
-    elif event.tag is not None:
-        problem = f"the tag {event.tag.replace('tag:yaml.org,2002:', '!!'):.60}"
-    elif level >= MAX_LEVELS:
-        problem = f"lists and mappings nested more than {MAX_LEVELS} deep"
-    if problem:
-        raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are allowed", problem_mark=event.start_mark)
-    if isinstance(event, yaml.ScalarEvent):
-        return _plain(event.value) if event.implicit[0] else event.value  # not implicit: quoted
-    items = []
-    while not isinstance(inner := next(events), yaml.CollectionEndEvent):
-        items.append((_yaml_value(inner, events, level + 1), inner))
-    if isinstance(event, yaml.SequenceStartEvent):
-        return [value for value, _ in items]
-    mapping: dict[Any, Any] = {}
-    for (key, place), (value, _) in zip(items[::2], items[1::2]):
-        if isinstance(key, list | dict) or key in mapping:
-            problem = f"the key {key!r:.60} {'is not plain' if isinstance(key, list | dict) else 'appears twice'}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
-        mapping[key] = value
-    return mapping
-
-
-def _plain(text: str) -> Any:
-    """The value of an unquoted word."""
-    if text in ("", "~"):
-        return None
-    if text.lower() in WORDS and text in (text.lower(), text.upper(), text.capitalize()):
-        return WORDS[text.lower()]
-    digits = text.replace("_", "")
-    if INT.fullmatch(text):
-        return int(digits)
-    return float(re.sub(r"\.(?=inf|nan)", "", digits, flags=re.I)) if FLOAT.fullmatch(text) else text
-
-
-def _read_flags(path: str) -> dict[str, Any]:
-    """{flag: value} in a .yaml, .toml or .json file. OSError if the file cannot be read, ValueError if it holds
-    anything else."""
-    try:
-        if Path(path).suffix.lower() == ".toml":
-            value: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
-            _check_levels(value)
-        else:
-            value = read_yaml(path)  # also JSON, which is YAML
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"got {str(value)[:50]!r}, expected a mapping from flags to values, such as depth: 12")
-    return value
 
 
 def _read_small(path: Path | str, max_bytes: int) -> bytes:
@@ -300,12 +284,13 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
     return data
 
 
-def _check_levels(value: Any, level: int = 0) -> None:
-    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in a value."""
+def _check_levels(values: Iterable[Any], level: int = 0) -> None:
+    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in some values."""
     if level > MAX_LEVELS:
-        raise ValueError(f"lists and mappings nested more than {MAX_LEVELS} deep")
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_levels(inner, level + 1)
+        raise ValueError(TOO_DEEP)
+    for value in values:
+        if isinstance(value, list | dict):
+            _check_levels(value.values() if isinstance(value, dict) else value, level + 1)
 
 
 # ---- how a command begins and ends --------------------------------------------------------------

@@ -241,20 +241,13 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, remedy
         [{"pid": int}]                       a list of items that all have this shape
         None                                 anything
     """
+    ending = f"; {remedy}" if remedy else ""
     try:
         value = json.loads(data)
-        problem = _misfit(value, shape, "")
     except (ValueError, RecursionError) as e:  # includes UnicodeDecodeError and nesting that is too deep
-        problem = f"not valid JSON ({e})"
-    if problem:
-        raise ValueError(f"{name}: {problem}" + (f"; {remedy}" if remedy else ""))
+        raise ValueError(f"{name}: not valid JSON ({e}){ending}") from None
+    check_shape(value, shape, name, ending=ending)
     return value
-
-
-def check_shape(value: Any, shape: Any, name: Path | str) -> None:
-    """ValueError, which begins with `name`, if a value does not have the shape (see `parse_json`)."""
-    if problem := _misfit(value, shape, ""):
-        raise ValueError(f"{name}: {problem}")
 
 
 MISSING = object()
@@ -262,21 +255,23 @@ KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole numbe
          bool: "true or false", type(None): "null", object: "nothing"}
 
 
-def _misfit(value: Any, shape: Any, where: str) -> str | None:
-    """A description of the first field with a wrong shape; None if the whole value has the shape."""
-    inside: Iterable[tuple[str, Any, Any]] = ()
+def check_shape(value: Any, shape: Any, name: Path | str, *, field: str = "", ending: str = "") -> None:
+    """ValueError, which begins with `name` and the first wrong field, if a value does not have the shape (see
+    `parse_json`)."""
     if isinstance(shape, dict) and isinstance(value, dict):
-        inside = ((f"{where}.{name}" if where else name, value.get(name, MISSING), inner)
-                  for name, inner in shape.items())
+        for key, inner in shape.items():
+            below = f"{field}.{key}" if field else key
+            check_shape(value.get(key, MISSING), inner, name, field=below, ending=ending)
     elif isinstance(shape, list) and isinstance(value, list):
-        inside = ((f"{where}[{i}]", item, shape[0]) for i, item in enumerate(value))
+        for i, item in enumerate(value):
+            check_shape(item, shape[0], name, field=f"{field}[{i}]", ending=ending)
     elif shape is not None:
         kinds = typing.get_args(shape) or (shape if isinstance(shape, type) else type(shape),)
         if type(value) not in kinds and not (type(value) is int and float in kinds):
             expected = " or ".join(KINDS[kind] for kind in kinds)
-            return f"{where}{': ' * bool(where)}expected {expected}, got {KINDS.get(type(value), 'something else')}"
-    problems = (_misfit(item, inner, field) for field, item, inner in inside)
-    return next(filter(None, problems), None)
+            where = f"{name}: {field}" if field else name
+            found = KINDS.get(type(value), "something else")
+            raise ValueError(f"{where}: expected {expected}, got {found}{ending}")
 
 
 def hash_bytes(*parts: bytes | memoryview) -> str:
@@ -395,15 +390,3 @@ def words(n: int, *key: Any) -> np.ndarray:
 def permutation(n: int, *key: Any) -> np.ndarray:
     """(n,) int64: a permutation that depends on the key alone, not on the machine or NumPy's version."""
     return np.argsort(words(n, *key), kind="stable")
-
-
-# ---- names that forks of nanochat import --------------------------------------------------------
-
-class DummyWandb:
-    """Stands in for a wandb run when wandb is off."""
-
-    id: str | None = None
-
-    def log(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def finish(self) -> None: ...

@@ -70,15 +70,14 @@ class Source:
     def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
         """{group: (documents,) bool}: the documents whose targets are masked (--without-documents)."""
         without = {}
-        for number, entry in enumerate(self.manifest["files"]):
-            if entry["name"] not in rows_by_file:
-                continue
-            rows = rows_by_file[entry["name"]]  # None: all
-            listed = np.zeros(sum(entry["groups"]), bool)
-            listed[slice(None) if rows is None else rows] = True
-            for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1]), self._first_group[number]):
-                if mask.any():
-                    without[int(group)] = mask
+        for first_group, entry in zip(self._first_group, self.manifest["files"]):
+            if entry["name"] in rows_by_file:
+                rows = rows_by_file[entry["name"]]  # None: all
+                listed = np.zeros(sum(entry["groups"]), bool)
+                listed[slice(None) if rows is None else rows] = True
+                for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1]), first_group):
+                    if mask.any():
+                        without[int(group)] = mask
         return without
 
     @staticmethod

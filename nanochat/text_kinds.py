@@ -1,13 +1,8 @@
 """
-Reads documents from any text file, and converts files to cached parquet.
+Reads documents from any text file (nanochat/text.py lists the kinds), and converts files to cached parquet.
 
-    .jsonl, .jsonl.gz, .jsonl.zst    one document per line; broken lines are skipped or, with --strict, an error
-    .txt                             one document
-    .arrow                           a stream of record batches, as Hugging Face's `datasets` saves it
-    .parquet                         read by nanochat/text.py
-
-Training uses this module once per file, and then reads the cached parquet that `nanochat.text.as_parquet` keeps.
-Pretokenizing and tokenizer training read their documents through this module.
+Training uses this module once per file, and then reads the cached parquet. Pretokenizing and tokenizer training read
+their documents through this module.
 """
 
 import contextlib

@@ -38,6 +38,7 @@ import tiktoken
 
 from nanochat.common import (
     as_path,
+    check_shape,
     each,
     get_base_dir,
     hash_bytes,
@@ -208,7 +209,7 @@ class Tokenizer(metaclass=_Opens):
         return self.special_tokens[text]
 
     def get_bos_token_id(self) -> int:
-        """The id that begins every document."""
+        """nanochat's name for `bos_token_id`."""
         return self.bos_token_id
 
     @property
@@ -471,7 +472,8 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     if (saved["format"], saved["version"]) != (FORMAT, VERSION):
         raise ValueError(f"{path}: expected a {FORMAT} of version {VERSION}, got {saved['format']} "
                          f"{saved['version']}; {RESTORE}")
-    return read_json(local_copy(path), SHAPE | (FOREIGN if "kind" in saved else OURS), remedy=RESTORE)
+    check_shape(saved, FOREIGN if "kind" in saved else OURS, path, ending=f"; {RESTORE}")
+    return saved
 
 
 # ---- opening a tokenizer --------------------------------------------------------------------------------------------

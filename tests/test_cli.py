@@ -42,11 +42,11 @@ def test_a_file_of_flags_need_not_hold_the_required_ones(tmp_path, capsys):
     either = p.add_mutually_exclusive_group(required=True)
     either.add_argument("--name")
     either.add_argument("--number", type=int)
-    config = f"--config={tmp_path / 'flags.yaml'}"
-    args = p.parse_args(["--text=x", "--name=y", config])
+    given = ["--text=x", f"--config={tmp_path / 'flags.yaml'}"]
+    args = p.parse_args([*given, "--name=y"])
     assert (args.text, args.name, args.fast) == ("x", "y", True)
     with pytest.raises(SystemExit, match="2"):
-        p.parse_args(["--text=x", config])
+        p.parse_args(given)
     assert capsys.readouterr().err.startswith("error: one of the arguments --name --number is required")
 
 
@@ -84,16 +84,22 @@ def test_a_url_that_may_hold_a_secret_is_refused_in_every_flag(word):
     assert parser().parse_args([f"--text={plain}"]).text == plain and str(as_path("a/b@c?")) == "a/b@c?"
 
 
+def run_python(code, **env):
+    """Run a program in another process."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env},
+                          cwd=Path(__file__).parents[1])
+
+
 @pytest.mark.parametrize("lines", [3, 100_000])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_ends_a_command_quietly(lines, unbuffered):
     """Regression: `... | head` ended in "[Errno 32] Broken pipe"."""
-    code = f"from nanochat.cli import run_main\nrun_main(lambda: print('\\n'.join(['text'] * {lines})))"
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, cwd=Path(__file__).parents[1])
-    os.close(write)
+    done = run_python(f"""import os
+read, write = os.pipe()
+os.dup2(write, 1)
+os.close(read)
+from nanochat.cli import run_main
+run_main(lambda: print('\\n'.join(['text'] * {lines})))""", PYTHONUNBUFFERED=unbuffered)
     assert (done.returncode, done.stderr) == (141, "")
 
 
@@ -103,7 +109,7 @@ SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
 
 def test_output_never_fails_to_encode_and_never_controls_the_terminal():
     """Regression: a character that stdout could not encode ended a run in its last evaluation."""
-    code = """import logging
+    done = run_python("""import logging
 from nanochat.cli import run_main, setup_logging
 def main():
     setup_logging()
@@ -112,9 +118,7 @@ def main():
     log.info('%s', 'information')
     log.warning('%s', HOSTILE + '\\u00e9 http://u:hid@h/x?hid')
     raise ValueError(HOSTILE + 'a\\n\\u6f22 https://u:hid@h/x?hid.')
-run_main(main)""".replace("HOSTILE", ascii(HOSTILE))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[1],
-                          env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+run_main(main)""".replace("HOSTILE", ascii(HOSTILE)), PYTHONIOENCODING="ascii:strict")
     assert (done.returncode, done.stdout) == (1, "caf\\xe9 \\ud800\n")
     assert done.stderr == ("information\n" rf"warning: {SHOWN}\xe9 http://***@h/x?***" "\n" rf"error: {SHOWN}a" "\n"
                            r"\u6f22 https://***@h/x?***" "\n")
@@ -149,8 +153,11 @@ def test_only_plain_values_of_yaml_are_read(tmp_path, text, value):
 
 @pytest.mark.parametrize("text, words", [
     ("a: 1\nb: 2\na: 3", "line 3: the key 'a' appears twice"), ("[a]: 1", r"line 1: the key \['a'\] is not plain"),
-    ("1\n---\n2", "2 documents, expected one"), ("9" * 5000, "not valid YAML")])
-def test_a_yaml_file_that_could_mean_two_things_is_refused(tmp_path, text, words):
+    ("1\n---\n2", "2 documents, expected one"), ("9" * 5000, "not valid YAML"), ("{a: 1", "line 1: "),
+    ("a: &x 1\nb: *x", r"line 2: the alias \*x"), ("a: !!float 1", "line 1: the tag !!float"),
+    ("a: !x 1", "the tag !x"), ("[" * 21 + "]" * 21, "nested more than 20"), ("[" * 200_000, "nested more than 20"),
+    ("{a: " * 21 + "}" * 21, "nested more than 20"), ("a" * 600_000, "more than 524,288 bytes")])
+def test_a_yaml_file_with_more_than_plain_values_or_two_meanings_is_refused(tmp_path, text, words):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=words):
         read_yaml(tmp_path / "a.yaml")
@@ -167,6 +174,5 @@ run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"""
     kill = "os.kill(os.getpid(), signal.SIGINT)"
     for argv0, before, code, words in (("-m", kill, -2, ""), ("-m", "", 130, "interrupted\n"),
                                        ("tests", "", 130, "interrupted\n")):
-        result = subprocess.run([sys.executable, "-c", child.format(argv0=argv0, before=before)], capture_output=True,
-                                text=True, check=False)
+        result = run_python(child.format(argv0=argv0, before=before))
         assert (result.returncode, result.stderr) == (code, words)

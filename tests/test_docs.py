@@ -171,7 +171,7 @@ def test_flags_that_stand_for_those_of_other_projects_exist(capsys):
     ("tokenizer", "Tokenizer RustBPETokenizer get_tokenizer get_token_bytes"),
     ("dataset", "list_parquet_files parquets_iter_batched download_single_file index_to_filename BASE_URL MAX_SHARD "
                 "DATA_DIR"),
-    ("common", "get_base_dir print0 compute_init compute_cleanup autodetect_device_type get_dist_info DummyWandb"),
+    ("common", "get_base_dir print0 compute_init compute_cleanup autodetect_device_type get_dist_info"),
     ("dataloader", "tokenizing_distributed_data_loader_with_state_bos_bestfit "
                    "tokenizing_distributed_data_loader_bos_bestfit tokenizing_distributed_data_loader_with_state "
                    "tokenizing_distributed_data_loader"),

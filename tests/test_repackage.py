@@ -5,13 +5,13 @@ import json
 import random
 from collections import Counter
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from dev import repackage_data_reference as module
 from dev.repackage_data_reference import main, repackage
 from nanochat import dataset
+from tests.toy import tree, write_jsonl, write_parquet
 
 
 def random_texts(n):
@@ -39,12 +39,9 @@ def order(folder):
 def inputs(tmp_path):
     """5,000 documents in three files of different formats."""
     folder, texts = tmp_path / "in", random_texts(5000)
-    (folder / "sub").mkdir(parents=True)
-    table = pa.table({"id": range(3000), "text": pa.array(texts[:3000], pa.string())})
-    pq.write_table(table, folder / "sub" / "b.parquet", row_group_size=700)
-    lines = [json.dumps({"text": text, "n": 1}) + "\n" for text in texts[3000:]]
-    (folder / "c.jsonl").write_text("".join(lines[:500]))
-    (folder / "d.jsonl.gz").write_bytes(gzip.compress("".join(lines[500:]).encode()))
+    write_parquet(folder / "sub" / "b.parquet", texts[:3000], 700)
+    write_jsonl(folder / "c.jsonl", texts[3000:3500])
+    write_jsonl(folder / "d.jsonl.gz", texts[3500:])
     (folder / "notes.md").write_text("not data")
     return folder, texts
 
@@ -66,13 +63,12 @@ def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(i
 
 @pytest.mark.parametrize("n", [2, 1024, 1025])
 def test_few_documents_still_give_a_validation_shard(tmp_path, n):
-    pq.write_table(pa.table({"text": random_texts(n)}), tmp_path / "in.parquet")
-    repackage([tmp_path / "in.parquet"], tmp_path / "out")
+    repackage([write_parquet(tmp_path / "in.parquet", random_texts(n))], tmp_path / "out")
     assert len(read_all(tmp_path / "out")) == 2
     assert Counter(order(tmp_path / "out")) == Counter(random_texts(n))
 
 
-def test_the_memory_budget_bounds_memory_and_changes_no_byte(inputs, tmp_path, monkeypatch):
+def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder_or_the_memory(inputs, tmp_path, monkeypatch):
     folder, texts = inputs
     budget, sorted_bytes, merges = 20_000, [], []
 
@@ -85,21 +81,13 @@ def test_the_memory_budget_bounds_memory_and_changes_no_byte(inputs, tmp_path, m
     monkeypatch.setattr(module, "RUNS_AT_ONCE", 10)
     repackage([folder], tmp_path / "large", shard_chars=100_000)
     assert len(sorted_bytes) == 1 and merges == [1]
-    repackage([folder], tmp_path / "small", shard_chars=100_000, memory_bytes=budget)
+    moved = folder.rename(tmp_path / "moved")
+    repackage([moved], tmp_path / "small", shard_chars=100_000, memory_bytes=budget)
     one = max(len(text.encode()) for text in texts) + module.RECORD_BYTES
     assert max(sorted_bytes[1:]) < budget + one and len(merges) > 10 and max(merges) == 10
-    large, small = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-                    for name in ("large", "small"))
-    assert large == small and len(large) > 2
-
-
-def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder(inputs, tmp_path):
-    folder, _ = inputs
-    repackage([folder], tmp_path / "one", seed=1)
-    folder.rename(tmp_path / "moved")
-    repackage([tmp_path / "moved"], tmp_path / "two", seed=1)
-    repackage([tmp_path / "moved"], tmp_path / "three", seed=2)
-    assert order(tmp_path / "one") == order(tmp_path / "two") != order(tmp_path / "three")
+    assert tree(tmp_path / "large") == tree(tmp_path / "small") and len(tree(tmp_path / "large")) > 2
+    repackage([moved], tmp_path / "seed", shard_chars=100_000, seed=2)
+    assert order(tmp_path / "seed") != order(tmp_path / "large")
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
@@ -125,12 +113,3 @@ def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name,
     with pytest.raises(ValueError, match=error):
         repackage([tmp_path / name], tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_an_existing_output_is_not_touched(inputs, tmp_path):
-    folder, _ = inputs
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("keep")
-    with pytest.raises(ValueError, match="already exists"):
-        repackage([folder], tmp_path / "out")
-    assert (tmp_path / "out" / "mine").read_text() == "keep"

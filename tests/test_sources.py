@@ -14,7 +14,6 @@ import pytest
 from nanochat import sources, text, text_kinds
 from nanochat.dataset import check, fingerprint, scan
 from nanochat.sources import ParquetSource
-from nanochat.text import as_parquet
 from tests.token_files import patch
 from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_jsonl, write_parquet
 
@@ -34,8 +33,8 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def open_source(path, tokenizer=None):
-    return ParquetSource(scan(path), tokenizer or ByteTokenizer())
+def open_source(path):
+    return ParquetSource(scan(path), ByteTokenizer())
 
 
 def texts_of(source, group, rows, keep=0):
@@ -69,33 +68,31 @@ def test_manifest_and_fingerprint_survive_a_move_and_follow_the_contents(folder,
     assert fingerprint(scan(elsewhere)) != fingerprint(manifest)
 
 
-def test_check_names_a_file_of_the_same_size_with_another_footer(folder):
-    path = folder / "s1.parquet"
-    plain = {"compression": "none", "use_dictionary": False}
-    texts = some_texts(20, seed=1)
-    write_parquet(path, texts, GROUP, **plain)
-    manifest, size = scan(folder), path.stat().st_size
-    write_parquet(path, [t.swapcase() for t in texts], GROUP, **plain)
-    assert path.stat().st_size == size and texts != [t.swapcase() for t in texts], "the case: only the footer differs"
-    with pytest.raises(ValueError, match=r"s1\.parquet: has changed since this run began \(footer"):
-        check(manifest)
-    write_parquet(path, texts, GROUP, **plain)
-    assert check(manifest) == manifest
+def same_size(path):
+    """Another footer, but the same size."""
+    write_parquet(path, [t.swapcase() for t in some_texts(20, seed=1)], GROUP, **PLAIN)
+
+
+PLAIN = {"compression": "none", "use_dictionary": False}
 
 
 @pytest.mark.parametrize("damage, what", [
     (lambda path: path.write_bytes(path.read_bytes()[:-20]), "truncated or not a parquet file"),
     (lambda path: path.write_bytes(b"PAR1"), "truncated or not a parquet file"),
     (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"has changed since this run began \("),
-    (lambda path: path.unlink(), ".*gone.*--model-tag")])
+    (same_size, r"has changed since this run began \(footer"), (lambda path: path.unlink(), ".*gone.*--model-tag")])
 def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
-    manifest, source = scan(folder), open_source(folder)
-    damage(folder / "s1.parquet")
+    path = write_parquet(folder / "s1.parquet", some_texts(20, seed=1), GROUP, **PLAIN)
+    manifest, source, size = scan(folder), open_source(folder), path.stat().st_size
+    damage(path)
+    assert damage != same_size or path.stat().st_size == size
     with pytest.raises((ValueError, FileNotFoundError), match=rf"s1\.parquet: {what}"):
         check(manifest)
     if "gone" in what:  # while a run reads it
         with pytest.raises(FileNotFoundError, match=r"s1\.parquet"):
             texts_of(source, 3, [0])
+    write_parquet(path, some_texts(20, seed=1), GROUP, **PLAIN)
+    assert check(manifest) == manifest
 
 
 # ---- refused files --------------------------------------------------------------------------------------------------
@@ -105,6 +102,7 @@ def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     ({"text": [1, 2]}, "type int64, expected string"),
     ({"text": ["a", None, "b", None]}, r"2 nulls in column `text` of row group 0"),
     ({"text": pa.array([], pa.string())}, r"the parquet file is empty \(0 rows\)"),
+    (pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), "2 columns named `text`"),
 ])
 def test_bad_parquet_is_named(tmp_path, table, what):
     write_parquet(tmp_path / "good.parquet", ["a"])
@@ -160,54 +158,59 @@ def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(t
     assert [t for t in all_texts(gaps, 7) if t] == [expected[0], expected[1], expected[1], expected[2]]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_order_of_reads_gives_the_texts_that_were_written(folder, seed):
-    rng, source = random.Random(seed), open_source(folder)
-    expected = [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
-    assert all_texts(open_source(folder), seed + 2) == expected
-    assert sum(not t for group in expected for t in group) >= 3, "the case: empty documents"
-    for _ in range(60):
+EXPECTED = [group for i in range(3) for group in grouped(some_texts(20, seed=i))]  # what `folder` holds
+
+
+@pytest.mark.parametrize("small_tokens", [sources.SMALL_TOKENS, -1])
+def test_any_order_of_reads_gives_the_texts_that_were_written(folder, monkeypatch, small_tokens):
+    monkeypatch.setattr(sources, "SMALL_TOKENS", small_tokens)
+    rng, source = random.Random(0), open_source(folder)
+    assert sum(not t for group in EXPECTED for t in group) >= 3, "the case: empty documents"
+    for _ in range(150):
         group, size = rng.randrange(len(source.groups)), rng.choice([1, 2, 4])
         if rng.random() < 0.5:  # a unit of a lane's share; otherwise documents that a cursor lists
-            first = size * rng.randrange(-(-len(expected[group]) // size))
-            rows = list(range(first, min(first + size, len(expected[group]))))
-            keep = rng.randint(rows[-1] + 1, len(expected[group]))
+            first = size * rng.randrange(-(-len(EXPECTED[group]) // size))
+            rows = list(range(first, min(first + size, len(EXPECTED[group]))))
+            keep = rng.randint(rows[-1] + 1, len(EXPECTED[group]))
         else:
-            rows, keep = range(len(expected[group])), 0
+            rows, keep = range(len(EXPECTED[group])), 0
         rows = rng.sample(rows, rng.randint(1, len(rows)) if keep == 0 else len(rows))
-        assert texts_of(source, group, rows, keep) == [expected[group][row] for row in rows]
+        assert texts_of(source, group, rows, keep) == [EXPECTED[group][row] for row in rows]
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The groups that are decoded."""
+    calls = []
+    monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: calls.append(args[1:]) or
+                        text.read_batches(*args, **kwargs))
+    return calls
 
 
 @pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
-def test_a_group_of_a_large_bucket_is_decoded_once_if_reads_say_what_to_keep(folder, monkeypatch, unit_size):
-    decoded = []
+def test_a_group_of_a_large_bucket_is_decoded_once_if_reads_say_what_to_keep(folder, monkeypatch, decoded, unit_size):
     monkeypatch.setattr(sources, "SMALL_TOKENS", -1)
-    monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
-                        text.read_batches(*args, **kwargs))
     source = open_source(folder)
-    all_texts(source, unit_size)
+    assert all_texts(source, unit_size) == EXPECTED
     assert len(decoded) == len(set(decoded)) == len(source.groups)
     assert not source._kept, "units that were read are not kept"
     texts_of(source, 0, [0])
     assert len(decoded) == len(source.groups) + 1 and not source._kept, "nor are units that no read asked to keep"
 
 
-def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, monkeypatch):
-    decoded, rng = [], random.Random(0)
-    monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: decoded.append(args[1:]) or
-                        text.read_batches(*args, **kwargs))
-    source, expected = open_source(folder), [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
-    order = [(g, row) for g, group in enumerate(expected) for row in range(len(group))] * 3
-    rng.shuffle(order)
+def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
+    source = open_source(folder)
+    order = [(g, row) for g, group in enumerate(EXPECTED) for row in range(len(group))] * 3
+    random.Random(0).shuffle(order)
     with ThreadPoolExecutor(4) as pool:
         for (group, row), [document] in zip(order, pool.map(lambda at: texts_of(source, at[0], [at[1]]), order)):
-            assert document == expected[group][row]
+            assert document == EXPECTED[group][row]
     assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
 # ---- other text------------------------------------------------------------------------------------------------------
 
-def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
+def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_again_when_they_changed(tmp_path):
     documents = some_texts(5, seed=4)
     write_jsonl(tmp_path / "data" / "a.jsonl.zst", documents[:2])
     for i, document in enumerate(documents[2:]):
@@ -215,8 +218,11 @@ def test_a_txt_file_is_a_document_among_other_kinds(tmp_path):
     source = open_source(tmp_path / "data")
     assert all_texts(source) == [documents[:2], *([document] for document in documents[2:])]
     assert source.locate(2) == ("b1.txt", 0)
+    stamps = [path.stat().st_mtime_ns for path in source.paths]
     manifest = scan(tmp_path / "data")
+    assert [path.stat().st_mtime_ns for path in source.paths] == stamps, "not converted again"
     (tmp_path / "data" / "b1.txt").write_text("another")
+    assert all_texts(open_source(tmp_path / "data"))[2] == ["another"]
     with pytest.raises(ValueError, match=r"b1\.txt: has changed since this run began"):
         check(manifest)
 
@@ -242,43 +248,29 @@ def test_the_text_field_may_have_another_name_even_inside_a_struct(tmp_path, fie
         scan(tmp_path / "null.parquet", selection=text.Selection("meta.body"))
 
 
-def test_jsonl_is_converted_once_and_again_when_it_changed(tmp_path, base_dir):
-    path = write_jsonl(tmp_path / "s.jsonl", ["one", "two"])
-    first = as_parquet(path)
-    stamp = first.stat().st_mtime_ns
-    assert as_parquet(path) == first and first.stat().st_mtime_ns == stamp
-    manifest = scan(path)
-    write_jsonl(path, ["one", "another"])
-    assert all_texts(open_source(path)) == [["one", "another"]]
-    with pytest.raises(ValueError, match=r"s\.jsonl: has changed since this run began"):
-        check(manifest)
-
-
 BROKEN = [b'{"text": "one"}', b"{broken", b'{"text": "two"}', b'{"text": "\xff"}', b'{"text": "three"}']
 
 
-def test_broken_jsonl_lines_are_reported_once_per_launch(tmp_path, caplog):
-    path = tmp_path / "s.jsonl.gz"
+def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(tmp_path, base_dir, caplog):
+    path, strict = tmp_path / "s.jsonl.gz", text.Selection(strict=True)
     path.write_bytes(gzip.compress(b"\n".join(BROKEN)))
+
+    def refused(read):
+        with pytest.raises(ValueError, match=r"s\.jsonl\.gz: line 2: not JSON.*--strict"):
+            read()
+
+    refused(lambda: scan(path, selection=strict))
+    assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
     for _ in range(2):
         caplog.clear()
         text_kinds._warn_of_skipped.cache_clear()  # as in a new process
         with caplog.at_level(logging.WARNING):
             assert [all_texts(open_source(path)) for _ in range(2)] == [[["one", "two", "three"]]] * 2
         assert caplog.text.count("s.jsonl.gz: 2 broken lines skipped; the first is line 2: not JSON") == 1
-
-
-def test_strict_makes_a_broken_line_fatal_even_after_a_conversion(tmp_path, base_dir):
-    path, strict = tmp_path / "s.jsonl", text.Selection(strict=True)
-    path.write_bytes(b"\n".join(BROKEN))
-    with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
-        scan(path, selection=strict)
-    assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
     manifest = scan(path)
-    for read in (lambda: scan(path, selection=strict), lambda: check(manifest, strict=True)):
-        with pytest.raises(ValueError, match=r"s\.jsonl: line 2: not JSON.*--strict"):
-            read()
-    path.write_bytes(BROKEN[0])
+    refused(lambda: scan(path, selection=strict))  # even after a conversion
+    refused(lambda: check(manifest, strict=True))
+    path.write_bytes(gzip.compress(BROKEN[0]))
     assert scan(path, selection=strict) == scan(path), "strict changes nothing else"
 
 

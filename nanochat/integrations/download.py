@@ -102,25 +102,18 @@ def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: 
     return Downloader(url, data_dir, token if urlsplit(url)[:2] == urlsplit(endpoint)[:2] else "")
 
 
-def open_session(token: str) -> requests.Session:
-    """A session that sends the token only to the first server."""
+def copy(url: str, part: Path, token: str = "") -> None:
+    """Download `url` to a file and fsync it. OSError after an answer that a retry would not change, or after the last
+    attempt; each retry is logged before it starts."""
     def sign(request: requests.PreparedRequest) -> requests.PreparedRequest:
         # ~/.netrc would override a session header; the library drops this one if it is redirected to another server
         request.headers["Authorization"] = f"Bearer {token}"
         return request
 
-    session = requests.Session()
-    session.auth = sign if token else None
-    return session
-
-
-def copy(url: str, part: Path, token: str = "") -> None:
-    """Download `url` to a file and fsync it. OSError after an answer that a retry would not change, or after the last
-    attempt; each retry is logged before it starts."""
     for attempt in range(1, ATTEMPTS + 1):
         pause = BACKOFF_S * 2**(attempt - 1)
         try:
-            with open_session(token) as session, session.get(url, stream=True, timeout=TIMEOUT_S) as response:
+            with requests.get(url, stream=True, timeout=TIMEOUT_S, auth=sign if token else None) as response:
                 status = response.status_code
                 if status == 200:
                     with open(part, "wb") as f:

@@ -141,11 +141,6 @@ class ThirdPartyTokenizer(Tokenizer):
         tokens = {*self.special_tokens.values(), self.bos_token_id}
         return {i: self.spell(i) for i in tokens if not self.can_be_text(i)}
 
-    @cached_property
-    def _is_reserved(self) -> np.ndarray:
-        """(vocab_size,) bool: whether no text may become this id."""
-        return np.isin(np.arange(self.size), list(self._reserved))
-
     @property
     def encoder(self) -> Encoder:
         return self._encode
@@ -156,7 +151,7 @@ class ThirdPartyTokenizer(Tokenizer):
         except (UnicodeError, TypeError):  # a lone surrogate
             lists = self.batch([replace_surrogates(text) for text in texts])
         encoded = _flat(lists)
-        if self._is_reserved[encoded[0]].any():
+        if np.isin(encoded[0], list(self._reserved)).any():
             return _flat([[j for i in ids for j in self._reserved.get(i, (i,))] for ids in lists])
         return encoded
 
@@ -356,8 +351,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
 # ---- opening one ---------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED: dict[str, type[ThirdPartyTokenizer]] = {
-    "huggingface": HuggingFaceTokenizer, "sentencepiece": SentencePieceTokenizer, "ids": IdsTokenizer}
+SAVED: dict[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
@@ -387,13 +381,13 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
 def named_ends(folder: Path) -> list[str | int]:
     """The EOS and BOS that the files beside a tokenizer.json name, EOS first."""
     ends: list[str | int] = []
-    files = [file for file in (folder / name for name in SIBLINGS) if file.is_file()]
+    files = [file for file in map(folder.joinpath, SIBLINGS) if file.is_file()]
     values = {file: parse_json(local_copy(file).read_bytes(), file, dict, remedy="repair or delete it")
               for file in files}
     for name, file in product(("eos_token", "bos_token"), files):
         token = values[file].get(name)
         token = token.get("content", token) if isinstance(token, dict) else token
-        check_shape({name: token}, {name: str | None}, file)
+        check_shape(token, str | None, file, field=name)
         ends += [token] if token else []
     return ends
 

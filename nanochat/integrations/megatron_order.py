@@ -25,6 +25,7 @@ of one pass: epochs are shuffled together, so none has an end.
 Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -115,7 +116,7 @@ class BlendedMegatronDatasetBuilder:
                              f"{', '.join(split.name for split in Split)}")
         self.cls, self.sizes, self.config = cls, list(sizes), config
         self.is_built_on_rank = is_built_on_rank
-        self._opened: dict[str, Any] = {}  # by prefix
+        self._open = functools.cache(lambda prefix: cls.build_low_level_dataset(prefix, config))
 
     def build(self) -> list[Any]:
         """A data set for each split; None for a split without data, and on ranks without data. With
@@ -157,9 +158,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
         """A split of one pair of files, rounded to whole sequences."""
-        if prefix not in self._opened:
-            self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
-        opened = self._opened[prefix]
+        opened = self._open(prefix)
         n = float(len(opened.sequence_lengths))
         indices = range(round(part[0] * n), round(part[1] * n))
         return self.cls(opened, prefix, indices, size, split, self.config)

@@ -345,11 +345,9 @@ def worth_storing(monkeypatch):
     monkeypatch.setattr(megatron_tables, "WORTH_STORING", 1000)
 
 
-def keep(folder, build=lambda: ARRAYS):
-    return cached(str(folder), "key", build)
-
-
-def same(arrays):
+def kept(folder, build=lambda: ARRAYS):
+    """Whether the cache in a folder returns the right arrays."""
+    arrays = cached(str(folder), "key", build)
     return all(arrays[name].dtype == array.dtype and np.array_equal(arrays[name], array)
                for name, array in ARRAYS.items())
 
@@ -364,11 +362,11 @@ def same(arrays):
     lambda array, seal: seal.write_text("[1]"),
     lambda array, seal: seal.write_text("{}")])
 def test_corrupt_arrays_are_built_again_with_a_warning(damage, tmp_path, caplog):
-    keep(tmp_path)
+    assert kept(tmp_path)
     seal = tmp_path / "key.json"
     damage(tmp_path / "key-x.npy", seal)
-    assert same(keep(tmp_path)) and "cannot be used" in caplog.text and str(seal) in caplog.text
-    assert same(keep(tmp_path, lambda: pytest.fail("built")))
+    assert kept(tmp_path) and "cannot be used" in caplog.text and str(seal) in caplog.text
+    assert kept(tmp_path, lambda: pytest.fail("built"))
 
 
 def test_several_threads_that_build_at_once_all_get_the_right_arrays(tmp_path):
@@ -376,16 +374,16 @@ def test_several_threads_that_build_at_once_all_get_the_right_arrays(tmp_path):
 
     def work(_):
         barrier.wait()
-        return all(same(keep(tmp_path)) for _ in range(5))
+        return all(kept(tmp_path) for _ in range(5))
 
     with ThreadPoolExecutor(6) as pool:
         assert all(pool.map(work, range(6)))
-    assert len(list(tmp_path.iterdir())) == 3 and same(keep(tmp_path, lambda: pytest.fail("built")))
+    assert len(list(tmp_path.iterdir())) == 3 and kept(tmp_path, lambda: pytest.fail("built"))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    assert same(keep(tmp_path / "file")) and "not stored" in caplog.text
+    assert kept(tmp_path / "file") and "not stored" in caplog.text
 
 
 def test_the_name_of_cached_indices_depends_on_everything_that_decides_them(tmp_path, monkeypatch):
@@ -438,24 +436,25 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
                                "but without effect"]
 
 
-def test_indices_of_remote_data_are_copied_into_the_configured_folder(monkeypatch):
-    opened = []
-    monkeypatch.setattr(LAUNCH, "cache", None)
+@pytest.mark.parametrize("prefix, folders", [
+    ("/data/web", [None, None]), ("s3://bucket/web", ["/somewhere", "/elsewhere"])])
+def test_indices_of_remote_data_are_copied_into_the_configured_folder(prefix, folders, monkeypatch):
+    used = []
 
     def open_file(path, mapped):
-        opened.append(f"{path} {LAUNCH.cache}")
+        used.append(LAUNCH.cache)
         raise EOFError
 
+    monkeypatch.setattr(LAUNCH, "cache", None)
     monkeypatch.setattr(megatron, "TokenFile", open_file)
     monkeypatch.setattr(IndexedDataset, "exists", staticmethod(lambda prefix: True))
     config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere")
     storage = ObjectStorageConfig(path_to_idx_cache="/elsewhere", bin_chunk_nbytes=1 << 20)
-    for prefix in ("/data/web", "s3://bucket/web"):
-        with pytest.raises(EOFError):
-            GPTDataset.build_low_level_dataset(prefix, config)
-        with pytest.raises(EOFError):
-            IndexedDataset(prefix, mmap=False, object_storage_config=storage)
-    assert opened == ["/data/web.bin None"] * 2 + ["s3://bucket/web.bin /somewhere", "s3://bucket/web.bin /elsewhere"]
+    with pytest.raises(EOFError):
+        GPTDataset.build_low_level_dataset(prefix, config)
+    with pytest.raises(EOFError):
+        IndexedDataset(prefix, mmap=False, object_storage_config=storage)
+    assert used == folders
 
 
 def test_names_of_megatron_core_that_user_code_imports():

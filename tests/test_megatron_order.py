@@ -2,6 +2,8 @@
 and every promise of the lanes holds for them, too."""
 
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -164,17 +166,12 @@ def test_rows_are_made_without_tensors_and_keep_the_type_on_disk(pairs, monkeypa
 
 
 def test_documents_of_a_row_end_with_their_eod(pairs):
-    config, sources = config_of(), sources_of(pairs)
-    with DataLoader(config, sources, tokenizer=Tokenizer(), rows_per_step=80, device_batch_size=80,
+    with DataLoader(config_of(), sources_of(pairs), tokenizer=Tokenizer(), rows_per_step=80, device_batch_size=80,
                     with_doc_ids=True) as loader:
         batch = next(loader)
     assert batch.doc_ids is not None and batch.doc_ids.max() > 1, "the case: three documents in a row"
     for inputs, doc_ids in zip(batch.inputs.tolist(), batch.doc_ids.tolist()):
-        document, expected = 0, []
-        for token in inputs:
-            expected.append(document)
-            document += token == BOS
-        assert doc_ids == expected
+        assert doc_ids == [inputs[:at].count(BOS) for at in range(T)]
 
 
 # ---- the same for every W, B, restart and batch size ----------------------------------------------------------------
@@ -263,43 +260,34 @@ def test_accounts_balance_after_every_step(pairs):
 
 # ---- rows and documents ---------------------------------------------------------------------------------------------
 
-def test_a_row_names_its_documents(pairs):
-    config, sources = config_of(), sources_of(pairs)
-    stream, checked = stream_of(config, sources), 0
-    documents = {name: [np.concatenate(part.dataset[first:end] or [np.zeros(0, np.uint16)]).tolist() for first, end in
-                        zip(part.dataset.document_indices[:-1], part.dataset.document_indices[1:])]
-                 for name, part in zip(sources, stream.samples.datasets)}
-    for row in stream.next_rows(20):
-        tokens = row.tokens
-        for place in stream.describe(row):
-            assert place["file"] == f"{row.bucket}.bin"
-            document = documents[row.bucket][place["document"]]
-            assert tokens[place["at"]:place["at"] + place["tokens"]].tolist() == document[place["start"]:place["stop"]]
-            assert place["of"] == len(document)
-            checked += place["tokens"]
-    assert checked == 80 * (T + 1)
-
-
 @pytest.mark.parametrize("names, weights, num", [("abc", (3.0, 2.0, 1.0), 400), ("abc", None, 100), ("b", None, 400)])
-def test_the_samples_with_a_document_are_those_whose_descriptions_name_it(pairs, names, weights, num):
-    config = config_of(weights=weights, num_samples=num)
-    stream = stream_of(config, sources_of(",".join(path for path in pairs.split(",") if path[-1] in names)))
-    expected = {(bucket, n): [] for bucket, part in zip(stream.buckets, stream.samples.datasets)
-                for n in range(len(part.dataset.document_indices) - 1)}
+def test_rows_name_their_documents_and_the_samples_with_a_document_are_those_that_name_it(pairs, names, weights, num):
+    sources = sources_of(",".join(path for path in pairs.split(",") if path[-1] in names))
+    stream, documents, uses = stream_of(config_of(weights=weights, num_samples=num), sources), {}, {}
+    for bucket, part in zip(stream.buckets, stream.samples.datasets):
+        for number, (first, end) in enumerate(pairwise(part.dataset.document_indices)):
+            sequences = part.dataset[first:end]
+            documents[bucket, number] = [t for ids in sequences for t in ids.tolist()]
+            uses[bucket, number] = []
     for row in stream.next_rows(num // V):
-        for place in stream.describe(row):
-            if place["tokens"]:  # some sequences are empty
-                expected[row.bucket, place["document"]].append((row.sample, place["start"], place["stop"]))
+        places = stream.describe(row)
+        assert sum(place["tokens"] for place in places) == T + 1
+        for place in places:
+            document, (start, stop) = documents[row.bucket, place["document"]], (place["start"], place["stop"])
+            assert row.tokens[place["at"]:place["at"] + place["tokens"]].tolist() == document[start:stop]
+            assert (place["file"], place["of"]) == (f"{row.bucket}.bin", len(document))
+            if start < stop:  # some sequences are empty
+                uses[row.bucket, place["document"]].append((row.sample, start, stop))
     several = 0
-    for (bucket, number), places in expected.items():
+    for (bucket, number), document in documents.items():
         pieces = stream.samples_with(bucket, number)
-        assert sorted(piece[1:] for piece in pieces) == sorted(places)
-        epochs = np.bincount([piece.epoch for piece in pieces]) if pieces else []
-        several += len(epochs) > 1
-        ids = [np.concatenate([np.arange(*piece[2:]) for piece in pieces if piece.epoch == epoch] or [np.zeros(0, int)])
-               for epoch in range(len(epochs))]
-        length = stream.document_length(bucket, number)
-        assert all(len(of_epoch) <= length + n for of_epoch, n in zip(ids, epochs)), "neighbouring samples share one id"
+        assert sorted(piece[1:] for piece in pieces) == sorted(uses[bucket, number])
+        assert stream.document_length(bucket, number) == len(document)
+        of_epochs = Counter()
+        for piece in pieces:
+            of_epochs[piece.epoch] += piece.stop - piece.start
+        assert all(ids <= len(document) + num for ids in of_epochs.values()), "neighbouring samples share one id"
+        several += len(of_epochs) > 1
     assert (several > 10) == (weights is not None or num > 100), "the case: documents repeat"
 
 

@@ -343,12 +343,13 @@ class GPTDataset:
                              f"tokens, so the file is corrupt; regenerate the pair")
         self.num_tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         drop_last = index_split is not Split.valid or config.drop_last_partial_validation_sequence
-        try:
-            self.order = plan_order(
-                config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch,
-                num_samples=num_samples, T=self._T, extra=self._extra, drop_last=drop_last)
-        except ValueError as e:
-            raise ValueError(f"{dataset_path}, split {index_split.name}: {e}") from None
+        if num_samples and not self.num_tokens_per_epoch:
+            raise ValueError(f"{dataset_path}, split {index_split.name}: needs {num_samples:,} samples, but its "
+                             f"{len(indexed_indices):,} sequences have no tokens; give this split a larger share, or "
+                             f"set its number of samples to 0")
+        self.order = plan_order(
+            config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch,
+            num_samples=num_samples, T=self._T, extra=self._extra, drop_last=drop_last)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:

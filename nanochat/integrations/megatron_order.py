@@ -90,11 +90,11 @@ class BlendedDataset:
         return len(self.dataset_index)
 
     def counts(self, stop: int) -> list[int]:
-        """How many of samples 0 .. stop - 1 come from each of `datasets`."""
+        """See `GPTDataset.counts`."""
         return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
-        """(number of the data set that sample i comes from, number of the sample there)."""
+        """See `GPTDataset.locate`."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i:,}: the blend has {len(self):,} samples")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])

@@ -101,9 +101,9 @@ def test_the_builder_makes_a_data_set_or_a_blend_for_each_split(prefixes):
     assert [type(d) for d in build((prefixes[:1], [2.0]), [5, 5, 5])] == [BlendedDataset] * 3
     config = GPTDatasetConfig(random_seed=3, sequence_length=16, blend=(prefixes, None), split="1")
     assert BlendedMegatronDatasetBuilder(GPTDataset, [1] * 3, lambda: False, config).build() == [None] * 3
-    blends = [None, (prefixes, None), None]
-    none, several, _ = build(None, [5, None, None], split=None, blend_per_split=blends, multiple_validation_sets=True)
-    assert none is None and [len(d.indices) for d in several] == [90, 80, 20]
+    blends = [(prefixes[:1], [4.0]), (prefixes, None), None]
+    one, several, none = build(None, [5, None, 1], split=None, blend_per_split=blends, multiple_validation_sets=True)
+    assert type(one) is GPTDataset and none is None and [len(d.indices) for d in several] == [90, 80, 20]
 
 
 def test_bad_blends_are_one_sentence(prefixes):

@@ -21,7 +21,7 @@ import json
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,8 +54,8 @@ def make_tokenizer(eod: int, vocab_size: int, **pad: int) -> SimpleNamespace:
     return SimpleNamespace(eod=eod, vocab_size=vocab_size, unique_identifiers={"name": "compare"}, **pad)
 
 
-def write_pair(builder: Any, prefix: Path, documents: list[list[int]] | list[np.ndarray]) -> None:
-    """Write a pair of files with one sequence per document. `builder`: theirs or ours, for `prefix`.bin."""
+def write_pair(builder: Any, prefix: Path, documents: Iterable[Any]) -> None:
+    """Write a pair of files with one sequence per document, its ids (n,). `builder`: theirs or ours, for `prefix`.bin."""
     for ids in documents:
         builder.add_document(torch.from_numpy(np.array(ids, np.int64)), [len(ids)])
     builder.finalize(f"{prefix}.idx")

@@ -100,11 +100,14 @@ def write_ours(path: Path, entries: list[list[int]], prefixes: list[int], vocab_
 
 
 def compare_theirs(work: Path, check: peers.Comparison) -> None:
-    """Step 2: the shards that gpt-simple wrote."""
+    """Step 2: the shards that gpt-simple wrote, and the tokenizer.json that it used."""
+    from dev.measure import digests_of
+    from nanochat.tokenizer import get_tokenizer
     from nanochat.tokens import open_tokens
+    from scripts.convert_shards import documents
     from scripts.verify import main as verify
     for name in CASES:
-        path = work / "there" / f"{name}.bin"
+        path, mine = work / "there" / f"{name}.bin", work / "here" / f"{name}.bin"
         theirs = json.loads(path.with_suffix(".json").read_text())
         entries, eod, pair = theirs["entries"], theirs["eod"], open_tokens(path, vocab_size=theirs["vocab_size"])
         check.same(f"{name}: {len(entries):,} entries of {theirs['documents']:,} documents written there, read here",
@@ -115,31 +118,20 @@ def compare_theirs(work: Path, check: peers.Comparison) -> None:
                    == [[eod, *(e[:-1] if e[-1] == eod else e)] for e in entries])
         check.same(f"{name}: scripts.verify accepts them",
                    verify([str(path), "--vocab-size", str(theirs["vocab_size"])]) == 0)
-        mine = work / "here" / path.name
         write_ours(mine.with_suffix(""), entries, theirs["prefixes"], theirs["vocab_size"])
         check.same(f"{name}: the same entries, written here, have the same bytes", all(
                    mine.with_suffix(e).read_bytes() == path.with_suffix(e).read_bytes() for e in (".bin", ".idx")))
-
-
-def compare_tokenizers(work: Path, check: peers.Comparison) -> None:
-    """Step 2: the tokenizer.json that gpt-simple used."""
-    from dev.measure import digests_of
-    from nanochat.tokenizer import get_tokenizer
-    from nanochat.tokens import open_tokens
-    from scripts.convert_shards import documents
-    for name in CASES:
-        theirs = json.loads((work / "there" / f"{name}.json").read_text())
         tokenizer = get_tokenizer(work / "tokenizers" / name)
-        eod = tokenizer.get_bos_token_id()
         check.same(f"{name}: EOD of tokenizer.json, and its vocabulary plus the padding token that gpt-simple adds",
-                   (eod, tokenizer.get_vocab_size() + 1) == (theirs["eod"], theirs["vocab_size"]))
+                   (tokenizer.get_bos_token_id(), tokenizer.get_vocab_size() + 1) == (eod, theirs["vocab_size"]))
         check.same(f"{name}: its ids of the documents, tokenized here and there",
-                   [ids.tolist() for ids in documents(open_tokens(work / "there" / f"{name}.bin"), eod)]
+                   [ids.tolist() for ids in documents(pair, eod)]
                    == [[*ids, eod] for ids in tokenizer.encode(texts_for(name))])
-    flags = f"--tokenizer={work / 'tokenizers' / 'whole'}", f"--val-path={work / 'there' / 'no_overlap'}"
-    digests = digests_of(work, "theirs", f"--data-path={work / 'there' / 'whole'}", "--data-format=shards", *flags)
-    text = digests_of(work, "text", f"--data-path={work / 'texts' / 'whole.jsonl'}", flags[0],
-                      f"--val-path={work / 'texts' / 'no_overlap.jsonl'}")
+    flag, texts, shards = f"--tokenizer={work / 'tokenizers' / 'whole'}", work / "texts", work / "there"
+    digests = digests_of(work, "theirs", f"--data-path={shards / 'whole'}", f"--val-path={shards / 'no_overlap'}",
+                         "--data-format=shards", flag)
+    text = digests_of(work, "text", f"--data-path={texts / 'whole.jsonl'}", f"--val-path={texts / 'no_overlap.jsonl'}",
+                      flag)
     check.same(f"whole: digests of {len(digests)} steps of runs on their shards and on the text", digests == text)
 
 
@@ -153,7 +145,6 @@ def compare(python: str, work: Path) -> int:
         (work / "texts" / f"{name}.jsonl").write_text("".join(lines))
     peers.run_step(python, "dev.compare_gpt_simple", "write", work)
     compare_theirs(work, check)
-    compare_tokenizers(work, check)
     for vocab_size in (50_257, 65_535, 65_536, 100_277):
         rng = np.random.default_rng(vocab_size)
         entries = [rng.integers(0, vocab_size, n).tolist() for n in rng.integers(1, 300, 500)]

@@ -21,8 +21,9 @@ import json
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,48 +49,40 @@ INDICES = ("document_index", "sample_index", "shuffle_index", "dataset_index", "
 OPTIONS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
 
 
-class Tokenizer:
+def make_tokenizer(eod: int, vocab_size: int, **pad: int) -> SimpleNamespace:
     """The attributes of a tokenizer that a configuration needs."""
-
-    def __init__(self, eod: int, vocab_size: int, pad: int | None = None):
-        self.eod, self.vocab_size, self.unique_identifiers = eod, vocab_size, {"name": "compare"}
-        if pad is not None:
-            self.pad = pad
+    return SimpleNamespace(eod=eod, vocab_size=vocab_size, unique_identifiers={"name": "compare"}, **pad)
 
 
-def write_pair(prefix: Path, documents: list[np.ndarray], *, theirs: bool) -> None:
-    """Write a pair of files with one sequence per document."""
-    if theirs:
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
-
-        builder: Any = Their(f"{prefix}.bin", dtype=documents[0].dtype.type)
-        for ids in documents:
-            builder.add_document(torch.from_numpy(ids.astype(np.int64)), [len(ids)])
-    else:
-        builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=documents[0].dtype)
-        for ids in documents:
-            builder.add_document(ids, [len(ids)])
+def write_pair(builder: Any, prefix: Path, documents: Iterable[Any]) -> None:
+    """Write a pair of files with one sequence per document, its ids (n,). `builder`: theirs or ours, for `prefix`.bin."""
+    for ids in documents:
+        builder.add_document(torch.from_numpy(np.array(ids, np.int64)), [len(ids)])
     builder.finalize(f"{prefix}.idx")
 
 
 def random_case(rng: np.random.Generator, folder: Path, T: int) -> tuple[dict[str, Any], list[int | None]]:
     """Write a corpus. Returns (settings of a configuration, sizes)."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
+
     k = int(rng.integers(1, 9))
     dtype, vocab = (np.uint16, 300) if rng.random() < 0.6 else (np.int32, 100_000)
     prefixes = []
     for j in range(k):
         lengths = rng.integers(1, 10 * T + 1, int(rng.integers(120, 500)))
-        documents = [np.append(rng.integers(1, vocab, n - 1), 0).astype(dtype) for n in lengths]
+        documents = [np.append(rng.integers(1, vocab, n - 1), 0) for n in lengths]
         prefixes.append(folder / f"{folder.name}-{j}")
-        write_pair(prefixes[-1], documents, theirs=bool(rng.random() < 0.5))
+        builder = Their if rng.random() < 0.5 else IndexedDatasetBuilder
+        write_pair(builder(f"{prefixes[-1]}.bin", dtype=dtype), prefixes[-1], documents)
     weights = None if rng.random() < 0.4 else (rng.random(k) + 0.05).tolist()
     epochs = float(rng.choice([0.3, 1.0, 1.9, 2.3, 3.85]))
     sizes: list[int | None] = [int(epochs * k * 1500), 40 * k, 7]
     if weights is None and rng.random() < 0.5:
         sizes = [None, None, None]
     settings: dict[str, Any] = {name: bool(rng.random() < 0.5) for name in OPTIONS}
+    pad = {"pad": int(rng.integers(1, vocab))} if rng.random() < 0.3 else {}
     settings |= {"random_seed": int(rng.integers(0, 2**31)), "sequence_length": T,
-                 "tokenizer": Tokenizer(0, vocab, int(rng.integers(1, vocab)) if rng.random() < 0.3 else None),
+                 "tokenizer": make_tokenizer(0, vocab, **pad),
                  "drop_last_partial_validation_sequence": bool(rng.random() < 0.5),
                  "add_extra_token_to_sequence": bool(rng.random() < 0.7),
                  "mid_level_dataset_surplus": float(rng.choice([0.005, 0.1]))}
@@ -149,17 +142,12 @@ class Comparison:
         for j, (a, b) in enumerate(zip(ours.datasets, getattr(theirs, "datasets", ()))):
             self.dataset(f"{name} source {j}", a, b, rng)
         for i in rng.integers(0, len(ours), min(SAMPLES, len(ours))).tolist() if len(ours) else ():
-            self.sample(f"{name} sample {i}", ours, theirs, i)
-
-    def sample(self, name: str, ours: Any, theirs: Any, i: int) -> None:
-        """Compare all tensors of a sample."""
-        for part in getattr(theirs, "datasets", [theirs]):
-            part.masks_and_position_ids_are_cached = False  # a padded first sample would spoil the cache
-        a, b = ours[i], theirs[i]
-        if set(a) != set(b):
-            raise ValueError(f"{name}: ours has {sorted(a)}, theirs has {sorted(b)}")
-        for key in b:
-            self.same(f"{name} {key}", a[key], b[key], "tensors")
+            for part in getattr(theirs, "datasets", [theirs]):
+                part.masks_and_position_ids_are_cached = False  # a padded first sample would spoil the cache
+            a, b = ours[i], theirs[i]
+            self.same(f"{name} names of tensors", sorted(a), sorted(b), "samples")
+            for key in b:
+                self.same(f"{name} sample {i} {key}", a[key], b[key], "tensors")
 
     def corpus(self, number: int, rng: np.random.Generator, folder: Path) -> str:
         """Compare one random corpus. Returns a line that describes it."""
@@ -190,20 +178,22 @@ class Comparison:
 
         for k in (1, 2, 3, 5, 8, 13):
             weights = normalize((rng.random(k) + 0.01).tolist())
-            sizes = rng.integers(1, 60_000, k).tolist()
-            for name, n, limits in (("weights", 300_000, None), ("exhaustive", sum(sizes), sizes)):
+            lengths = rng.integers(1, 60_000, k).tolist()
+            total = sum(lengths)
+            for name, n in (("weights", 300_000), ("exhaustive", total)):
                 sources, samples = np.zeros(n, np.int16), np.zeros(n, np.int64)
-                if limits is None:
+                if name == "weights":
                     helpers.build_blending_indices(sources, samples, weights, k, n, False)
+                    blend = blend_sources(weights, n)
                 else:
-                    helpers.build_exhaustive_blending_indices(sources, samples, sizes, k)
-                blend = blend_sources(weights if limits is None else [s / n for s in sizes], n, limits)
+                    helpers.build_exhaustive_blending_indices(sources, samples, lengths, k)
+                    blend = blend_sources([length / total for length in lengths], n, lengths)
                 self.same(f"{name} of {k}", blend["dataset_index"], sources, "dataset_index")
                 self.same(f"{name} of {k}", blend["dataset_sample_index"], samples, "dataset_sample_index")
 
     def mock(self, rng: np.random.Generator, folder: Path) -> None:
         """Compare mock data sets."""
-        settings = {"random_seed": 7, "sequence_length": 512, "tokenizer": Tokenizer(3, 1000)}
+        settings = {"random_seed": 7, "sequence_length": 512, "tokenizer": make_tokenizer(3, 1000)}
         settings |= dict.fromkeys(OPTIONS, True)
         for split, a, b in zip(Split, build_ours(settings, [300_000, 100, None], mock=True),
                                build_theirs(settings, [300_000, 100, None], folder, mock=True)):
@@ -215,22 +205,19 @@ class Comparison:
         from megatron.core.datasets.indexed_dataset import DType
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder as Their
 
-        for seed, name in enumerate(("train", "val")):
-            texts = peers.random_texts(seed)
+        texts = {name: peers.random_texts(seed) for seed, name in enumerate(("train", "val"))}
+        trained = tokenizers.ByteLevelBPETokenizer()
+        trained.train_from_iterator(texts["train"], 400, special_tokens=["<|endoftext|>"], show_progress=False)
+        folder.mkdir()
+        trained.save(str(folder / "tokenizer.json"))
+        library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        eod = library.token_to_id("<|endoftext|>")
+        for name, of_split in texts.items():
             (folder / "raw" / name).mkdir(parents=True)
-            lines = [json.dumps({"text": text}) + "\n" for text in texts]
+            lines = [json.dumps({"text": text}) + "\n" for text in of_split]
             (folder / "raw" / name / "a.jsonl").write_text("".join(lines))
-            if name == "train":
-                trained = tokenizers.ByteLevelBPETokenizer()
-                trained.train_from_iterator(texts, 400, special_tokens=["<|endoftext|>"], show_progress=False)
-                trained.save(str(folder / "tokenizer.json"))
-            library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-            eod = library.token_to_id("<|endoftext|>")
             builder = Their(str(folder / f"{name}.bin"), dtype=DType.optimal_dtype(library.get_vocab_size()))
-            for text in texts:
-                ids = [*library.encode(text).ids, eod]
-                builder.add_document(torch.tensor(ids), [len(ids)])
-            builder.finalize(str(folder / f"{name}.idx"))
+            write_pair(builder, folder / name, [[*library.encode(text).ids, eod] for text in of_split])
         flag = f"--tokenizer={folder / 'tokenizer.json'}"
         tok_shards.main([f"--input-dir={folder / 'raw'}", f"--output-dir={folder / 'made'}", flag, "--num-workers=1",
                          "--format=megatron"])

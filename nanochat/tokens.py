@@ -237,8 +237,7 @@ class TokenFile:
             self._edges, unit, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
         else:
             self._edges, unit, total = "boundaries", "sequences", self.tables["lengths"][2]
-        n = len(self)
-        first, last = self.table(self._edges, 0, 1)[0], self.table(self._edges, n, n + 1)[0]
+        [first], [last] = self.table(self._edges, 0, 1), self.table(self._edges, len(self))
         if first != 0 or last != total:
             raise ValueError(f"{self.path}: {total:,.10g} {unit} on disk, but the {self._edges} in its .idx go from "
                              f"{first:,} to {last:,}; {REDO}")

@@ -78,27 +78,18 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
 
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> None:
     """Convert the pair `source` to `target` (paths of the .bin). ValueError if the format cannot hold its documents."""
-    pair, manifest = open_tokens(source), read_manifest(source.parent)
-    vocab_size = None
-    if pair.record is not None and manifest is not None:
-        eod, vocab_size = (manifest["tokenizer"][name] for name in ("eod", "vocab_size"))
-    elif eod is None:
-        eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last id, 0 if none
-    dtype = None
-    if vocab_size is None:  # keep the width of the ids
-        dtype = DTYPES[TARGETS[to]][4] if pair.dtype.itemsize > 2 else np.uint16
+    pair = open_tokens(source)
+    if pair.record is not None and pair.manifest is not None:
+        eod, vocab_size, dtype = pair.manifest["tokenizer"]["eod"], pair.manifest["tokenizer"]["vocab_size"], None
+    else:  # keep the width of the ids
+        vocab_size, dtype = 1 << 32, DTYPES[TARGETS[to]][4] if pair.dtype.itemsize > 2 else np.uint16
+        if eod is None:
+            eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last id, 0 if none
     entries = documents(pair, eod)
-    with WRITERS[TARGETS[to]](target.with_suffix(""), vocab_size=vocab_size or 1 << 32, dtype=dtype) as writer:
+    with WRITERS[TARGETS[to]](target.with_suffix(""), vocab_size=vocab_size, dtype=dtype) as writer:
         while block := list(itertools.islice(entries, BLOCK_ENTRIES)):
             lengths = np.array([len(ids) for ids in block])
             writer.add(np.concatenate(block), lengths, np.zeros(len(block), np.uint16))
-
-
-def is_finished(source: Path, target: Path) -> bool:
-    """Whether the target exists and is not older than its source."""
-    *sources, data, index = (path.with_suffix(suffix) for path in (source, target) for suffix in (".bin", ".idx"))
-    newest = max(path.stat().st_mtime_ns for path in sources)
-    return data.exists() and index.exists() and index.stat().st_mtime_ns >= newest
 
 
 def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) -> None:
@@ -107,7 +98,7 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
     if manifest is None:
         return
     shards: dict[str, Any] = {}
-    for name in [name for name in names if name in manifest["shards"]]:
+    for name in manifest["shards"].keys() & names:
         pair, record = open_tokens(target / f"{name}.bin"), dict(manifest["shards"][name])
         if record["entries"] != len(pair):
             record.pop("groups", None)
@@ -123,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert all pairs. ValueError or OSError names a pair that cannot be converted."""
     args = parse_args(argv)
     folder, out = data_folder(as_local_path(args.input, "IN")), as_local_path(args.output, "OUT")
-    inside = [path.resolve() for path in (folder, out)]
-    if inside[0] in (inside[1], *inside[1].parents) or inside[1] in inside[0].parents:
+    real_in, real_out = folder.resolve(), out.resolve()
+    if real_in == real_out or real_in in real_out.parents or real_out in real_in.parents:
         raise ValueError(f"OUT {out}: it must not be IN, or inside it, or contain it; name another folder")
     [source_format] = {*TARGETS.values()} - {TARGETS[args.to]}
     files = find_files(args.input, source_format)
@@ -135,7 +126,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for source in tqdm(files, unit=" pairs", disable=None):
         target = out / source.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if not is_finished(source, target):
+        index = target.with_suffix(".idx")
+        newest = max(path.stat().st_mtime_ns for path in (source, source.with_suffix(".idx")))
+        if not target.exists() or not index.exists() or index.stat().st_mtime_ns < newest:
             (target.parent / MANIFEST_NAME).unlink(missing_ok=True)
             convert(source, target, to=args.to, eod=args.eod)
         names.setdefault(source.parent, []).append(source.stem)

@@ -2,6 +2,8 @@
 and every promise of the lanes holds for them, too."""
 
 import json
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Split, normalize
+from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, normalize
 from nanochat.integrations.megatron_order import (
     SPLIT,
     WHOLE,
@@ -24,14 +26,13 @@ from nanochat.integrations.megatron_order import (
     open_samples,
 )
 from nanochat.integrations.megatron_tables import blend_sources
-from nanochat.sources import Source, open_source
+from nanochat.sources import open_source
 from nanochat.stream import ledger
 from tests.token_files import Tokenizer, write_megatron
 from tests.toy import BOS, digest_of_row, examples, json_copy, load_steps
 
 T, V, R = 12, 4, 8
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
-Sources = dict[str, Source]
 
 
 def plain_blend(weights, n, limits=None):
@@ -63,22 +64,31 @@ def test_a_blend_follows_the_recurrence(weights, data):
     assert (sources.dtype, samples.dtype) == (np.int16, np.int64)
 
 
-def test_more_sources_than_the_table_can_number_are_one_sentence():
-    limits = [1] * 32_768
-    with pytest.raises(ValueError, match=r"blend: got 32,768 sources, expected at most 32,767"):
-        blend_sources(limits, 1, limits)
-    assert blend_sources(limits[:-1], 1, limits[:-1])["dataset_index"].tolist() == [0]
-
-
 # ---- data sets ------------------------------------------------------------------------------------------------------
 
+def write_pair(prefix, lengths, *, seed=0, cut=False):
+    """A pair of documents of these lengths, each with an EOD at the end; with `cut` every third is two sequences."""
+    rng, documents = np.random.default_rng(seed), []
+    for i, n in enumerate(lengths):
+        ids = [*rng.integers(0, BOS, n - 1), BOS] if n else []
+        documents.append([ids[:n // 2], ids[n // 2:]] if cut and i % 3 == 0 else [ids])
+    write_megatron(prefix, documents)
+    return prefix
+
+
 @pytest.fixture(scope="module")
-def prefixes(tmp_path_factory):
-    """Three pairs of files: 40, 60 and 25 sequences, uint16 and int32."""
-    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
-    for name, n, dtype in (("a", 40, "<u2"), ("b", 60, "<i4"), ("c", 25, "<u2")):
-        write_megatron(folder / name, [[rng.integers(0, 99, length)] for length in rng.integers(20, 60, n)], dtype)
-    return [str(folder / name) for name in "abc"]
+def pairs(tmp_path_factory):
+    """The --data-path of three pairs."""
+    root, paths = tmp_path_factory.mktemp("pairs"), []
+    for seed, (name, n) in enumerate({"a": 90, "b": 60, "c": 20}.items()):
+        lengths = np.random.default_rng(seed).integers(0, 31, n).tolist()
+        paths.append(write_pair(root / name, lengths, seed=seed, cut=name == "b"))
+    return ",".join(map(str, paths))
+
+
+@pytest.fixture(scope="module")
+def prefixes(pairs):
+    return pairs.split(",")
 
 
 def build(blended, sizes, *, split="8,1,1", **options):
@@ -86,44 +96,15 @@ def build(blended, sizes, *, split="8,1,1", **options):
     return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
 
 
-def test_samples_of_a_blend_are_those_of_its_sources(prefixes):
-    train, valid, test = build((prefixes, [3.0, 2.0, 1.0]), [500, 10, 4])
-    assert [len(d) for d in (train, valid, test)] == [501, 11, 5]
-    assert [d.num_samples for d in train.datasets] == [252, 168, 85], "250, 167 and 84, and 1/2 % more"
-    assert train.counts(501) == np.bincount(train.dataset_index).tolist() and train.counts(1) == [1, 0, 0]
-    source, sample = train.locate(500)
-    assert train[-1]["dataset_id"] == source
-    assert all(value.equal(train[-1][name]) for name, value in train.datasets[source][sample].items())
-    for i in (-502, 501):
-        with pytest.raises(IndexError, match="has 501 samples"):
-            train[i]
-
-
 def test_the_builder_makes_a_data_set_or_a_blend_for_each_split(prefixes):
-    """One prefix without weights is not a blend; without weights the lengths are the weights; splits may be empty."""
-    assert [type(d) for d in build((prefixes[:1], None), [5, 5, 5])] == [GPTDataset] * 3
+    """What the golden cases do not have: weights for one prefix, ranks without data, a list of validation sets."""
     assert [type(d) for d in build((prefixes[:1], [2.0]), [5, 5, 5])] == [BlendedDataset] * 3
-    assert [d is None for d in build((prefixes, None), [5, 5, 5], split="9,1")] == [False, False, True]
-    every, _, _ = build((prefixes, None), [None] * 3)
-    assert every.size is None and len(every) == sum(every.weights) == sum(len(d) for d in every.datasets)
-    train, valid, _ = build((prefixes, None), [10, 10**9, 10])
-    assert len(train) == 10 and train.weights == normalize([len(d) for d in train.datasets])
-    assert len(valid) == valid.size == sum(len(d) for d in valid.datasets)
     config = GPTDatasetConfig(random_seed=3, sequence_length=16, blend=(prefixes, None), split="1")
     assert BlendedMegatronDatasetBuilder(GPTDataset, [1] * 3, lambda: False, config).build() == [None] * 3
+    blends = [(prefixes[:1], [4.0]), (prefixes, None), None]
+    one, several, none = build(None, [5, None, 1], split=None, blend_per_split=blends, multiple_validation_sets=True)
+    assert type(one) is GPTDataset and none is None and [len(d.indices) for d in several] == [90, 80, 20]
 
-
-def test_each_split_may_have_its_own_blend(prefixes):
-    blends = [(prefixes[:2], [1.0, 1.0]), (prefixes[2:], [4.0]), None]
-    train, valid, test = build(None, [20, 7, None], split=None, blend_per_split=blends)
-    assert isinstance(train, BlendedDataset) and isinstance(valid, GPTDataset) and test is None
-    assert valid.indices == range(25) and valid.index_split is Split.valid
-    blends = [None, (prefixes, None), None]
-    none, several, _ = build(None, [5, None, None], split=None, blend_per_split=blends, multiple_validation_sets=True)
-    assert none is None and [len(d.indices) for d in several] == [40, 60, 25]
-
-
-# ---- bad input ------------------------------------------------------------------------------------------------------
 
 def test_bad_blends_are_one_sentence(prefixes):
     for sizes in ([1, 2], [1, -2, 3]):
@@ -139,36 +120,20 @@ def test_bad_blends_are_one_sentence(prefixes):
     config = sources[0].config
     with pytest.raises(ValueError, match=r"takes [\d,]+ samples from .*/a, which has [\d,]+; raise mid_level"):
         BlendedDataset(sources, [98, 1, 1], 1000, config)
-    assert len(BlendedDataset(sources, [1, 1, 1], 60, config)) == 60
+    blend = BlendedDataset(sources, [1, 1, 1], 30, config)
+    assert blend[-1]["dataset_id"] == blend.locate(29)[0]
+    for i in (-31, 30):
+        with pytest.raises(IndexError, match="has 30 samples"):
+            blend[i]
+    with pytest.raises(ValueError, match=r"blend: got 32,768 sources, expected at most 32,767"):
+        blend_sources([1] * 32_768, 1)
 
 
 # ---- a run's stream -------------------------------------------------------------------------------------------------
 
-def write_pair(prefix, lengths, *, seed=0, dtype="<u2", cut=False):
-    """A pair of documents of these lengths, each with an EOD at the end; with `cut` every third is two sequences."""
-    rng, documents = np.random.default_rng(seed), []
-    for i, n in enumerate(lengths):
-        ids = [*rng.integers(0, BOS, n - 1), BOS] if n else []
-        documents.append([ids[:n // 2], ids[n // 2:]] if cut and i % 3 == 0 else [ids])
-    write_megatron(prefix, documents, dtype)
-    return prefix
-
-
-def some_lengths(n, seed):
-    return np.random.default_rng(seed).integers(0, 31, n).tolist()
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """The --data-path of three pairs."""
-    root = tmp_path_factory.mktemp("pairs")
-    return ",".join(str(write_pair(root / name, some_lengths(n, seed), seed=seed, cut=name == "b"))
-                    for seed, (name, n) in enumerate({"a": 90, "b": 60, "c": 20}.items()))
-
-
-def sources_of(data_path, split=SPLIT, part="train"):
+def sources_of(data_path, split=SPLIT, part="train", tokenizer=None):
     manifests = find_pairs(data_path, None, split)[part]
-    return {bucket: open_source(manifest, Tokenizer()) for bucket, manifest in manifests.items()}
+    return {bucket: open_source(manifest, tokenizer or Tokenizer()) for bucket, manifest in manifests.items()}
 
 
 def config_of(**changed):
@@ -180,33 +145,16 @@ def stream_of(config, sources, **more):
     return SampleStream(config, sources, range(config.V), tokenizer="bytes", **more)
 
 
-def rows_of(stream, num):
-    """[(tokens, live targets)] of the next rows."""
-    return [(row.tokens.tolist(), [1] * T if row.live is None else row.live[1:].tolist())
-            for row in stream.next_rows(num)]
-
-
-# ---- rows -----------------------------------------------------------------------------------------------------------
-
 @pytest.mark.skipif(not GOLDEN.exists(), reason=f"{GOLDEN}: megatron-core's own samples are not here")
 @pytest.mark.parametrize("case, names, weights", [("single", "a", None), ("blend", "ab", (0.7, 0.3))])
 def test_rows_are_the_samples_of_megatron_core(case, names, weights):
-    golden = json.loads((GOLDEN / "golden.json").read_text())
-    expected = golden["results"][case]["splits"]["train"]
-    tokenizer = Tokenizer()
-    tokenizer.get_bos_token_id = lambda: golden["config"]["eod"]  # type: ignore[method-assign]
-    tokenizer.get_vocab_size = lambda: 32768  # type: ignore[method-assign]
-    manifests = find_pairs(",".join(str(GOLDEN / name) for name in names), None, "98,1,1")["train"]
-    sources = {name: open_source(manifest, tokenizer) for name, manifest in manifests.items()}
+    expected = json.loads((GOLDEN / "golden.json").read_text())["results"][case]["splits"]["train"]
     num_samples = expected.get("num_samples_asked") or expected["size"]
     config = SampleConfig(T=128, V=4, seed=1234, num_samples=num_samples, split="98,1,1", weights=weights)
-    with DataLoader(config, sources, tokenizer=tokenizer, rows_per_step=16, device_batch_size=16) as loader:
-        for step in range(4):
-            batch = next(loader)
-            rows = torch.cat([batch.inputs, batch.targets[:, -1:]], dim=1)
-            assert rows.tolist() == expected["first64"][16 * step:16 * step + 16]
-            if len(names) > 1:
-                assert batch.buckets.tolist() == expected["dataset_index"][16 * step:16 * step + 16]
+    sources = sources_of(",".join(str(GOLDEN / name) for name in names), "98,1,1", tokenizer=Tokenizer(32768))
+    rows = stream_of(config, sources).next_rows(16)
+    assert [row.tokens.tolist() for row in rows] == expected["first64"]
+    assert [names.index(row.bucket) for row in rows] == expected.get("dataset_index", [0] * 64)[:64]
 
 
 def test_rows_are_made_without_tensors_and_keep_the_type_on_disk(pairs, monkeypatch):
@@ -218,17 +166,12 @@ def test_rows_are_made_without_tensors_and_keep_the_type_on_disk(pairs, monkeypa
 
 
 def test_documents_of_a_row_end_with_their_eod(pairs):
-    config, sources = config_of(), sources_of(pairs)
-    with DataLoader(config, sources, tokenizer=Tokenizer(), rows_per_step=80, device_batch_size=80,
+    with DataLoader(config_of(), sources_of(pairs), tokenizer=Tokenizer(), rows_per_step=80, device_batch_size=80,
                     with_doc_ids=True) as loader:
         batch = next(loader)
     assert batch.doc_ids is not None and batch.doc_ids.max() > 1, "the case: three documents in a row"
     for inputs, doc_ids in zip(batch.inputs.tolist(), batch.doc_ids.tolist()):
-        document, expected = 0, []
-        for token in inputs:
-            expected.append(document)
-            document += token == BOS
-        assert doc_ids == expected
+        assert doc_ids == [inputs[:at].count(BOS) for at in range(T)]
 
 
 # ---- the same for every W, B, restart and batch size ----------------------------------------------------------------
@@ -295,7 +238,8 @@ def test_the_index_cache_does_not_change_the_rows(pairs, tmp_path, monkeypatch):
     kept = stream_of(config_of(index_cache=str(tmp_path)), sources, cursors=cursors)
     assert len(list(tmp_path.glob("*-GPTDataset-train-*_index.npy"))) == 9
     assert len(list(tmp_path.glob("*-BlendedDataset-train-*_index.npy"))) == 2
-    assert rows_of(kept, 5) == rows_of(stream_of(config_of(), sources), 5)
+    for row, expected in zip(kept.next_rows(5), stream_of(config_of(), sources).next_rows(5), strict=True):
+        assert (row.bucket, row.tokens.tolist()) == (expected.bucket, expected.tokens.tolist())
 
 
 # ---- accounts -------------------------------------------------------------------------------------------------------
@@ -316,43 +260,34 @@ def test_accounts_balance_after_every_step(pairs):
 
 # ---- rows and documents ---------------------------------------------------------------------------------------------
 
-def test_a_row_names_its_documents(pairs):
-    config, sources = config_of(), sources_of(pairs)
-    stream, checked = stream_of(config, sources), 0
-    documents = {name: [np.concatenate(part.dataset[first:end] or [np.zeros(0, np.uint16)]).tolist() for first, end in
-                        zip(part.dataset.document_indices[:-1], part.dataset.document_indices[1:])]
-                 for name, part in zip(sources, stream.samples.datasets)}
-    for row in stream.next_rows(20):
-        tokens = row.tokens
-        for place in stream.describe(row):
-            assert place["file"] == f"{row.bucket}.bin"
-            document = documents[row.bucket][place["document"]]
-            assert tokens[place["at"]:place["at"] + place["tokens"]].tolist() == document[place["start"]:place["stop"]]
-            assert place["of"] == len(document)
-            checked += place["tokens"]
-    assert checked == 80 * (T + 1)
-
-
 @pytest.mark.parametrize("names, weights, num", [("abc", (3.0, 2.0, 1.0), 400), ("abc", None, 100), ("b", None, 400)])
-def test_the_samples_with_a_document_are_those_whose_descriptions_name_it(pairs, names, weights, num):
-    config = config_of(weights=weights, num_samples=num)
-    stream = stream_of(config, sources_of(",".join(path for path in pairs.split(",") if path[-1] in names)))
-    expected = {(bucket, n): [] for bucket, part in zip(stream.buckets, stream.samples.datasets)
-                for n in range(len(part.dataset.document_indices) - 1)}
+def test_rows_name_their_documents_and_the_samples_with_a_document_are_those_that_name_it(pairs, names, weights, num):
+    sources = sources_of(",".join(path for path in pairs.split(",") if path[-1] in names))
+    stream, documents, uses = stream_of(config_of(weights=weights, num_samples=num), sources), {}, {}
+    for bucket, part in zip(stream.buckets, stream.samples.datasets):
+        for number, (first, end) in enumerate(pairwise(part.dataset.document_indices)):
+            sequences = part.dataset[first:end]
+            documents[bucket, number] = [t for ids in sequences for t in ids.tolist()]
+            uses[bucket, number] = []
     for row in stream.next_rows(num // V):
-        for place in stream.describe(row):
-            if place["tokens"]:  # some sequences are empty
-                expected[row.bucket, place["document"]].append((row.sample, place["start"], place["stop"]))
+        places = stream.describe(row)
+        assert sum(place["tokens"] for place in places) == T + 1
+        for place in places:
+            document, (start, stop) = documents[row.bucket, place["document"]], (place["start"], place["stop"])
+            assert row.tokens[place["at"]:place["at"] + place["tokens"]].tolist() == document[start:stop]
+            assert (place["file"], place["of"]) == (f"{row.bucket}.bin", len(document))
+            if start < stop:  # some sequences are empty
+                uses[row.bucket, place["document"]].append((row.sample, start, stop))
     several = 0
-    for (bucket, number), places in expected.items():
+    for (bucket, number), document in documents.items():
         pieces = stream.samples_with(bucket, number)
-        assert sorted(piece[1:] for piece in pieces) == sorted(places)
-        epochs = np.bincount([piece.epoch for piece in pieces]) if pieces else []
-        several += len(epochs) > 1
-        ids = [np.concatenate([np.arange(*piece[2:]) for piece in pieces if piece.epoch == epoch] or [np.zeros(0, int)])
-               for epoch in range(len(epochs))]
-        length = stream.document_length(bucket, number)
-        assert all(len(of_epoch) <= length + n for of_epoch, n in zip(ids, epochs)), "neighbouring samples share one id"
+        assert sorted(piece[1:] for piece in pieces) == sorted(uses[bucket, number])
+        assert stream.document_length(bucket, number) == len(document)
+        of_epochs = Counter()
+        for piece in pieces:
+            of_epochs[piece.epoch] += piece.stop - piece.start
+        assert all(ids <= len(document) + num for ids in of_epochs.values()), "neighbouring samples share one id"
+        several += len(of_epochs) > 1
     assert (several > 10) == (weights is not None or num > 100), "the case: documents repeat"
 
 

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from nanochat.cli import run_main
 from nanochat.common import read_json
 from nanochat.integrations.megatron import GPTDataset
 from nanochat.integrations.megatron_order import open_samples
@@ -18,20 +17,7 @@ from tests import training
 from tests.finished import command as command_line
 from tests.test_megatron_order import digests_of
 from tests.token_files import write_megatron
-from tests.training import (
-    all_steps,
-    checkpoints,
-    die_after_step,
-    digests,
-    events,
-    final,
-    flags,
-    run_dir,
-    state_of,
-    steps,
-    succeed,
-    take_over,
-)
+from tests.training import all_steps, checkpoints, digests, events, final, flags, run_dir, state_of, steps, succeed
 
 T, R, STEPS = 32, 8, 10
 SETTINGS = {
@@ -83,7 +69,7 @@ def test_a_run_trains_on_the_samples_of_the_blend():
 
 
 def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_the_same_run(workplace):
-    training.start(hook=partial(die_after_step, 6), leaves=2, sync_save=True, **workplace).wait_for_death()
+    training.start(hook=partial(training.die_after_step, 6), leaves=2, sync_save=True, **workplace).wait_for_death()
     assert checkpoints() == ["checkpoint-4"] and len(steps()) == 7
     training.finish(2, device_batch_size=2, **workplace)
     assert digests() == digests("whole")
@@ -108,11 +94,9 @@ def test_a_new_run_continues_the_data_of_another(workplace):
 # ---- other lengths and flags ----------------------------------------------------------------------------------------
 
 def test_a_run_cannot_be_made_longer(workplace):
-    take_over(run_dir("whole"), "final")
+    training.take_over(run_dir("whole"), "final")
     error = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
-    assert error == ("--num-iterations: the run would take 120 samples, but its order has 80, and a different "
-                    "number changes the order; set --num-iterations 10, or start a new run with --model-tag NAME "
-                    "(runs with --order lanes can be extended)")
+    assert "would take 120 samples, but its order has 80" in error and "set --num-iterations 10, or start" in error
     assert "nothing to do" in succeed(**workplace).out
     shutil.rmtree(run_dir() / "checkpoints")
     owner = (run_dir() / ".owner.json").read_bytes()
@@ -172,28 +156,22 @@ def inspect(capsys, *argv):
 def test_validate_reports_samples_and_writes_nothing(workplace, capsys, monkeypatch):
     monkeypatch.setattr(GPTDataset, "__getitem__", None)
     monkeypatch.setattr(GPTDataset, "shuffle_index", property(lambda self: pytest.fail("it shuffled")))
-    with pytest.raises(SystemExit) as end:
-        run_main(lambda: validate.main(flags(**workplace, device_batch_size=4)))
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and not run_dir().exists()
-    assert "ok: Megatron's order: 80 of 80 samples" in out
+    assert validate.main(flags(**workplace, device_batch_size=4)) == 0 and not run_dir().exists()
+    assert "ok: Megatron's order: 80 of 80 samples" in capsys.readouterr().out
 
 
 def test_inspect_data_finds_digests_documents_and_accounts(capsys):
     path = run_dir("whole")
-    lines = [json.loads(x) for x in inspect(capsys, "digest", f"{path}", "--steps=3:10").splitlines()]
+    lines = [json.loads(x) for x in inspect(capsys, "digest", path, "--steps=3:10").splitlines()]
     assert [line["match"] for line in lines] == [True] * 7
-    (row,) = [json.loads(x) for x in inspect(capsys, "rows", f"{path}", "--step=7", "--row=5", "--json", "--text"
-                                            ).splitlines()]
+    row = json.loads(inspect(capsys, "rows", path, "--step=7", "--row=5", "--json", "--text"))
     data, config, _ = open_run(path)
-    samples = open_samples(config, data.train)  # type: ignore[arg-type]
-    sample = samples[7 * R + 5]
+    sample = open_samples(config, data.train)[7 * R + 5]
     ids = [*sample["tokens"].tolist(), int(sample["labels"][-1])]
     assert (row["lane"], row["bucket"]) == (2, "ab"[int(sample["dataset_id"])])
     assert "".join(place["text"] for place in row["documents"]) == data.tokenizer.decode(ids)
     assert sum(place["tokens"] for place in row["documents"]) == T + 1
-    assert "document" in inspect(capsys, "rows", f"{path}", "--step=0").splitlines()[0]
-    assert "It balances" in inspect(capsys, "ledger", f"{path}")
+    assert "It balances" in inspect(capsys, "ledger", path)
 
 
 def test_a_receipt_is_verified_on_pairs_in_another_folder(workplace, tmp_path):
@@ -220,8 +198,7 @@ def test_find_names_the_steps_of_a_document_that_rows_names(capsys):
         uses = {tuple(use.values())[1:] for of_epoch in found["passes"] for use in of_epoch["uses"]}
         assert uses == table[document] and found["split"] == "train" and found["text"]
     assert "a validation document: the run never" in inspect(capsys, "find", path, "--document=a.bin:59")
-    [document] = json.loads(inspect(capsys, "rows", path, "--step=2", "--row=0", "--json"))["documents"][:1]
     log = training.log_file("whole")
     log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] < 2))
-    name = f"{document['file']}:{document['document']}"
-    assert "expected around step 2\n" in inspect(capsys, "find", path, f"--document={name}")
+    document = next(name for name in table if {use[0] for use in table[name]} == {2})
+    assert "expected around step 2\n" in inspect(capsys, "find", path, f"--document={document}")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,9 @@ from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import open_tokens, read_manifest
 from scripts import tok_shards
 from tests import faults
+from tests.token_files import fresh_ids
 from tests.toy import some_texts, tree, write_jsonl, write_parquet
-from tests.training import PATIENCE_S
+from tests.training import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,12 +35,11 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def raw(tmp_path):
     """Two buckets, three formats, five files."""
-    folder = tmp_path / "raw"
     for n, ending in enumerate((".jsonl", ".jsonl.gz", ".jsonl")):
-        write_jsonl(folder / "web" / f"{n}{ending}", some_texts(30 + 10 * n, seed=n))
+        write_jsonl(tmp_path / "raw" / "web" / f"{n}{ending}", some_texts(30 + 10 * n, seed=n))
     for n in range(2):
-        write_parquet(folder / "code" / "deep" / f"{n}.parquet", some_texts(25, seed=10 + n))
-    return folder
+        write_parquet(tmp_path / "raw" / "code" / "deep" / f"{n}.parquet", some_texts(25, seed=10 + n))
+    return tmp_path / "raw"
 
 
 def arguments(raw, out, tokenizer, *more):
@@ -48,8 +47,8 @@ def arguments(raw, out, tokenizer, *more):
             "--overlap-size", "8", *map(str, more)]
 
 
-def run(raw, out, tokenizer, *more, num_workers=1, **kwargs):
-    return tok_shards.main([*arguments(raw, out, tokenizer, *more), "--num-workers", str(num_workers)], **kwargs)
+def run(raw, out, tokenizer, *more, num_workers=1):
+    return tok_shards.main(arguments(raw, out, tokenizer, f"--num-workers={num_workers}", *more))
 
 
 def check_state(out):
@@ -64,18 +63,6 @@ def check_state(out):
 
 # ---- what comes out -------------------------------------------------------------------------------------------------
 
-def fresh_ids(pair):
-    """The ids of a pair outside prefixes."""
-    pair = open_tokens(pair)
-    entries = zip(pair.read(0, len(pair)), pair.prefixes(0, len(pair)).tolist())
-    return [t for ids, prefix in entries for t in ids[prefix:].tolist()]
-
-
-def direct_ids(texts, tokenizer):
-    """The ids that a pair of these texts must hold: each text is tokenized alone and gets an end mark."""
-    return [t for text in texts for t in [*tokenizer.encode(text), tokenizer.get_bos_token_id()]]
-
-
 def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     out, real = tmp_path / "out", [path.read_text() for path in sorted(ROOT.glob("nanochat/*.py"))]
     odd = [*real, "na\xefve \u4e2d\u6587 \U0001f642  \u180e\r\n\t", "", " " * 3000]
@@ -87,10 +74,10 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     for shard, texts in {"train/web/0": some_texts(30), "train/web/1": some_texts(40, seed=1),
                          "val/web/2": some_texts(50, seed=2), "train/code/deep__0": some_texts(25, seed=10),
                          "val/code/deep__1": some_texts(25, seed=11), "train/real/0": odd, "val/real/1": odd}.items():
-        assert fresh_ids(out / f"{shard}.bin") == direct_ids(texts, loaded)
-        manifest = read_manifest((out / shard).parent)
+        pair, manifest = open_tokens(out / f"{shard}.bin"), read_manifest((out / shard).parent)
         record = manifest["shards"][Path(shard).name]
-        pair = open_tokens(out / f"{shard}.bin")
+        each_alone = [[*loaded.encode(text), loaded.get_bos_token_id()] for text in texts]
+        assert fresh_ids(pair) == [t for ids in each_alone for t in ids]
         assert (record["documents"], record["entries"], record["tokens"]) == (len(texts), len(pair), pair.num_tokens)
         assert len(pair) > len(texts) and pair.lengths(0, len(pair)).max() in (32, 33), "nothing was cut"
         assert manifest["tokenizer"]["fingerprint"] == loaded.fingerprint
@@ -98,17 +85,10 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     assert f"7 of 7 shards finished: {170 + 2 * len(odd)} documents" in capsys.readouterr().out
 
 
-def megatron(raw, out, tokenizer, *more):
-    return tok_shards.main([f"--input-dir={raw}", f"--output-dir={out}", f"--tokenizer={tokenizer}",
-                            "--format=megatron", "--num-workers=1", *more])
-
-
 def test_names_may_be_as_long_as_the_file_system_allows(tmp_path, tokenizer):
     """Regression: names of temporary files were longer."""
-    names = [letter * 245 + ".parquet" for letter in "ab"]
-    for name in names:
-        write_parquet(tmp_path / "raw" / name, some_texts(25))
-    write_jsonl(tmp_path / "raw" / ("\u6f22" * 80 + ".jsonl"), some_texts(25))
+    for stem in ("a" * 245, "b" * 245, "\u6f22" * 80):
+        write_parquet(tmp_path / "raw" / f"{stem}.parquet", some_texts(25))
     assert run(tmp_path / "raw", tmp_path / "out", tokenizer) == 0
     check_state(tmp_path / "out")
     assert len(list((tmp_path / "out").rglob("*.bin"))) == 3
@@ -121,18 +101,14 @@ def test_inputs_without_any_text_fail(tmp_path, tokenizer, capsys):
     assert "failed: all 20 documents are empty; check --text-field" in capsys.readouterr().err
 
 
-def test_megatron_pairs_are_whole_documents_and_do_not_mix_with_shards(raw, tmp_path, tokenizer, capsys):
-    with pytest.raises(ValueError, match="--max-length 32 --format megatron: Megatron needs whole documents"):
-        megatron(raw, tmp_path / "a", tokenizer, "--max-length=32")
-    assert run(raw, tmp_path / "b", tokenizer, "--max-length", 0) == 0
-    with pytest.raises(ValueError, match=r"made with data_format default \(now megatron\); name another --output-dir"):
-        megatron(raw, tmp_path / "b", tokenizer)
-    assert megatron(raw, tmp_path / "m", tokenizer) == 0
-    assert read_manifest(tmp_path / "m" / "train" / "web")["data_format"] == "megatron"
-    with pytest.raises(ValueError, match=r"data_format megatron \(now default\)"):
-        run(raw, tmp_path / "m", tokenizer, "--max-length", 0)
+def test_megatron_pairs_do_not_mix_with_shards(raw, tmp_path, tokenizer, capsys):
+    out, megatron = tmp_path / "out", ("--format=megatron", "--max-length=0")
+    assert run(raw, out, tokenizer, *megatron) == 0
+    assert read_manifest(out / "train" / "web")["data_format"] == "megatron"
+    with pytest.raises(ValueError, match=r"data_format megatron \(now default\); name another --output-dir"):
+        run(raw, out, tokenizer, "--max-length=0")
     capsys.readouterr()
-    assert megatron(raw, tmp_path / "m", tokenizer) == 0
+    assert run(raw, out, tokenizer, *megatron) == 0
     assert "made in" not in capsys.readouterr().out, "finished pairs are kept"
 
 
@@ -152,28 +128,26 @@ def test_workers_and_tasks_on_one_folder_give_the_same_bytes(raw, tmp_path, toke
 
 # ---- failures -------------------------------------------------------------------------------------------------------
 
-def test_a_corrupt_input_fails_alone_and_broken_lines_are_reported(raw, tmp_path, tokenizer, capsys):
-    assert run(raw, tmp_path / "good", tokenizer) == 0
-    path = raw / "web" / "1.jsonl.gz"
-    good = path.read_bytes()
-    stat = path.stat()
-    path.write_bytes(good[:-40])
-    out = tmp_path / "out"
+def test_a_corrupt_input_fails_alone_and_the_next_command_completes_it(raw, tmp_path, tokenizer, capsys):
+    path, out = raw / "web" / "1.jsonl.gz", tmp_path / "out"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-40])
     assert run(raw, out, tokenizer) == 1
     output = capsys.readouterr()
     assert "failed: web/1.jsonl.gz" in output.err and "truncated or not a gzip file" in output.err
     assert "no manifest in train/web" in output.err and "4 of 5 shards finished" in output.out
-    assert "Traceback" not in output.err
     left = tree(out)
-    assert {n for n in left if n.startswith("train/web/1")} == set() and "train/web/manifest.json" not in left
-    assert "train/code/manifest.json" in left and "val/web/manifest.json" in left
-    assert not any(name.endswith(".tmp") for name in left)
-    path.write_bytes(good)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert run(raw, out, tokenizer) == 0
+    assert not [name for name in left if name.startswith("train/web/1") or name.endswith(".tmp")]
+    assert "train/web/manifest.json" not in left and {"train/code/manifest.json", "val/web/manifest.json"} < {*left}
+    path.write_bytes(whole)
+    assert run(raw, out, tokenizer) == run(raw, tmp_path / "good", tokenizer) == 0
     assert tree(out) == tree(tmp_path / "good")
+
+
+def test_broken_lines_are_reported_or_with_strict_refused(raw, tmp_path, tokenizer, capsys):
     with open(raw / "web" / "0.jsonl", "ab") as f:
         f.write(b"{truncated\n")
+    out = tmp_path / "out"
     assert run(raw, out, tokenizer) == 0
     output = capsys.readouterr().out
     assert "web/0.jsonl: 1 broken line skipped" in output and "line 31: not JSON" in output
@@ -197,17 +171,14 @@ def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(raw, tmp_pa
 def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(tmp_path, tokenizer, remake, monkeypatch):
     monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
     raw = tmp_path / "raw"  # jsonl only: parquet would start threads before the fork
+    if remake:  # the inputs have changed since then
+        for n in range(2):
+            write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=9 + n))
+        assert run(raw, tmp_path / "start", tokenizer) == 0
     for n in range(2):
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))
     assert run(raw, tmp_path / "whole", tokenizer) == 0
     expected = tree(tmp_path / "whole")
-    if remake:
-        assert run(raw, tmp_path / "start", tokenizer) == 0
-        for n in range(2):  # the inputs change
-            write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=9 + n))
-        shutil.rmtree(tmp_path / "whole")
-        assert run(raw, tmp_path / "whole", tokenizer) == 0
-        expected = tree(tmp_path / "whole")
     states, number, killed = set(), 0, True
     while killed:
         out = tmp_path / "out"
@@ -231,67 +202,50 @@ def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(tmp_p
 def start_slow(raw, out, tokenizer, num_workers):
     """The command in its own process group, while it converts the inputs whose name begins with `slow`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests._tok_worker", *arguments(raw, out, tokenizer), "--num-workers", str(num_workers)],
+        [sys.executable, "-m", "tests._tok_worker", *arguments(raw, out, tokenizer, f"--num-workers={num_workers}")],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    until = time.monotonic() + PATIENCE_S
-    while len(list(out.glob("busy-*"))) < num_workers and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_for(lambda: len(list(out.glob("busy-*"))) == num_workers or process.poll() is not None)
     return process
 
 
-@pytest.mark.parametrize("num_workers, signum, code, everyone", [
-    (1, signal.SIGTERM, 130, False), (2, signal.SIGINT, 130, True), (2, signal.SIGKILL, -9, False)])
-def test_signals_end_it_and_it_resumes(tmp_path, tokenizer, num_workers, signum, code, everyone):
-    """`everyone`: the whole process group gets the signal, as from a terminal or a scheduler."""
+def has_ended(pid):
+    """Whether a process does not exist any more, or is a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.mark.parametrize("num_workers, signum, target, code, words", [
+    (1, signal.SIGTERM, "command", 130, "interrupted"), (2, signal.SIGINT, "all", 130, "interrupted"),
+    (2, signal.SIGKILL, "command", -9, ""),
+    (2, signal.SIGKILL, "worker", 1, "failed: a/slow0.jsonl: a worker process was killed")])
+def test_signals_end_it_and_it_resumes(tmp_path, tokenizer, num_workers, signum, target, code, words):
+    """`target` "all": the whole process group gets the signal, as from a terminal or a scheduler."""
     raw, out = tmp_path / "raw", tmp_path / "out"
-    for name in ("a/quick.jsonl", "a/slow0.jsonl", "b/slow1.jsonl"):
-        write_jsonl(raw / name, some_texts(50, seed=len(name)))
-    (raw / "a" / "quick.jsonl").write_bytes((raw / "a" / "quick.jsonl").read_bytes() * 3)  # the largest comes first
+    for name, copies in (("a/quick", 3), ("a/slow0", 1), ("b/slow1", 1)):  # the largest comes first
+        write_jsonl(raw / f"{name}.jsonl", some_texts(50, seed=copies) * copies)
     process = start_slow(raw, out, tokenizer, num_workers)
     assert process.poll() is None and list(out.rglob(".slow*.bin.*.tmp")), "it was not busy"
-    (os.killpg if everyone else os.kill)(process.pid, signum)
+    workers = [int(path.name.split("-")[1]) for path in out.glob("worker-*")]
+    if target == "all":
+        os.killpg(process.pid, signum)
+    else:
+        os.kill(workers[0] if target == "worker" else process.pid, signum)
     _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code
-    assert "Traceback" not in errors and "Error" not in errors
-    if signum != signal.SIGKILL:
-        assert "interrupted" in errors
-        assert not list(out.rglob("*.tmp"))
-    pids = [int(f.name.split("-")[1]) for f in out.glob("worker-*")]
-    assert len(pids) == num_workers and all(ended(pid) for pid in pids)
+    assert words in errors and "Traceback" not in errors and "Error" not in errors
+    assert len(workers) == num_workers
+    wait_for(lambda: all(map(has_ended, workers)))
     for path in [*out.glob("busy-*"), *out.glob("worker-*")]:
         path.unlink()
     check_state(out)
     assert open_tokens(out / "train" / "a" / "quick.idx")
+    assert signum == signal.SIGKILL or not list(out.rglob("*.tmp"))
     for path in out.rglob("*.tmp"):  # left by a killed command
         os.utime(path, (1, 1))
     assert run(raw, out, tokenizer) == 0 and run(raw, tmp_path / "whole", tokenizer) == 0
     assert tree(out) == tree(tmp_path / "whole")
-
-
-def ended(pid):
-    """Whether a process ends in time. A zombie has ended."""
-    until = time.monotonic() + PATIENCE_S
-    while time.monotonic() < until:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-            os.kill(pid, 0)
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def test_a_killed_worker_fails_the_command_and_the_next_one_resumes(tmp_path, tokenizer):
-    raw, out = tmp_path / "raw", tmp_path / "out"
-    for name in ("a/slow0.jsonl", "b/slow1.jsonl"):
-        write_jsonl(raw / name, some_texts(9, seed=len(name)))
-    process = start_slow(raw, out, tokenizer, 2)
-    os.kill(int(next(out.glob("worker-*")).name.split("-")[1]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1 and "Traceback" not in errors
-    assert "failed: a/slow0.jsonl: a worker process was killed" in errors and "--num-workers" in errors
-    assert run(raw, out, tokenizer) == 0
 
 
 def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
@@ -299,7 +253,7 @@ def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
     for n in range(6):
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(60, seed=n))
     assert run(raw, tmp_path / "alone", tokenizer) == 0
-    command = [sys.executable, "-m", "scripts.tok_shards", *arguments(raw, out, tokenizer), "--num-workers", "1"]
+    command = [sys.executable, "-m", "scripts.tok_shards", *arguments(raw, out, tokenizer, "--num-workers=1")]
     processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
                  for _ in range(3)]
     errors = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
@@ -325,13 +279,12 @@ def test_the_slurm_script_submits_all_tasks_then_the_end_with_valid_flags(tmp_pa
     assert sbatch().returncode == 0 and sbatch(RAW="").returncode != 0
     array, end = (tmp_path / "submitted").read_text().splitlines()
     assert "--array=0-2" in array and "--dependency=afterany:17" in end and end.endswith("tok_shards.sbatch --finish")
-    for more, index in (((), 2), (("--finish",), 0)):
+    for more, known in (((), {"task_index": 2, "num_tasks": 3, "num_workers": 16}), (("--finish",), {"finish": True})):
         result = sbatch(*more, SLURM_JOB_ID="5", SLURM_ARRAY_TASK_ID="2", SLURM_CPUS_PER_TASK="16")
         module, *flags = result.stdout.splitlines()[1:]
-        args = tok_shards.parse_args(flags)
-        assert (module, args.input_dir, args.tokenizer) == ("scripts.tok_shards", Path("in put"), "gpt2"), result.stderr
-        assert (args.task_index, args.finish) == (index, bool(more))
-        assert more or (args.num_tasks, args.num_workers) == (3, 16)
+        args = vars(tok_shards.parse_args(flags))
+        assert module == "scripts.tok_shards"
+        assert args.items() >= {"input_dir": Path("in put"), "tokenizer": "gpt2", **known}.items()
 
 
 def test_the_kubernetes_job_has_valid_flags():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat.common import write_json
 from nanochat.pretokenize import MegatronWriter, ShardWriter
-from nanochat.tokens import new_manifest
+from nanochat.tokens import TokenFile, new_manifest
 from tests.toy import BOS, ByteTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "gpts"
@@ -69,6 +69,16 @@ def write_folder(folder: Path, pairs: Pairs, **arguments: Any) -> None:
     """Write GPTS pairs and their manifest.json."""
     written = {name: write_pair(folder / name, *pair) for name, pair in pairs.items()}
     write_manifest(folder, pairs, written, **arguments)
+
+
+def entries_of(pair: TokenFile) -> list[list[int]]:
+    """The entries of a pair as lists."""
+    return [ids.tolist() for ids in pair.read(0, len(pair))]
+
+
+def fresh_ids(pair: TokenFile) -> list[int]:
+    """The ids of a pair outside prefixes."""
+    return [t for ids, prefix in zip(entries_of(pair), pair.prefixes(0, len(pair)).tolist()) for t in ids[prefix:]]
 
 
 @st.composite

@@ -258,10 +258,10 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __getitem__(self, which: int | slice) -> Any:
-        if isinstance(which, slice):
-            ids = [self._read(number) for number in range(*which.indices(len(self)))]
-            return ids if self.sequence_modes is None else (ids, self.sequence_modes[which])
-        return self.get(which)
+        if not isinstance(which, slice):
+            return self.get(which)
+        ids = [self._read(number) for number in range(*which.indices(len(self)))]
+        return ids if self.sequence_modes is None else (ids, self.sequence_modes[which])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
         """`length` ids (default: all) of sequence `idx`, starting at `offset`; with `multimodal`, a pair with its
@@ -336,20 +336,20 @@ class GPTDataset:
         self.num_samples, self.config = num_samples, config
         self._T, self._extra = config.sequence_length, config.add_extra_token_to_sequence
         self._pad = pad_id(config)
-        first = indexed_indices.start
-        self._lengths = indexed_dataset.sequence_lengths[first:indexed_indices.stop]
+        self._lengths = indexed_dataset.sequence_lengths[indexed_indices.start:indexed_indices.stop]
         if self._lengths.min(initial=0) < 0:
             bad = int(self._lengths.argmin())
-            raise ValueError(f"{dataset_path}.idx: sequence {first + bad:,} has {self._lengths[bad]:,} tokens, so the "
-                             f"file is corrupt; regenerate the pair")
+            raise ValueError(f"{dataset_path}.idx: sequence {indexed_indices[bad]:,} has {self._lengths[bad]:,} "
+                             f"tokens, so the file is corrupt; regenerate the pair")
         self.num_tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         drop_last = index_split is not Split.valid or config.drop_last_partial_validation_sequence
-        try:
-            self.order = plan_order(
-                config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch,
-                num_samples=num_samples, T=self._T, extra=self._extra, drop_last=drop_last)
-        except ValueError as e:
-            raise ValueError(f"{dataset_path}, split {index_split.name}: {e}") from None
+        if num_samples and not self.num_tokens_per_epoch:
+            raise ValueError(f"{dataset_path}, split {index_split.name}: needs {num_samples:,} samples, but its "
+                             f"{len(indexed_indices):,} sequences have no tokens; give this split a larger share, or "
+                             f"set its number of samples to 0")
+        self.order = plan_order(
+            config.random_seed, indexed_indices, tokens=self.num_tokens_per_epoch,
+            num_samples=num_samples, T=self._T, extra=self._extra, drop_last=drop_last)
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:

@@ -25,11 +25,11 @@ of one pass: epochs are shuffled together, so none has an end.
 Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples.
 """
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -42,7 +42,7 @@ from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, S
 from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.sources import Source
 from nanochat.stream import FORMAT, Cursor, LaneState, Row, check_cursors, stream_identity
-from nanochat.tokens import TokenFile, check_format
+from nanochat.tokens import TokenFile, check_format, to_offsets
 
 if TYPE_CHECKING:
     import torch
@@ -90,11 +90,11 @@ class BlendedDataset:
         return len(self.dataset_index)
 
     def counts(self, stop: int) -> list[int]:
-        """How many of samples 0 .. stop - 1 come from each of `datasets`."""
+        """See `GPTDataset.counts`."""
         return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
-        """(number of the data set that sample i comes from, number of the sample there)."""
+        """See `GPTDataset.locate`."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i:,}: the blend has {len(self):,} samples")
         return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
@@ -116,7 +116,7 @@ class BlendedMegatronDatasetBuilder:
                              f"{', '.join(split.name for split in Split)}")
         self.cls, self.sizes, self.config = cls, list(sizes), config
         self.is_built_on_rank = is_built_on_rank
-        self._opened: dict[str, Any] = {}  # by prefix
+        self._open = functools.cache(lambda prefix: cls.build_low_level_dataset(prefix, config))
 
     def build(self) -> list[Any]:
         """A data set for each split; None for a split without data, and on ranks without data. With
@@ -158,9 +158,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
         """A split of one pair of files, rounded to whole sequences."""
-        if prefix not in self._opened:
-            self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
-        opened = self._opened[prefix]
+        opened = self._open(prefix)
         n = float(len(opened.sequence_lengths))
         indices = range(round(part[0] * n), round(part[1] * n))
         return self.cls(opened, prefix, indices, size, split, self.config)
@@ -400,11 +398,14 @@ class SampleStream:
         state, T = self.state() if state is None else state, self.config.T
         taken = self.samples.counts(state[0].feeds.taken)
         epochs = [n * T // part.num_tokens_per_epoch for n, part in zip(taken, self.samples.datasets)]
-        return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
-                 "dropped": [], "samples": at.feeds.taken,
-                 "buckets": {bucket: account(n, epoch, T)
-                             for bucket, n, epoch in zip(self.buckets, at.feeds.rows, epochs)}}
-                for at in state]
+        nothing = dict.fromkeys(("inserted", "cropped", "padded", "pending", "documents"), 0)
+        cursors = []
+        for at in state:
+            accounts = {bucket: {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, **nothing}
+                        for bucket, rows, epoch in zip(self.buckets, at.feeds.rows, epochs)}
+            cursors.append({"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
+                            "dropped": [], "samples": at.feeds.taken, "buckets": accounts})
+        return cursors
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
         """The documents in a row: from token `at` on, the row holds `tokens` ids of `document` in `file`, namely ids
@@ -415,11 +416,9 @@ class SampleStream:
         file = self.sources[row.bucket].manifest["files"][0]["name"]
         for sequence, offset, length in part.pieces(sample):
             document = int(np.searchsorted(edges, sequence, side="right")) - 1
-            first, end = edges[document:document + 2].tolist()
-            start = int(lengths[first:sequence].sum(dtype=np.int64)) + offset
-            documents.append({"at": at, "tokens": length, "file": file, "document": document,
-                              "start": start, "stop": start + length,
-                              "of": int(lengths[first:end].sum(dtype=np.int64))})
+            start = int(lengths[edges[document]:sequence].sum(dtype=np.int64)) + offset
+            documents.append({"at": at, "tokens": length, "file": file, "document": document, "start": start,
+                              "stop": start + length, "of": self.document_length(row.bucket, document)})
             at += length
         return documents
 
@@ -433,19 +432,15 @@ class SampleStream:
             run_samples = run_samples[self.samples.dataset_index[:len(run_samples)] == number]
             own_samples = self.samples.dataset_sample_index[run_samples]
         first, end = part.dataset.document_indices[document:document + 2].tolist()
-        lengths = np.asarray(part.dataset.sequence_lengths[first:end], np.int64)
-        sequences, begins = part.document_index, part.sample_index
-        begin_places, extra = np.ascontiguousarray(begins[:, 0]), int(part.config.add_extra_token_to_sequence)
-        pieces, epochs = [], Counter[int]()
+        lengths, sequences = np.asarray(part.dataset.sequence_lengths), part.document_index
+        begins = to_offsets(lengths[sequences])  # where each place of document_index begins in the stream
+        pieces, epochs, T = [], Counter[int](), self.config.T
         for place in np.flatnonzero((sequences >= first) & (sequences < end)).tolist():
-            # samples low .. high - 1 of the stream hold ids of the sequence at this place
-            sequence = int(sequences[place]) - first
-            before, length = int(lengths[:sequence].sum()), int(lengths[sequence])
-            low = max(int(np.searchsorted(begin_places, place)) - 1, 0)
-            high = min(int(np.searchsorted(begin_places, place, side="right")), len(part))
-            for k, (begin, after) in enumerate(pairwise(begins[low:high + 1].tolist()), low):
-                start = begin[1] if begin[0] == place else 0
-                stop = after[1] + extra if after[0] == place else length
+            sequence, begin = int(sequences[place]), int(begins[place])
+            before, length = int(lengths[first:sequence].sum(dtype=np.int64)), int(lengths[sequence])
+            # sample k of the stream holds tokens kT .. kT + T
+            for k in range(max(0, (begin - 1) // T), min(len(part), (begin + length - 1) // T + 1)):
+                start, stop = max(0, k * T - begin), min(length, k * T + T + 1 - begin)
                 pieces.append((epochs[sequence], k, before + start, before + stop))
             epochs[sequence] += 1
         # the run takes some of the stream's samples, in a different order
@@ -459,9 +454,3 @@ class SampleStream:
         dataset = self.samples.datasets[self.buckets.index(bucket)].dataset
         first, end = dataset.document_indices[document:document + 2].tolist()
         return int(dataset.sequence_lengths[first:end].sum(dtype=np.int64))
-
-
-def account(rows: int, epoch: int, T: int) -> dict[str, int]:
-    """A bucket's part of a cursor, under the names that `stream.ledger` adds up."""
-    return {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows,
-            **dict.fromkeys(("inserted", "cropped", "padded", "pending", "documents"), 0)}

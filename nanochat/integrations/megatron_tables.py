@@ -71,13 +71,8 @@ class Shuffles:
 def plan_order(seed: int, documents: range, *, tokens: int, num_samples: int | None, T: int,
                extra: bool, drop_last: bool) -> Shuffles:
     """The shuffles for `num_samples` samples from sequences with `tokens` tokens per epoch, over as many epochs as they
-    need (None: one epoch). ValueError if there are no tokens."""
-    epochs = 1
-    if num_samples:
-        if not tokens:
-            raise ValueError(f"needs {num_samples:,} samples, but its {len(documents):,} sequences have no tokens; "
-                             f"give this split a larger share, or set its number of samples to 0")
-        epochs = -(-(num_samples * T + extra) // tokens)
+    need (None: one epoch)."""
+    epochs = -(-(num_samples * T + extra) // tokens) if num_samples else 1
     before = max(0, (epochs - 1) * tokens - extra) // T
     apart = epochs > 1 and (num_samples or 0) - before < int(APART * ((tokens - extra) // T))
     targets = epochs * tokens - extra

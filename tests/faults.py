@@ -7,6 +7,7 @@ Planned faults: stop or fail at the n-th change that some code makes to the disk
     with crashing_at(n, below=run): save()              # as if killed: no change from n on is made
     start(hook=partial(dying_at, n, below=run))         # a job in its own process dies before change n
     start(hook=partial(copying_at, n, 1, ...))          # a job keeps copies of what a power cut would have left
+    start(2, hook=partial(on_rank, 1, hook))            # a hook acts on one rank only
 
 A change is a call that creates, writes, syncs, renames or removes something below a folder. Changes of all threads are
 counted in their order. A killed process gets SIGKILL: no `finally`, no flushed buffers. A `with` block replaces `open`
@@ -207,6 +208,12 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES
 
 _FOREVER = contextlib.ExitStack()
 STEADY = r"^(?!.*run_state)"  # changes in the same order in each run, so not the heartbeat's
+
+
+def on_rank(rank: int, hook: Callable[[], None]) -> None:
+    """Act only on this rank."""
+    if os.environ.get("RANK", "0") == str(rank):
+        hook()
 
 
 def dying_at(at: int, *, below: Path) -> None:

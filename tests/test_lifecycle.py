@@ -45,6 +45,7 @@ from nanochat.lifecycle import (
     request_stop,
 )
 from nanochat.run_dir import set_aside
+from tests.faults import is_suspended
 from tests.training import PATIENCE_S, fingerprint, wait_for
 
 ROOT = Path(__file__).parents[1]
@@ -407,9 +408,9 @@ def launch(run_dir, *before):
     return process
 
 
-def stop_and_wait(process):
+def suspend(process):
     process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: ") T" in Path(f"/proc/{process.pid}/stat").read_text())
+    wait_for(lambda: is_suspended(process.pid))
 
 
 def record(**changed):
@@ -566,7 +567,7 @@ def test_a_stopped_owner_keeps_its_run_and_is_named_even_in_another_namespace(tm
         owner = json.loads((run_dir / OWNER_NAME).read_text())
         assert (owner["host"] == "node7") == bool(before)
         if not before:
-            stop_and_wait(first)
+            suspend(first)
         with pytest.raises(ValueError, match=f"^{run_dir}: another launch owns this run: host '{owner['host']}', pid "
                            f"{owner['pid']}, since '{owner['since']}'; .*scripts.stop run .*--model-tag"):
             acquire(run_dir)
@@ -604,7 +605,7 @@ def test_an_owner_whose_file_was_removed_or_replaced_exits_at_its_next_check(tmp
 
     run_dir = tmp_path / "run"
     first = launch(run_dir)
-    stop_and_wait(first)
+    suspend(first)
     if removed == "record":
         (run_dir / OWNER_NAME).unlink()
     else:

@@ -4,10 +4,11 @@ recognized, and at most one launch owns a run."""
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import math
+import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -44,16 +45,11 @@ from nanochat.lifecycle import (
     read_state,
     request_stop,
 )
-from nanochat.run_dir import set_aside
+from nanochat.run_dir import remove_tree, set_aside
 from tests.faults import is_suspended
 from tests.training import PATIENCE_S, fingerprint, wait_for
 
 ROOT = Path(__file__).parents[1]
-
-
-def python(code, *arguments, before=()):
-    return subprocess.Popen([*before, sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -389,30 +385,6 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
 
 # ---- one owner -------------------------------------------------------------------------------------------------------
 
-LAUNCH = """
-import sys
-from pathlib import Path
-from nanochat import lifecycle, watchdog
-run_dir, me = Path(sys.argv[1]), [lifecycle.identify()]
-with lifecycle.RunState(lifecycle.acquire(run_dir), me, status="running") as state, watchdog.Watchdog(
-        None, me, timeout_s=1, refresh=state.refresh, on_failure=lambda verdict: state.close("failed", verdict)):
-    print("ready", flush=True)
-    sys.stdin.readline()
-    state.close("stopped")
-"""
-
-
-def launch(run_dir, *before):
-    process = python(LAUNCH, run_dir, before=before)
-    assert process.stdout.readline() == "ready\n", process.communicate()
-    return process
-
-
-def suspend(process):
-    process.send_signal(signal.SIGSTOP)
-    wait_for(lambda: is_suspended(process.pid))
-
-
 def record(**changed):
     return json.dumps({"launch": "x", "since": "long ago", **identify(), **changed})
 
@@ -432,44 +404,36 @@ def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches
     assert "this launch no longer owns the run" in owner.lost(), "its record is gone"
 
 
-RACER = """
-import sys, time
-from pathlib import Path
-from nanochat.lifecycle import acquire
-assert "torch" not in sys.modules, "a second to import"
-print("ready", flush=True)
-began, owners = float(sys.stdin.readline()), []
-for i, run_dir in enumerate(sorted(Path(sys.argv[1]).iterdir())):
-    time.sleep(max(0, began + i / 40 - time.time()))  # one that is ahead waits for the others
-    try:
-        owners.append(acquire(run_dir))
-        print(run_dir.name, flush=True)
-    except ValueError as e:
-        assert "another launch own" in str(e), e
-print("done", flush=True)
-sys.stdin.readline()
-assert [owner.lost() for owner in owners] == [""] * len(owners)
-"""
-
-
 def test_one_of_many_simultaneous_launches_wins(tmp_path):
     """Half of the runs are new; the owner of the others has ended."""
-    rounds = [tmp_path / f"{i:02d}" for i in range(60)]
-    for run_dir in rounds:
+    runs = [tmp_path / f"{i:02d}" for i in range(60)]
+    for run_dir in runs[::2]:
         run_dir.mkdir()
-    for run_dir in rounds[::2]:
         (run_dir / OWNER_NAME).write_text(record())
-    racers = [python(RACER, tmp_path) for _ in range(5)]
-    assert [racer.stdout.readline() for racer in racers] == ["ready\n"] * 5
-    began = time.time() + 0.05
+    context = multiprocessing.get_context("fork")
+    all_ready, wins = context.Barrier(5), context.SimpleQueue()
+
+    def race():
+        owned = {}
+        for run_dir in runs:
+            all_ready.wait(PATIENCE_S)
+            try:
+                owned[run_dir] = acquire(run_dir)
+            except ValueError as e:
+                assert "another launch own" in str(e), e
+        all_ready.wait(PATIENCE_S)
+        assert {owner.lost() for owner in owned.values()} <= {""}
+        wins.put([*owned])
+
+    racers = [context.Process(target=race) for _ in range(all_ready.parties)]
     for racer in racers:
-        racer.stdin.write(f"{began}\n")
-        racer.stdin.flush()
-    wins = [list(iter(racer.stdout.readline, "done\n")) for racer in racers]
+        racer.start()
     for racer in racers:
-        assert racer.communicate("end\n", timeout=PATIENCE_S)[1] == "" and racer.returncode == 0
-    assert sorted(line for won in wins for line in won) == [f"{run_dir.name}\n" for run_dir in rounds]
-    assert sum(bool(won) for won in wins) > 1, "no race happened"
+        racer.join(PATIENCE_S)
+        assert racer.exitcode == 0
+    won = [wins.get() for _ in racers]
+    assert sorted(itertools.chain(*won)) == runs
+    assert sum(map(bool, won)) > 1, "no race happened"
 
 
 ACTIONS = ["inspect", "claim", "end", "set aside", "remove"]
@@ -556,27 +520,40 @@ def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
         os.waitpid(child, 0)
 
 
+OWN = """
+import sys
+from pathlib import Path
+from nanochat.lifecycle import acquire
+assert "torch" not in sys.modules, "a second to import"
+owner = acquire(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
 @pytest.mark.parametrize("before", [[], ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh",
                                          "-c", 'hostname node7; exec "$@"', "sh"]], ids=["here", "container"])
-def test_a_stopped_owner_keeps_its_run_and_is_named_even_in_another_namespace(tmp_path, before):
+def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(tmp_path, before):
     if before and subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("this user may not create namespaces")
-    run_dir = tmp_path / "run"
-    first = launch(run_dir, *before)
+    first = subprocess.Popen([*before, sys.executable, "-c", OWN, tmp_path], cwd=ROOT, text=True,
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        owner = json.loads((run_dir / OWNER_NAME).read_text())
+        assert first.stdout.readline() == "ready\n"
+        owner = json.loads((tmp_path / OWNER_NAME).read_text())
         assert (owner["host"] == "node7") == bool(before)
         if not before:
-            suspend(first)
-        with pytest.raises(ValueError, match=f"^{run_dir}: another launch owns this run: host '{owner['host']}', pid "
-                           f"{owner['pid']}, since '{owner['since']}'; .*scripts.stop run .*--model-tag"):
-            acquire(run_dir)
-        assert liveness(run_dir, read_state(run_dir)) == "alive"
+            first.send_signal(signal.SIGSTOP)
+            wait_for(lambda: is_suspended(first.pid))
+        with pytest.raises(ValueError, match=f"^{tmp_path}: another launch owns this run: host '{owner['host']}', pid "
+                           f"{owner['pid']}, since '{owner['since']}'; .*scripts.stop .*--model-tag"):
+            acquire(tmp_path)
+        assert liveness(tmp_path, state_with(owner, age=0)) == "alive"
     finally:
         first.kill()
         first.wait()
-    wait_for(lambda: not lifecycle._last_owner(run_dir)[1])
-    acquire(run_dir)
+    wait_for(lambda: not lifecycle._last_owner(tmp_path)[1])
+    acquire(tmp_path)
 
 
 @pytest.mark.parametrize("age, changed, free", [
@@ -597,37 +574,21 @@ def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_
         claim(tmp_path, before)
 
 
-@pytest.mark.parametrize("removed", ["record", "run directory"])
-@pytest.mark.parametrize("successor", [False, True])
-def test_an_owner_whose_file_was_removed_or_replaced_exits_at_its_next_check(tmp_path, removed, successor):
-    def files():
-        return {p: p.read_bytes() for p in run_dir.glob(".*") if not p.name.startswith(STATE_NAME)}
-
+@pytest.mark.parametrize("removed", [OWNER_NAME, ""])
+@pytest.mark.parametrize("has_successor", [False, True])
+def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(tmp_path, removed, has_successor):
     run_dir = tmp_path / "run"
-    first = launch(run_dir)
-    suspend(first)
-    if removed == "record":
-        (run_dir / OWNER_NAME).unlink()
-    else:
-        shutil.rmtree(run_dir)
-    new = claim(run_dir, b"") if successor else None
-    before, exists = files(), run_dir.exists()
-    first.send_signal(signal.SIGCONT)
-    assert first.wait(PATIENCE_S) == 1
-    assert re.fullmatch(f"error: {run_dir}: this launch no longer owns the run, .*\n", first.stderr.read())
-    assert files() == before and run_dir.exists() == exists and (new is None or new.lost() == "")
+    with RunState(acquire(run_dir), [identify()], status="running") as state:
+        remove_tree(run_dir / removed)
+        successor = claim(run_dir, b"") if has_successor else None
+        before = fingerprint(run_dir)
+        state.update(step=5)
+        assert state.refresh().startswith(f"{run_dir}: this launch no longer owns the run")
+    assert fingerprint(run_dir) == before and run_dir.exists() == bool(before)
+    assert successor is None or successor.lost() == ""
 
 
 def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):
     owner = acquire(tmp_path)
     monkeypatch.setattr(lifecycle, "open_regular", raiser(OSError(errno.EIO, "Input/output error")))
     assert owner.lost() == ""
-
-
-def test_a_run_that_ends_after_it_was_removed_does_not_touch_its_successor(tmp_path):
-    run_dir = tmp_path / "run"
-    with RunState(acquire(run_dir), [identify()]) as state:
-        shutil.rmtree(run_dir)
-        new = acquire(run_dir)
-        state.close("stopped")
-    assert list(run_dir.iterdir()) == [run_dir / OWNER_NAME] and new.lost() == ""

@@ -21,45 +21,41 @@ from tests.training import PATIENCE_S, wait_for
 
 ROOT = Path(__file__).parents[1]
 
-# A training job of 20 steps with its progress in one file. FAIL_AT, HALT_AT: the step in which it fails or halts.
-# STEPS: steps per launch. CLAIM_AFTER: a file that must exist before the launch claims its run.
+# A training job of 20 steps. FAIL_AT, HALT_AT: the step in which it fails or halts. STEPS: steps per launch.
+# CLAIM_AFTER: a file that must exist before the launch claims its run.
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from nanochat.lifecycle import RunState, StopWatch, acquire, identify
+from nanochat.lifecycle import RunState, StopWatch, acquire, identify, read_state
 from nanochat.watchdog import Watchdog
-env = os.environ
+def number(name, default):
+    return float(os.environ.get(name, default))
 with StopWatch() as stop:
-    run_dir = Path(env["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
-    while not Path(env.get("CLAIM_AFTER", "/")).exists():
+    run_dir = Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
+    while not Path(os.environ.get("CLAIM_AFTER", "/")).exists():
         time.sleep(0.01)
     owner = acquire(run_dir)
-    kept = run_dir / "kept"
-    step = int(kept.read_text()) if kept.exists() else 0
-    saved = f"checkpoint-{step}" if step else None
-    with RunState(
-            owner, [identify()], stop, num_iterations=20, step=step, checkpoint=saved, status="running") as state, \\
-            Watchdog(None, [identify()], timeout_s=4, refresh=state.refresh):
-        def save(status, reason=""):
-            kept.write_text(str(step))
-            state.update(checkpoint=f"checkpoint-{step}")
-            state.close(status, reason)
-        while step < 20:
-            if step == int(env.get("FAIL_AT", -1)):
+    saved = (read_state(run_dir) or {}).get("checkpoint")
+    step = int(saved.split("-")[1]) if saved else 0
+    me = [identify()]
+    with RunState(owner, me, stop, num_iterations=20, step=step, checkpoint=saved, status="running") as run, \\
+            Watchdog(None, me, timeout_s=4, refresh=run.refresh):
+        status = ""
+        while not status:
+            if step == number("FAIL_AT", -1):
                 raise ValueError("out of luck")
-            if step == int(env.get("HALT_AT", -1)):
-                save("halted", "bucket x ran dry")
-                sys.exit(3)
-            time.sleep(float(env.get("STEP_S", 0.01)))
-            step += 1
-            state.update(step=step, loss=4.0 - 0.1 * step, tokens=step * 1000, tokens_per_s=1e5, eta_s=20.0 - step)
-            if why := stop.check() or "walltime" * (step % int(env.get("STEPS", 1000)) == 0):
-                save("stopped", why)
-                sys.exit(0)
-            if step % int(env.get("SAVE_EVERY", 1000)) == 0:
-                kept.write_text(str(step))
-                state.update(checkpoint=f"checkpoint-{step}")
-        save("completed")
+            if step == number("HALT_AT", -1):
+                status, reason = "halted", "bucket x ran dry"
+            else:
+                time.sleep(number("STEP_S", 0.01))
+                step += 1
+                run.update(step=step, loss=4.0 - 0.1 * step, tokens=step * 1000, tokens_per_s=1e5, eta_s=20.0 - step)
+                reason = stop.check() or "walltime" * (step % number("STEPS", 1000) == 0)
+                status = "completed" * (step == 20) or "stopped" * bool(reason)
+            if status or step % number("SAVE_EVERY", 1000) == 0:
+                run.update(checkpoint=f"checkpoint-{step}")
+        run.close(status, reason)
+sys.exit(3 if status == "halted" else 0)
 """
 
 

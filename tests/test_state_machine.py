@@ -6,7 +6,7 @@
                                              +-- while another launch is paused, or begins at the same instant
     between launches:  damaged checkpoints, leftovers of crashes, a changed log, a longer horizon, a restart
 
-After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours; dev/torture.sh does
+After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours; dev/torture.py does
 the same with kills at random times."""
 
 import functools

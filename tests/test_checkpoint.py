@@ -378,6 +378,6 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others
             deleted = ckpt.prune(run, 4, keep_last_k=1)
         assert (k < len(changes.made)) == (k < total)
         assert len(deleted) == 3 - (k < total) == 3 - caplog.text.count("could not be deleted")
-        rd.clean_stale(run)
+        rd.open_folders(run)
         kept = {f"checkpoint-{k // per_checkpoint + 1}"} if k < total and k % per_checkpoint == 0 else set()
         assert {*names(run)} == {"checkpoint-4", *kept}

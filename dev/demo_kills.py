@@ -23,7 +23,6 @@ PYTHON is the interpreter of an environment with that package, and CHECKOUT is a
 flag are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes for each loader.
 """
 
-import argparse
 import contextlib
 import os
 import random
@@ -32,11 +31,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dev import peers
+
+ROOT = Path(__file__).parents[1]
 DOCUMENTS, SHORTEST, LONGEST = 131_072, 16, 250  # tokens
 T, ROWS, SAVE_EVERY, KILLS = 256, 32, 20, 10
 STEP_S = 0.005  # shortest time of a step
@@ -79,14 +82,12 @@ class Numbers:
 
 def write_text(folder: Path) -> None:
     """Write four parquet files for training and one for validation, in row groups of 1,024 documents."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from tests.toy import write_parquet
 
-    folder.mkdir(parents=True)
     texts = [f"{first} {length}" for length, first in zip(*documents())]
     for i in range(5):
         part = texts[i * DOCUMENTS // 4:(i + 1) * DOCUMENTS // 4] or texts[:1]
-        pq.write_table(pa.table({"text": part}), folder / f"shard_{i:05d}.parquet", row_group_size=1024)
+        write_parquet(folder / f"shard_{i:05d}.parquet", part, group_size=1024)
 
 
 # ---- the loaders ---------------------------------------------------------------------------------
@@ -253,12 +254,13 @@ WRITERS = {"gpt-simple": write_gpt_simple, "megatron": write_megatron, "litdata"
 
 # ---- a job: one process of a launch --------------------------------------------------------------
 
-def job(name: str, work: Path, run: Path) -> None:
+def job(name: str, work: Path) -> None:
     """Read until the epoch ends or a signal kills this process. Writes states (STEP-RANK-of-W.pt) and every batch to
-    `run`."""
+    the current folder."""
     import torch
     from torch import distributed as dist
 
+    run = Path.cwd()
     rank, W = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     start, saved = newest(run)
@@ -282,6 +284,14 @@ def job(name: str, work: Path, run: Path) -> None:
     os._exit(0)  # do not wait for the loader's threads and workers
 
 
+def write(name: str, work: Path) -> None:
+    WRITERS[name](work / name)
+
+
+STEPS = {**{f"job-{name}": partial(job, name) for name in LOADERS},
+         **{f"write-{name}": partial(write, name) for name in WRITERS}}
+
+
 def newest(run: Path) -> tuple[int, list[Path]]:
     """(step, state files in rank order) of the newest step that all processes saved; (0, []) at the start."""
     for last in sorted(run.glob("*.pt"), reverse=True):
@@ -299,7 +309,8 @@ def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: 
     gives the last line of a process that failed."""
     start = newest(run)[0]
     port = str(random.SystemRandom().randrange(20_000, 60_000))
-    common = {**env, "WORLD_SIZE": str(W), "LOCAL_WORLD_SIZE": str(W), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {**os.environ, **env, "WORLD_SIZE": str(W), "LOCAL_WORLD_SIZE": str(W), "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": port}
     children = []
     for rank in range(W):
         ranks = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "GLOBAL_RANK")}
@@ -353,27 +364,24 @@ def compare(steps: Sequence[np.ndarray], undisturbed: Sequence[np.ndarray]) -> l
 
 
 def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) -> list[list[str]]:
-    """Measure one loader; returns its rows of the table."""
-    env = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    """Measure one loader, whose package may be below `path`; returns its rows of the table."""
+    env = {"PYTHONPATH": f"{path}{os.pathsep}{work / 'link'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
            "NANOCHAT_BASE_DIR": str(work / "base"), "USE_TF": "0"}
 
-    def command(*words: str) -> list[str]:
-        return [python, "-m", "dev.demo_kills", *words]
+    def command(step: str) -> list[str]:
+        return [python, "-m", "dev.demo_kills", f"--step={step}-{name}", str(work)]
 
     if name in WRITERS and not (work / name).exists():
-        done = subprocess.run(command(f"--write={name}", f"--work={work}"), cwd=work, env=env, capture_output=True,
-                              text=True)
-        if done.returncode:
-            raise ValueError(f"{name}: its data could not be written: {done.stderr.strip().splitlines()[-1]}")
+        peers.run(command("write"), work, **env)
     runs = work / "runs" / name
-    undisturbed = play(command(f"--job={name}", f"--work={work}"), env, runs / "undisturbed", [(2, None)])
+    undisturbed = play(command("job"), env, runs / "undisturbed", [(2, None)])
     last = int(0.7 * len(undisturbed))  # a loader that skips tokens ends early
     kills = sorted(rng.sample(range(SAVE_EVERY, last), KILLS))
     rows = []
     for title, plan in ((f"{KILLS} kills", [*((2, step) for step in kills), (2, None)]),
                         ("2 -> 1", [(2, rng.randrange(last // 2, last)), (1, None)])):
         try:
-            steps = play(command(f"--job={name}", f"--work={work}"), env, runs / title.replace(" ", ""), plan)
+            steps = play(command("job"), env, runs / title.replace(" ", ""), plan)
             rows.append([name, title, *compare(steps, undisturbed)])
         except ValueError as e:
             rows.append([name, title, f"refuses: {e}"[:90], "", ""])
@@ -383,16 +391,6 @@ def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every loader that has a flag, and print the table."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0].startswith(("--job=", "--write=")):  # a child process, perhaps without our package
-        p = argparse.ArgumentParser()
-        p.add_argument("--job"), p.add_argument("--write"), p.add_argument("--work", type=Path)
-        args = p.parse_args(words)
-        if args.write:
-            WRITERS[args.write](args.work / args.write)
-        else:
-            job(args.job, args.work, Path.cwd())
-        return 0
     from dev.measure import print_setup
     from nanochat.cli import Parser
     from nanochat.common import table
@@ -404,29 +402,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
     parser.add_argument("--only", nargs="+", choices=LOADERS, default=[*LOADERS], help="measure only these")
     parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
-    args = parser.parse_args(words)
+    args = parser.parse_args(argv)
     print_setup()
-    work, root = args.work.resolve(), Path(__file__).parents[1]
+    work = args.work.resolve()
     write_text(work / "text")
-    (work / "base").mkdir()
-    (work / "base" / "base_data_climbmix").symlink_to(work / "text")
-    (work / "link").mkdir()
-    (work / "link" / "dev").symlink_to(root / "dev")  # the other projects import only `dev` of ours
+    for link, target in (("base/base_data_climbmix", work / "text"), ("link/dev", ROOT / "dev")):
+        (work / link).parent.mkdir()
+        (work / link).symlink_to(target)  # other projects import only `dev` of ours
     rows = []
     for name in args.only:
-        given = root if name == "ours" else getattr(args, name.replace("-", "_"))
+        given = ROOT if name == "ours" else getattr(args, name.replace("-", "_"))
         if given is None:
             print(f"{name}: skipped, because --{name} is missing", flush=True)
             continue
-        python = str(Path(given).absolute()) if name in WRITERS else sys.executable
-        path = root if name == "ours" else work / "link"
-        if name == "nanochat":
-            path = work / "link-nanochat"
-            path.mkdir()
-            (path / "dev").symlink_to(root / "dev")
-            (path / "nanochat").symlink_to(Path(given).resolve() / "nanochat")
+        python, path = (given, work / "link") if name in WRITERS else (sys.executable, Path(given).resolve())
         try:
-            rows += measure(name, python, path, work, random.Random(args.seed))
+            rows += measure(name, str(Path(python).absolute()), path, work, random.Random(args.seed))
         except ValueError as e:
             rows.append([name, "", f"failed: {e}", "", ""])
     print("", *table(["loader", "what happens", "skipped", "repeated", "other steps"], rows), sep="\n")
@@ -434,8 +425,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and sys.argv[1].startswith(("--job=", "--write=")):
-        raise SystemExit(main())
-    from nanochat.cli import run_main
-
-    run_main(main)
+    peers.start(main, STEPS)

@@ -84,12 +84,11 @@ MAX_ERRORS = 3  # failed saves in a row that end the run
 
 def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A contiguous copy of tensors in host memory, which later steps do not change."""
-    def copy(tensor: torch.Tensor) -> torch.Tensor:
+    copied = {}
+    for name, tensor in state.items():
         # from a GPU into pinned memory, at the full speed of the bus
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        return host.copy_(tensor.detach(), non_blocking=True)
-
-    copied = {name: copy(tensor) for name, tensor in state.items()}
+        copied[name] = host.copy_(tensor.detach(), non_blocking=True)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return copied
@@ -139,7 +138,7 @@ def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str,
     target = run_dir / "checkpoints" / name
     try:
         keep_cursors(run_dir, step, packed)
-        remake_folder(target.parent)
+        remake_folder(run_dir, "checkpoints")
         write_sealed(target, head, {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config), **states})
     except OSError as e:
         raise OSError(e.errno or errno.EIO, f"checkpoint {name} could not be written to "
@@ -420,7 +419,7 @@ class Saver:
         """Write one checkpoint. Every error becomes an outcome, so that the loop sees it."""
         began = time.perf_counter()
         try:
-            path = write()
+            self._good = write()
         except OSError as e:
             self._errors += 1
             reason = e.strerror or str(e)
@@ -433,6 +432,6 @@ class Saver:
             return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
             return Outcome(str(e), fatal=e)
-        self._good, self._errors = path, 0
+        self._errors = 0
         seconds = time.perf_counter() - began
-        return Outcome(f"saved {path} in {duration(seconds)}", path, seconds)
+        return Outcome(f"saved {self._good} in {duration(seconds)}", self._good, seconds)

@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 PLAN_NAME = "plan.json"
-CURSORS_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
 APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND
@@ -154,31 +153,30 @@ def open_folders(run_dir: Path) -> None:
     the launch that owns the run when it starts."""
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
-    clean_stale(run_dir)
-    for name in ("", *FOLDERS):
-        remove_leftovers(run_dir / name, fresh_s=0.0)
-
-
-def clean_stale(run_dir: Path) -> None:
-    """Remove what unfinished saves and deletions of checkpoints left; warn where this fails."""
-    parent = run_dir / "checkpoints"
-    for path in list(parent.iterdir()) if parent.is_dir() else []:
+    for path in list((run_dir / "checkpoints").iterdir()):
         if HIDDEN_NAME.fullmatch(path.name):
             try:
                 remove_tree(path)
             except OSError as e:
                 log.warning("%s: this unfinished save or deletion cannot be removed (%s); delete it", path, e.strerror)
+    for name in ("", *FOLDERS):
+        remove_leftovers(run_dir / name, fresh_s=0.0)
 
 
-def remake_folder(folder: Path) -> None:
-    """Recreate a run's removed folder, with a warning. FileNotFoundError if its parent was removed, too."""
-    if not folder.is_dir():
-        try:
-            folder.mkdir()
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{folder.parent}: removed while the run was training, so the run ends; its files "
-                                    "are lost") from None
-        log.warning("%s was removed while the run was training; the run continues with a new, empty folder", folder)
+def remake_folder(run_dir: Path, name: str) -> Path:
+    """Recreate a removed folder of a run, such as logs/rows, with a warning for each. Returns its path.
+    FileNotFoundError if the run directory was removed, too."""
+    folder = run_dir
+    for part in name.split("/"):
+        folder = folder / part
+        if not folder.is_dir():
+            try:
+                folder.mkdir()
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{run_dir}: removed while the run was training, so the run ends; its files "
+                                        "are lost") from None
+            log.warning("%s was removed while the run was training; the run continues with a new, empty folder", folder)
+    return folder
 
 
 def set_aside(run_dir: Path) -> Path:
@@ -247,7 +245,7 @@ class TrainLog:
         try:
             if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was removed
                 self._file.close()
-                remake_folder(self._path.parent)
+                remake_folder(self._path.parents[1], self._path.parent.name)
                 log.warning("%s was removed while the run was training; a new log starts here", self._path)
                 self._file = open_regular(self._path, APPENDING)
             self._truncated = True
@@ -334,8 +332,7 @@ class RowLosses:
     def write(self, step: int, nats: Sequence[float], live: Sequence[int]) -> None:
         """Write the record of a step. OSError if the disk is full."""
         path, offset = self._place(step)
-        remake_folder(self.folder.parent)
-        remake_folder(self.folder)
+        remake_folder(self.folder.parents[1], "logs/rows")
         record = np.zeros((), self.record)
         record["nats"], record["live"] = nats, live
         data = record.tobytes()
@@ -375,20 +372,17 @@ def _checksum(step: int, data: bytes) -> bytes:
 
 def pack_cursors(step: int, cursors: list[dict[str, Any]]) -> bytes:
     """The cursors of all lanes after `step` steps, compressed without a time stamp: equal cursors, equal bytes."""
-    value = {"format_version": CURSORS_VERSION, "step": step, "cursors": cursors}
+    value = {"format_version": 1, "step": step, "cursors": cursors}
     return gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0)
 
 
 def keep_cursors(run_dir: Path, step: int, packed: bytes) -> None:
     """Write the packed cursors of a save to logs/cursors/, where they are never deleted."""
-    folder = run_dir / "logs" / "cursors"
-    remake_folder(folder.parent)
-    remake_folder(folder)
-    write_bytes(folder / f"step-{step:08d}.json.gz", packed)
+    write_bytes(remake_folder(run_dir, "logs/cursors") / f"step-{step:08d}.json.gz", packed)
 
 
 def read_cursors(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """(step, the V cursors) of a lanes.json.gz or logs/cursors file. ValueError if it is corrupt."""
+    """`unpack_cursors` of a file: lanes.json.gz of a checkpoint, or one in logs/cursors."""
     return unpack_cursors(path.read_bytes(), path)
 
 

@@ -247,10 +247,9 @@ class Watchdog:
 
     def _leave(self, within_s: float) -> None:
         """Wait until the heartbeat has published that this rank leaves, or until the heartbeat hangs."""
-        self._left, end = True, time.monotonic() + within_s
+        self._left = True
         self._wake.set()
-        while self._heart.is_alive() and time.monotonic() < min(end, self._last_round + ANSWER_S):
-            self._heart.join(0.05)
+        self._wait(within_s, lambda: not self._heart.is_alive() or time.monotonic() >= self._last_round + ANSWER_S)
 
     def _wait(self, within_s: float, condition: Callable[[], Any]) -> None:
         end = time.monotonic() + within_s

@@ -7,6 +7,7 @@ Planned faults: stop or fail at the n-th change that some code makes to the disk
     with crashing_at(n, below=run): save()              # as if killed: no change from n on is made
     start(hook=partial(dying_at, n, below=run))         # a job in its own process dies before change n
     start(hook=partial(copying_at, n, 1, ...))          # a job keeps copies of what a power cut would have left
+    start(2, hook=partial(on_rank, 1, hook))            # a hook acts on one rank only
 
 A change is a call that creates, writes, syncs, renames or removes something below a folder. Changes of all threads are
 counted in their order. A killed process gets SIGKILL: no `finally`, no flushed buffers. A `with` block replaces `open`
@@ -29,7 +30,6 @@ from typing import Any
 from unittest import mock
 
 KINDS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
-NO_WRITES = tuple(kind for kind in KINDS if kind != "write")  # torch.save writes dozens of times per file
 ALTERING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -53,31 +53,26 @@ class Changes:
 
     def note(self, kind: str, where: str | None, to: str | None = None) -> None:
         """Count a change of the path `where`, perhaps a rename to `to`, before it is made."""
-        if where is None or not (where + os.sep).startswith(self.below + os.sep):
-            return
-        try:
-            self._count(kind, where)
-        finally:
-            if kind == "write":
-                self.unsynced.add(where)
-            elif kind == "fsync":
-                self.unsynced.discard(where)
-            elif to is not None:
-                self.unsynced = {to + path.removeprefix(where) if (path + os.sep).startswith(where + os.sep) else path
-                                 for path in self.unsynced}
-
-    def _count(self, kind: str, where: str) -> None:
-        if kind not in self.kinds:
+        if where is None or not _is_inside(where, self.below):
             return
         change = f"{kind} {os.path.relpath(where, self.below)}"
-        if not re.search(self.match, change):
-            return
-        if kind == "write" and not self.repeats and self.made and self.made[-1] == change:
-            return
-        self.made.append(change)
-        past = -1 if self.at is None else len(self.made) - 1 - self.at
-        if past == 0 or (self.onwards and past > 0):
-            self.act()
+        repeated = kind == "write" and not self.repeats and self.made[-1:] == [change]
+        if kind in self.kinds and re.search(self.match, change) and not repeated:
+            self.made.append(change)
+            last = len(self.made) - 1
+            if last == self.at or (self.onwards and self.at is not None and last > self.at):
+                self.act()
+        if kind == "write":
+            self.unsynced.add(where)
+        elif kind == "fsync":
+            self.unsynced.discard(where)
+        elif to is not None:
+            self.unsynced = {to + path.removeprefix(where) if _is_inside(path, where) else path
+                             for path in self.unsynced}
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    return (path + os.sep).startswith(folder + os.sep)
 
 
 def _path(what: Any, dir_fd: int | None = None) -> str | None:
@@ -140,8 +135,7 @@ def _wrap_open(real: Any, changes: Changes) -> Any:
             if not isinstance(file, int):
                 changes.note("open", where)
             opened = real(file, mode, *args, **kwargs)
-        inside = where is not None and (where + os.sep).startswith(changes.below + os.sep)
-        return _Counted(opened, changes, str(where)) if inside else opened
+        return _Counted(opened, changes, where) if where and _is_inside(where, changes.below) else opened
 
     return wrapped
 
@@ -151,7 +145,7 @@ def watching(below: Path, **options: Any) -> Iterator[Changes]:
     """Count all changes below a folder inside the block; `options` are those of `Changes`."""
     changes = Changes(below, **options)
     with contextlib.ExitStack() as stack:
-        for name in NO_WRITES:
+        for name in set(KINDS) - {"write"}:  # `os.write` is not used on files
             stack.enter_context(mock.patch.object(os, name, _wrap_os(name, changes)))
         for module in (builtins, io):
             stack.enter_context(mock.patch.object(module, "open", _wrap_open(module.open, changes)))
@@ -160,6 +154,12 @@ def watching(below: Path, **options: Any) -> Iterator[Changes]:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_suspended(pid: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        return ") T" in Path(f"/proc/{pid}/stat").read_text()
+    return False
 
 
 def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
@@ -193,7 +193,7 @@ def full_disk(match: str, *, below: Path) -> contextlib.AbstractContextManager[C
 
 
 @contextlib.contextmanager
-def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES) -> Iterator[Changes]:
+def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = KINDS) -> Iterator[Changes]:
     """Inside the block, every change from `at` on raises `Crash`, which ends the block silently. The disk then looks as
     after a kill, without the cost of a process. None: no crash."""
     def crash() -> None:
@@ -207,6 +207,12 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = NO_WRITES
 
 _FOREVER = contextlib.ExitStack()
 STEADY = r"^(?!.*run_state)"  # changes in the same order in each run, so not the heartbeat's
+
+
+def on_rank(rank: int, hook: Callable[[], None]) -> None:
+    """Act only on this rank."""
+    if os.environ.get("RANK", "0") == str(rank):
+        hook()
 
 
 def dying_at(at: int, *, below: Path) -> None:

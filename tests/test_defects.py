@@ -132,9 +132,8 @@ def test_malformed_files_of_a_run_are_named(tmp_path, monkeypatch, read, name, t
         read(tmp_path / name)
 
 
-def test_a_log_with_values_of_wrong_types_is_named(base):
+def test_a_log_with_values_of_wrong_types_is_named(copied):
     """The report and the comparison of two runs ended in a TypeError."""
-    training.succeed(num_iterations=2, save_every=-1)
     log = training.run_dir() / "logs" / "train.jsonl"
     whole = log.read_text()
     log.write_text(whole + '{"event": "val", "step": 2, "bpb": 1.0, "buckets": "none"}\n')

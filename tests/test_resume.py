@@ -1,5 +1,5 @@
-"""Resumes that tests/test_state_machine.py does not cover: from a named checkpoint, with skipped rows, with moved data,
-on a number of processes that changes bits, in the same wandb run."""
+"""Resumes and saves that tests/test_state_machine.py does not cover: from a named checkpoint, with skipped rows, with
+moved data, on a number of processes that changes bits, in the same wandb run; after failed saves and evaluations."""
 
 import contextlib
 import io
@@ -12,38 +12,44 @@ import types
 from functools import partial
 
 import pytest
+import torch
 
-from nanochat import lifecycle, start_run
+from nanochat import lifecycle, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
+from nanochat.integrations import core_eval
 from nanochat.run_dir import read_log
-from scripts import inspect_data
+from scripts import inspect_data, status
 from tests import faults, training
+from tests.faults import die, on_rank
 from tests.training import (
     all_steps,
+    before,
     checkpoints,
     die_after_step,
     digests,
     events,
     final,
+    finish,
     losses,
+    refuse,
+    start,
     state,
     state_of,
     steps,
+    succeed,
     take_over,
 )
 
-STEPS = 12  # of a run by default
-run, succeed, refuse, start, finish = (partial(command, num_iterations=STEPS) for command in (
-    training.run, training.succeed, training.refuse, training.start, training.finish))
-
-
-workplace = training.in_workplace(**training.SMALL)
+STEPS = 12
+SETTINGS = {**training.SMALL, "num_iterations": STEPS}
+SHORT = {"num_iterations": 4, "save_every": -1}
+workplace = training.in_workplace(**SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """An uninterrupted run, with which most tests compare."""
-    with training.workplace(tmp_path_factory.mktemp("reference"), **training.SMALL):
+    with training.workplace(tmp_path_factory.mktemp("reference"), **SETTINGS):
         succeed()
         return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
 
@@ -103,24 +109,22 @@ def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_los
         assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
 
 
-@pytest.mark.parametrize("failing, kept, errors", [("(checkpoint-([468]|10)|final)", 2, 3), ("final", 10, 1)])
-def test_a_full_disk_ends_the_run_at_the_third_save_or_the_last_one(reference, failing, kept, errors):
+@pytest.mark.parametrize("failing, warned, kept", [
+    ("checkpoint-[468]", [(4, 2, 1), (6, 2, 2)], 2), ("final", [], 10),
+    ("checkpoint-(4|6|10)", [(4, 2, 1), (6, 2, 2), (10, 8, 1)], None)])
+def test_the_third_failed_save_in_a_row_or_a_failed_last_one_ends_the_run(reference, failing, warned, kept):
+    """`warned`: (step, kept checkpoint, number of the failure in a row); `kept`: the checkpoint that an error names."""
     with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
-        message = refuse(save_every=2)
-    assert "No space left" in message and f"checkpoint-{kept} is kept" in message and "same command again" in message
-    assert f"checkpoint-{kept}" in checkpoints() and len(events("save_failed")) == errors
-    assert state()["status"] == "failed" and "No space left" in state()["reason"]
-    succeed()
+        outcome = training.run(save_every=2)
+    for step, known, number in warned:
+        assert re.search(rf"checkpoint-{step} could not .*No space left.*training continues, checkpoint-{known} is "
+                         rf"kept \(error {number} of 3", outcome.err), outcome.err
+    assert len(events("save_failed")) == len(warned) + (kept is not None) and outcome.code == (kept is not None)
+    if kept is not None:
+        assert state()["status"] == "failed" and f"error: {state()['reason']}\n" in outcome.err
+        assert re.search(f"No space left.*; checkpoint-{kept} is kept. .*same command again", state()["reason"])
+        succeed()
     assert state_of(final()) == reference["final"]
-
-
-def test_failed_saves_end_the_run_only_if_three_fail_in_a_row(reference):
-    with faults.full_disk(r"write .*\.tmp-checkpoint-(4|6|10)-", below=training.run_dir()):
-        warnings = succeed(save_every=2).err
-    for step, kept, number in ((4, 2, 1), (6, 2, 2), (10, 8, 1)):
-        assert re.search(rf"checkpoint-{step} could not .*No space left.*training continues, checkpoint-{kept} is kept "
-                         rf"\(error {number} of 3", warnings), warnings
-    assert len(events("save_failed")) == 3 and state_of(final()) == reference["final"]
 
 
 def test_a_folder_that_is_not_a_complete_run_is_renamed_and_never_deleted(reference):
@@ -148,7 +152,7 @@ def inspected(*argv):
 
 
 def test_a_new_run_skips_rows_once_wherever_it_is_killed(reference):
-    settings = {"num_iterations": 9, "save_every": 4, "sync_save": True, "skip_steps": 3}
+    settings = {"num_iterations": 9, "sync_save": True, "skip_steps": 3}
     for kill_after, saved in ((2, []), (6, ["checkpoint-4"])):
         start(hook=partial(die_after_step, kill_after), **settings).wait_for_death()
         assert checkpoints() == saved
@@ -213,16 +217,14 @@ def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatc
     assert first.startswith("new-") and checkpoints() == []
     fake = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    settings = {"run": "name", "save_every": -1}
-    start(hook=partial(die_after_step, 1), **{**settings, "run": "dummy"}).wait_for_death()
-    succeed(num_iterations=3, **settings)
+    start(hook=partial(die_after_step, 1), save_every=-1).wait_for_death()
+    succeed(num_iterations=3, run="name", save_every=-1)
     assert fake.given == [first], "only the log had it"
-    succeed(num_iterations=4, **{**settings, "run": "dummy"})  # a launch without wandb in between
-    assert load_checkpoint(final()).trainer_state["wandb_id"] == first
-    succeed(num_iterations=6, **{**settings, "run": "another name"})
+    succeed(num_iterations=4, save_every=-1)  # a launch without wandb in between
+    succeed(num_iterations=6, save_every=-1, run="another name")
     assert fake.given == [first, first] and len(events("wandb")) == 1
     assert load_checkpoint(final()).trainer_state["wandb_id"] == first
-    succeed(num_iterations=2, resume="scratch", force=True, **settings)
+    succeed(num_iterations=2, save_every=-1, run="name", resume="scratch", force=True)
     assert fake.given == [first, first, None], "a run that started over is a new one"
 
 
@@ -234,3 +236,86 @@ def test_wandb_offline_continues_the_same_run():
     assert wandb_id
     assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2
     assert len(read_log(training.log_file())) > 3
+
+
+# ---- a save precedes everything that can fail at the same step ------------------------------------------------------
+
+def out_of_memory(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_evaluation():
+    settings = {**SHORT, "eval_every": 2}
+    succeed(model_tag="whole", **settings)
+    start(hook=partial(before, "nanochat.loss_eval.evaluate_buckets", 3, die), **settings).wait_for_death()
+    assert checkpoints() == ["final"] and load_checkpoint(final()).step == 4
+    assert [event["step"] for event in events("val")] == [0, 2] and status.main(["run", "--exit-code"]) == 1
+    succeed(**settings)
+    assert [event["bpb"] for event in events("val")] == [event["bpb"] for event in events("val", "whole")]
+    assert len(digests()) == 4 and status.main(["run", "--exit-code"]) == 0
+    outcome = succeed(data_path="mistyped", **settings)
+    assert "nothing to do" in outcome.out and len(events("val")) == 3
+    assert "warning: ignored settings that differ from its config.json: --data-path: the run has " in outcome.out
+
+
+@pytest.mark.parametrize(("function", "flags", "what", "failures"), [
+    ("nanochat.loss_eval.evaluate_buckets", {"eval_every": 2}, "evaluation", [0, 2, 4]),
+    ("nanochat.integrations.core_eval.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
+    ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples", [4])])
+def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what, failures):
+    """Every call fails once the run has started."""
+    monkeypatch.setattr(core_eval, "read_bundle", lambda *args: [])
+    monkeypatch.setattr(trainer.Journal, "started", lambda *args, **how: monkeypatch.setattr(function, out_of_memory))
+    outcome = succeed(**SHORT, **flags)
+    failed = [event for event in events("evaluation_failed") if event["what"] == what]
+    assert [event["step"] for event in failed] == failures
+    assert "out of memory" in failed[-1]["reason"] and f"step 4: {what} failed: " in outcome.out
+    assert checkpoints() == ["final"] and len(digests()) == 4 and len(events("completed")) == 1
+
+
+def test_if_an_evaluation_fails_on_one_rank_the_other_does_not_wait():
+    hook = partial(on_rank, 1, partial(before, "nanochat.loss_eval._measure_own", 1, out_of_memory))
+    output = finish(2, hook=hook, eval_every=2, **SHORT)
+    [failed] = events("evaluation_failed")
+    assert failed["step"] == 0 and "rank 1" in failed["reason"] and "failed: " in output
+    assert [event["step"] for event in events("val")] == [2, 4] and checkpoints() == ["final"]
+
+
+def a_save_is_always_due():
+    trainer.SAVE_EVERY_S = 0.0
+
+
+@pytest.mark.parametrize(("flags", "kept"), [
+    ({}, ["checkpoint-4", "checkpoint-5"]), ({"save_every": 0}, []), ({"save_every": 4}, ["checkpoint-4"]),
+    ({"keep_last_k": 1}, ["checkpoint-5"]),
+    ({"keep_milestone_every": 2}, ["checkpoint-2", "checkpoint-4", "checkpoint-5"])])
+def test_saves_by_time_are_the_default_and_keep_the_newest_two(monkeypatch, flags, kept):
+    monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
+    succeed(**{"num_iterations": 6, "save_every": -1, **flags})
+    assert checkpoints() == [*kept, "final"]
+
+
+def test_saves_by_time_keep_the_saves_of_an_earlier_launch_with_save_every(monkeypatch):
+    succeed(save_every=1, num_iterations=3)
+    monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
+    succeed(save_every=-1, num_iterations=7)
+    assert checkpoints() == [*(f"checkpoint-{step}" for step in (1, 2, 3, 5, 6)), "final"]
+
+
+def test_all_ranks_save_when_a_save_is_due_on_one():
+    finish(2, hook=partial(on_rank, 1, a_save_is_always_due), keep_last_k=9, **SHORT)
+    assert checkpoints() == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "final"]
+
+
+@pytest.mark.parametrize("function", ["nanochat.optim.MuonAdamW.step", "nanochat.gpt.GPT.init_weights"])
+def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypatch, function):
+    """In a step, or while the model is built."""
+    succeed(**{**SHORT, "num_iterations": 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(function, out_of_memory)
+        patch.setattr(start_run, "peak_memory", lambda device: 7_000_000_000, raising=False)
+        error = refuse(**SHORT)
+    assert re.search(r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB; final is kept.*"
+                     r"--device-batch-size \(now 4\).*--activation-checkpointing", error), error
+    assert state()["reason"] == error
+    succeed(**SHORT)

@@ -9,8 +9,8 @@ from contextlib import closing
 import pytest
 
 from nanochat import run_dir as rd
-from nanochat.lifecycle import acquire
 from tests import faults
+from tests.toy import tree
 
 
 def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
@@ -27,19 +27,16 @@ def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"'dd12'.*; did you mean d12\?$"):
         rd.find_run("dd12")
     for tag in ("", ".hidden", "a/b", "..", "a\nb", "a\0b", "a*", "x" * 300):
-        with pytest.raises(ValueError, match=r"--model-tag: got .* such as d12") as caught:
+        with pytest.raises(ValueError, match=r"^--model-tag: got .{,300} such as d12$"):
             rd.run_path(tag)
-        assert len(str(caught.value)) < 300
 
 
 def test_a_missing_or_corrupt_config_json_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is not a run directory"):
         rd.read_config(tmp_path)
-    for name in ("checkpoint-7", "final"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "final").mkdir(parents=True)
     assert rd.is_run_dir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so the settings of checkpoint-7, final "
-                                                r"are unknown; restore it.*--resume=scratch --force.*--model-tag"):
+    with pytest.raises(FileNotFoundError, match=r"missing, so the settings of final are unknown; restore it.*--force"):
         rd.read_config(tmp_path)
     for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
@@ -145,20 +142,13 @@ def test_a_log_is_never_written_through_a_link_nor_after_another_launch_took_the
 # ---- rename and open --------------------------------------------------------------------------------
 
 def fill(run):
-    """A run directory with some files of each kind, and notes of the user."""
+    """A run directory with files of a run, and notes of the user."""
     rd.open_folders(run)
-    acquire(run)
-    for name in ("config.json", "data_manifest.json", "plan.json", "report.md", "logs/train.jsonl",
-                 "logs/cursors/step-00000007.json.gz", "tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken",
-                 "checkpoints/checkpoint-7/a/b", "checkpoints/final/c", "checkpoints/.tmp-final-1/d", "notes.txt",
-                 "logs/notes.txt", "checkpoints/mine/e"):
+    for name in ("config.json", "logs/train.jsonl", "logs/cursors/step-00000007.json.gz", "tokenizer/tokenizer.json",
+                 "checkpoints/checkpoint-7/a/b", "checkpoints/mine/c", "logs/notes.txt", ".mine.tmp"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("{}")
     return run
-
-
-def files_of(run):
-    return {str(p.relative_to(run)) for p in run.rglob("*") if not p.is_dir()}
 
 
 def test_a_run_is_renamed_with_everything_in_it(tmp_path, caplog):
@@ -166,20 +156,17 @@ def test_a_run_is_renamed_with_everything_in_it(tmp_path, caplog):
         run, elsewhere = fill(tmp_path / "run"), tmp_path / f"elsewhere-{number}"
         (run / "logs").rename(elsewhere)
         (run / "logs").symlink_to(elsewhere)
-        before = files_of(run)
-        rd.set_aside(run)
-        assert not run.exists() and files_of(tmp_path / f"run.old-{number}") == before and before
+        before = tree(run)
+        assert rd.set_aside(run) == tmp_path / f"run.old-{number}"
+        assert not run.exists() and tree(tmp_path / f"run.old-{number}") == before and before
         assert f"was renamed to {tmp_path}/run.old-{number}; delete the latter" in caplog.text
 
 
 def test_opening_a_run_removes_only_leftovers_of_crashes(tmp_path):
-    run = fill(tmp_path)
-    before = files_of(run)
-    leftovers = [".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
-                 "checkpoints/.del-checkpoint-5-77/x", "checkpoints/.tmp-checkpoint-6-shutdown-77/y"]
-    for name in leftovers:
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_text("half")
-    (run / ".mine.tmp").write_text("mine")
-    rd.open_folders(run)
-    assert files_of(run) == before - {"checkpoints/.tmp-final-1/d"} | {".mine.tmp"}
+    before = tree(fill(tmp_path))
+    for name in (".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
+                 "checkpoints/.del-checkpoint-5-77/x", "checkpoints/.tmp-checkpoint-6-shutdown-77/y"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("half")
+    rd.open_folders(tmp_path)
+    assert tree(tmp_path) == before

@@ -6,7 +6,7 @@
                                              +-- while another launch is paused, or begins at the same instant
     between launches:  damaged checkpoints, leftovers of crashes, a changed log, a longer horizon, a restart
 
-After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours; dev/torture.sh does
+After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours; dev/torture.py does
 the same with kills at random times."""
 
 import functools
@@ -129,11 +129,6 @@ def files(run):
 
 
 # ---- hooks inside a launch -------------------------------------------------------------------------------------------
-
-def on_rank(rank, hook):
-    if os.environ.get("RANK", "0") == str(rank):
-        hook()
-
 
 def pause(heartbeat):
     """Wait for SIGCONT. Without a heartbeat, only a log line or a save can notice that another launch took the run."""
@@ -278,7 +273,7 @@ class Life(RuleBasedStateMachine):
         steps_at_request.unlink(missing_ok=True)
         began = max(self.good.values(), default=0)
         hook = partial(training.before, *moment, partial(request_stop, what))
-        hook = partial(on_rank, 0 if what == "flag" else rank, hook)
+        hook = partial(faults.on_rank, 0 if what == "flag" else rank, hook)
         if what == "flag" and moment[0].endswith("init_weights"):
             return  # the heartbeat has not begun
         _, output = self.launch(world_size, {**how, "sample_every": 3}, hook)
@@ -345,10 +340,10 @@ class Life(RuleBasedStateMachine):
         """(a launch whose rank 0 paused itself after so many steps, its pid); the pid is None if it ended before."""
         self.make_unfinished()
         hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(pause, heartbeat))
-        group = training.start(world_size, hook=partial(on_rank, 0, hook), num_iterations=self.horizon, **how)
+        group = training.start(world_size, hook=partial(faults.on_rank, 0, hook), num_iterations=self.horizon, **how)
         self.suspended.append(group)
         process = group.processes[0]
-        training.wait_for(lambda: process.exitcode is not None or is_suspended(process.pid))
+        training.wait_for(lambda: process.exitcode is not None or faults.is_suspended(process.pid))
         return group, process.pid if process.exitcode is None else None
 
     @rule(how=HOW)
@@ -430,13 +425,6 @@ class Life(RuleBasedStateMachine):
         assert files(old) == before
         shutil.rmtree(old)
         self.update()
-
-
-def is_suspended(pid):
-    try:
-        return ") T" in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it has ended
-        return False
 
 
 def checkpoint_number(name):

@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -122,29 +123,19 @@ def test_if_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
 
 # ---- verdicts, without processes -------------------------------------------------------------------------------------
 
-class FakeStore:
-    """The calls of a TCPStore that a watchdog makes."""
-
-    def __init__(self):
-        self.data = {}
+class SilentStore(dist.HashStore):
+    """A store that does not answer once it is `silent`."""
+    silent = False
 
     def set(self, key, value):
-        self.data[key] = value.encode()
-
-    def get(self, key):
-        return self.data[key]
-
-    def check(self, keys):
-        return all(key in self.data for key in keys)
-
-    def compare_set(self, key, expected, value):
-        assert expected == ""
-        return self.data.setdefault(key, value.encode())
+        while self.silent:
+            time.sleep(1)
+        super().set(key, value)
 
 
 def watcher(rank=0, world_size=3, store=None, **options):
     ranks = [{"host": f"node{r}", "pid": 100 + r, "start": "1"} for r in range(world_size)]
-    return Watchdog(store or FakeStore(), ranks, rank=rank, **options)
+    return Watchdog(store or dist.HashStore(), ranks, rank=rank, **options)
 
 
 def record(count=10, *, late=True, left=False):
@@ -184,7 +175,7 @@ def test_who_is_to_blame(case, monkeypatch):
 
 def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatch):
     """Records published before the limit blame no rank, and all ranks leave with the same verdict."""
-    store, ended, began = FakeStore(), [], time.monotonic()
+    store, ended, began = dist.HashStore(), [], time.monotonic()
     store.set("rank/1", json.dumps(record(1)))
     dog = watcher(0, 2, store, timeout_s=0.1, first_timeout_s=0, on_failure=lambda verdict: (
         ended.append((verdict, time.monotonic() - began))))
@@ -204,7 +195,7 @@ def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatc
 
 def leave_with(error, rank, verdict=""):
     """The exception and the verdict of a watchdog whose main thread fails, perhaps after another rank's verdict."""
-    store, verdicts = FakeStore(), []
+    store, verdicts = dist.HashStore(), []
     with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=verdicts.append):
         if verdict:
             store.set(watchdog.VERDICT, verdict)
@@ -226,23 +217,18 @@ def test_an_exception_becomes_the_verdict(capfd):
         capfd.readouterr()
 
 
-def test_a_rank_whose_store_is_gone_prints_its_own_error(capfd, monkeypatch):
+@pytest.mark.parametrize("error", [ValueError("x.bin: gone"), None])
+def test_a_rank_whose_store_does_not_answer_prints_its_own_error_and_ends_at_once(capfd, monkeypatch, error):
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
-    store = FakeStore()
-    with pytest.raises(SystemExit), watcher(1, 2, store, timeout_s=1):
-        for name in ("set", "compare_set"):
-            monkeypatch.setattr(store, name, lambda *args: time.sleep(1000))
-        raise ValueError("x.bin: gone")
-    assert capfd.readouterr().err == "error: rank 1 on host node1 (pid 101) failed at set-up: x.bin: gone\n"
-
-
-def test_a_run_that_ends_well_does_not_wait_for_a_store_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
-    store, began = FakeStore(), time.monotonic()
-    monkeypatch.setattr(store, "set", lambda *args: time.sleep(1000))
-    with watcher(0, 2, store):
-        pass
+    store, began = SilentStore(), time.monotonic()
+    with pytest.raises(SystemExit) if error else nullcontext(), watcher(1, 2, store, timeout_s=1):
+        store.silent = True
+        if error:
+            raise error
+    assert capfd.readouterr().err == (
+        "error: rank 1 on host node1 (pid 101) failed at set-up: x.bin: gone\n" if error else "")
     assert time.monotonic() - began < watchdog.LATE_S
+    store.silent = False
 
 
 def test_the_time_in_which_a_process_was_paused_does_not_count(monkeypatch):

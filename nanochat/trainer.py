@@ -25,7 +25,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -426,33 +426,13 @@ def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | N
 
 
 class Silence:
-    """Accepts every call and does nothing. It replaces the journal and the state on ranks other than 0, and the
-    trackers of a run that has none."""
+    """Accepts every call, does nothing and returns "". It replaces the journal and the state on ranks other than 0, and
+    the trackers of a run that has none."""
 
     wandb_id: str | None = None
 
-    def started(self, world_size: int, **record: Any) -> None: ...
-
-    def event(self, name: str, **record: Any) -> None: ...
-
-    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
-
-    def ending(self, reason: str) -> None: ...
-
-    def end(self, status: str, reason: str = "") -> None: ...
-
-    def close(self, status: str = "", reason: str = "") -> None: ...
-
-    def lost(self) -> str:
-        return ""
-
-    refresh = lost  # a method of `RunState`
-
-    def log(self, values: Mapping[str, Any]) -> None: ...
-
-    def at(self, step: int) -> None: ...
-
-    def finish(self) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *args, **kwargs: ""
 
 
 class Journal:
@@ -463,13 +443,13 @@ class Journal:
     def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState) -> None:
         self.start, self.progress, self.device, self.state = start, progress, device, state
         settings, run_dir, step = start.settings, start.run_dir, progress.step
-        path = run_dir / "logs" / "train.jsonl"
-        newest = start.events
+        path, newest = run_dir / "logs" / "train.jsonl", start.events
         self.versions, previous = {"code": code_version(), **versions(device)}, newest.get("started", {})
         for name, value in self.versions.items():
             if value != "" and previous.get(name, value) not in ("", value):
                 print0(f"note: the previous launch ran {name} {previous[name]}, this one runs {value}")
-        self.log = TrainLog(path, first_step=step, lost=state.owner.lost)
+        self.lost = state.owner.lost  # '' while this launch owns the run, else a sentence that says why it does not
+        self.log = TrainLog(path, first_step=step, lost=self.lost)
         self.rows = RowLosses(run_dir, num_rows=settings.total_batch_size // settings.max_seq_len,
                               T=settings.max_seq_len) if settings.row_losses else None
         self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
@@ -527,10 +507,6 @@ class Journal:
             f"eta {duration(state['eta_s'])}", refresh=False)
         self.bar.update()
         self.trackers.at(p.step)
-
-    def lost(self) -> str:
-        """'' while this launch owns the run, otherwise a sentence that says why it does not."""
-        return self.state.owner.lost()
 
     def ending(self, reason: str) -> None:
         """Record that the run ends after one more save."""

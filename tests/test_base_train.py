@@ -5,9 +5,7 @@ import math
 import os
 import subprocess
 import sys
-import types
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,7 @@ from nanochat.checkpoint import load_checkpoint
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.engine import load_model
-from nanochat.gpt import GPT
-from nanochat.run_dir import read_config
+from nanochat.run_dir import RowLosses, read_config
 from scripts import base_eval, base_train
 from tests import training
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
@@ -127,43 +124,21 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
     assert waits.count == 1, "the counter works"
 
 
-@pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing(bad, monkeypatch):
-    state = []
-    forward_backward = base_train.forward_backward
-
-    def spoiled(run):
-        sums, *rest = forward_backward(run)
-        if run.progress.step == 1:
-            state.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
-            if bad == "loss":
-                sums[0, 0] = math.inf
-            else:
-                run.model.lm_head.weight.grad[0, 0] = math.nan
-        return sums, *rest
-
-    monkeypatch.setattr(base_train, "forward_backward", spoiled)
-    assert "The step was not applied" in refuse(num_iterations=3, save_every=-1)
-    model, optimizer, before = state
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert optimizer.gather_state()["step"] == 1
-
-
 def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     compared = []
     monkeypatch.setattr(start_run, "same", compared.append)
     monkeypatch.setattr(trainer, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
-    assert [event["code"] for event in events("started")] == ["abc"]
-    assert events("started")[0].items() >= {"torch": torch.__version__, "gpu": None, "cudnn": None}.items()
+    assert events("started")[0].items() >= {
+        "code": "abc", "torch": torch.__version__, "gpu": None, "cudnn": None}.items()
     assert "previous launch ran" not in succeed(num_iterations=2, save_every=-1).out
     monkeypatch.setattr(trainer, "code_version", lambda: "def+")
-    assert "the previous launch ran code abc, this one runs def+" in succeed(num_iterations=3, save_every=-1).out
     for module in (trainer, start_run):
         monkeypatch.setattr(module, "versions", lambda device: {"torch": "2.99", "gpu": "H100"})
-    out = succeed(num_iterations=4, save_every=-1).out
-    assert f"the previous launch ran torch {torch.__version__}, this one runs 2.99" in out
-    assert "the previous launch ran gpu None, this one runs H100" in out
+    out = succeed(num_iterations=3, save_every=-1).out
+    for words in ("code abc, this one runs def+", f"torch {torch.__version__}, this one runs 2.99",
+                  "gpu None, this one runs H100"):
+        assert f"the previous launch ran {words}" in out
     assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
 
 
@@ -219,27 +194,14 @@ assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 
 # ---- on one process and on several ----------------------------------------------------------------------------------
 
-def live_targets(W, steps):
-    """(steps, W): live targets of each rank in each of a run's first steps."""
-    data, config, _ = start_run.open_run(training.run_dir())
-    counts = np.zeros((steps, W), np.int64)
-    for rank in range(W):
-        with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=8, device_batch_size=4, rank=rank,
-                        world_size=W, num_threads=1) as loader:
-            for step in range(steps):
-                for _ in range(loader.micro_batches_per_step):
-                    counts[step, rank] += int((next(loader).targets != OFF).sum())
-    return counts
-
-
 def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
     """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows. Neither
     changes loss or gradient. Weights at step 0 are equal, so bits per byte are, too."""
     settings = {"long_docs": "split", "overlap": 48, "num_iterations": 4, "eval_every": 4, "save_every": -1}
     succeed(**settings)
-    on_one, on_two, on_three = (live_targets(W, 4) for W in (1, 2, 3))
-    assert (on_one[:, 0] == on_two.sum(1)).all() and (on_one[:, 0] == on_three.sum(1)).all()
-    assert abs(on_two[:, 0] - on_two[:, 1]).max() > 40, "the case: a mean of means would differ"
+    rows = RowLosses(training.run_dir(), num_rows=8, T=training.T)
+    halves = np.array([rows.read(step)[1].reshape(2, 4).sum(axis=1) for step in range(4)])  # on two ranks
+    assert abs(halves[:, 0] - halves[:, 1]).max() > 40, "the case: a mean of means would differ"
     assert "padding" not in training.finish(2, model_tag="two", device_batch_size=2, **settings)
     assert "padding" in training.finish(3, model_tag="three", **settings)
     for tag in ("two", "three"):
@@ -274,20 +236,31 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
-def test_a_nan_loss_stops_the_run_and_keeps_the_last_good_checkpoint(workplace, monkeypatch):
-    forward, calls = GPT.forward, iter(range(100))
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing_and_ends_the_run(workplace, bad, monkeypatch):
+    state = []
+    forward_backward = base_train.forward_backward
 
-    def broken(self, *args, **kwargs):
-        loss = forward(self, *args, **kwargs)
-        return loss * float("nan") if next(calls) == 11 else loss  # the second micro-batch of step 5
+    def spoiled(run):
+        rows, *rest = forward_backward(run)
+        if run.progress.step == 5:
+            state.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
+            if bad == "loss":
+                rows[0, 0] = math.inf
+            else:
+                run.model.lm_head.weight.grad[0, 0] = math.nan
+        return rows, *rest
 
-    monkeypatch.setattr(GPT, "forward", broken)
-    message = refuse(num_iterations=8, save_every=2)
-    assert message.startswith("step 5: the loss is nan") and "--model-tag" in message
-    assert str(training.run_dir() / "checkpoints" / "checkpoint-4") in message
+    with monkeypatch.context() as patch:
+        patch.setattr(base_train, "forward_backward", spoiled)
+        message = refuse(num_iterations=8, save_every=2)
+    assert message.startswith("step 5: the loss is") and "The step was not applied" in message
+    assert str(training.run_dir() / "checkpoints" / "checkpoint-4") in message and "--model-tag" in message
     assert checkpoints() == ["checkpoint-2", "checkpoint-4"] and sorted(steps()) == [0, 1, 2, 3, 4]
     assert [event["step"] for event in events("failed")] == [5]
-    monkeypatch.setattr(GPT, "forward", forward)
+    model, optimizer, before = state
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert optimizer.gather_state()["step"] == 5
     succeed(num_iterations=8, save_every=2)
     succeed(num_iterations=8, save_every=2, model_tag="whole")
     assert training.state_of(final()) == training.state_of(final("whole"))
@@ -299,28 +272,3 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace)
     text = group.text()
     assert text.count("error: ") == 1 and "the loss is nan" in text and "no checkpoint exists yet" in text
     assert "Traceback" not in text and checkpoints() == []
-
-
-@pytest.mark.parametrize("fail_at", ["init", "log", "finish", "nothing"])
-def test_a_failure_of_wandb_never_stops_a_run(workplace, monkeypatch, fail_at):
-    """tests/test_resume.py checks that a resumed run has the same wandb run."""
-    fake, calls, given = types.ModuleType("wandb"), [], {}
-
-    def call(name, /, *records, **kwargs):
-        calls.append(json.dumps([name, *records]))
-        given.update(kwargs)
-        if name == fail_at:
-            raise RuntimeError(f"no {name} today")
-        return fake
-
-    fake.__dict__.update(id="id-of-this-run", **{name: partial(call, name) for name in ("init", "log", "finish")})
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    outcome = succeed(run="name", num_iterations=2, save_every=1, eval_every=2)
-    assert len(steps()) == 2 and checkpoints() == ["checkpoint-1", "final"]
-    warnings = [line for line in outcome.err.splitlines() if "continuing without it" in line]
-    assert len(warnings) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in warnings)
-    logged = sum(name.startswith('["log"') for name in calls)  # steps, val, saved: 2 each; 2 others
-    assert logged == {"init": 0, "log": 1}.get(fail_at, 8)
-    assert load_checkpoint(final()).trainer_state["wandb_id"] == (None if fail_at == "init" else "id-of-this-run")
-    if fail_at == "nothing":
-        assert given["config"]["lanes"] == 4 and given["id"] is None and calls[-1] == '["finish"]'

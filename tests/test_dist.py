@@ -7,6 +7,7 @@ import re
 import socket
 import sys
 import types
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -36,20 +37,14 @@ from tests.training import as_bytes
 
 # ---- a launch --------------------------------------------------------------------------------------------------------
 
-@pytest.fixture(autouse=True)
-def base(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    monkeypatch.delenv("RANK", raising=False)
+workplace = training.in_workplace(**training.SMALL)
 
 
 def rank_main(job, folder, argv):
     """Do `job(rank)` as a script would, and save its value."""
-    rank = int(os.environ.get("RANK", "0"))
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
+    rank = compute_init("cpu")[1]
     torch.save(job(rank), folder / f"value-{rank}")
-    if "RANK" in os.environ:
-        dist.barrier()
+    gather_all(None)  # leave together
 
 
 def launch(folder, world_size, job):
@@ -62,14 +57,6 @@ def values(folder, world_size, job):
     group, codes = launch(folder, world_size, job)
     assert codes == [0] * world_size, group.text()
     return [torch.load(folder / f"value-{rank}", weights_only=True) for rank in range(world_size)]
-
-
-def error(folder, world_size, job):
-    """The one error of a launch that must fail; only rank 0 prints it, and nothing else is printed."""
-    group, codes = launch(folder, world_size, job)
-    assert codes == [1] * world_size and not list(folder.glob("value-*")), group.text()
-    assert group.text() == group.outputs[0].read_text() and group.text().count("\n") == 1, group.text()
-    return group.text().removeprefix("error: ").strip()
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -108,20 +95,28 @@ def raise_it(error):
     raise error
 
 
-def fail_on(bad, own, how, rank):
-    text = f"x.bin of {rank}: missing" if own else "x.bin: missing"
-    return how(lambda: raise_it(FileNotFoundError(text)) if rank in bad else rank)
+def fail_on(bad, how, rank):
+    return how(lambda: raise_it(FileNotFoundError(f"x.bin of {rank}: missing")) if rank in bad else rank)
 
 
-@pytest.mark.parametrize(("bad", "own", "how", "message"), [
-    ((0, 1, 2, 3), True, agree, "x.bin of 0: missing"),
-    ((3,), True, agree, "rank 3 on host {host}: x.bin of 3: missing"),
-    ((1, 3), False, agree, "rank 1 on host {host}: x.bin: missing (2 of 4 ranks failed)"),
-    ((0,), False, on_rank0, "x.bin: missing"),
+def start_differently(rank):
+    same({"data_path": "/data" if rank != 2 else "/other", "seed": 42, **({"extra": 1} if rank == 2 else {})})
+
+
+@pytest.mark.parametrize(("job", "message"), [
+    (partial(fail_on, (0, 1, 2, 3), agree), "x.bin of 0: missing"),
+    (partial(fail_on, (3,), agree), "rank 3 on host {host}: x.bin of 3: missing"),
+    (partial(fail_on, (1, 3), agree), "rank 1 on host {host}: x.bin of 1: missing (2 of 4 ranks failed)"),
+    (partial(fail_on, (0,), on_rank0), "x.bin of 0: missing"),
+    (start_differently, "rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; "
+                        "extra is 1, on rank 0 it is None; start all processes with the same flags, the same files "
+                        "under the same paths, and the same tokenizer"),
 ])
-def test_an_error_is_printed_once_with_rank_and_host_unless_rank_0_or_all_ranks_failed(
-        tmp_path, bad, own, how, message):
-    assert error(tmp_path, 4, partial(fail_on, bad, own, how)) == message.format(host=socket.gethostname())
+def test_an_error_is_printed_once_with_rank_and_host_unless_rank_0_or_all_ranks_failed(tmp_path, job, message):
+    group, codes = launch(tmp_path, 4, job)
+    assert codes == [1] * 4 and not list(tmp_path.glob("value-*")), group.text()
+    printed = f"error: {message.format(host=socket.gethostname())}\n"
+    assert group.text() == group.outputs[0].read_text() == printed
 
 
 def bug_on(bad, how, rank):
@@ -136,46 +131,36 @@ def test_a_bug_is_printed_alone_with_its_traceback(tmp_path, how, bad):
     assert group.text() == text and "KeyError: 'a bug'" in text and "in bug_on" in text
 
 
-def start_differently(rank):
-    same({"data_path": "/data" if rank != 2 else "/other", "seed": 42, **({"extra": 1} if rank == 2 else {})})
-
-
-def test_ranks_that_were_started_differently_are_named_with_the_differences(tmp_path):
-    host = socket.gethostname()
-    assert error(tmp_path, 4, start_differently) == (
-        f"rank 2 on host {host}: started differently: data_path is '/other', on rank 0 it is '/data'; extra is 1, on "
-        f"rank 0 it is None; start all processes with the same flags, the same files under the same paths, and the "
-        f"same tokenizer")
-
-
 # ---- the device ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(deterministic, monkeypatch):
-    names = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING",
+VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING",
              "PYTORCH_CUDA_ALLOC_CONF")
+
+
+@pytest.mark.parametrize(("device_type", "deterministic", "expected"), [
+    ("cpu", True, [False, None, None, None, None]),
+    ("cuda", True, [True, ":4096:8", "1", "0", "expandable_segments:True"]),
+    ("cuda", False, [False, None, None, None, "expandable_segments:True"])])
+def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
+        device_type, deterministic, expected, monkeypatch):
     at_first_use = []
 
     def is_available():
-        at_first_use.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)])
+        at_first_use.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, VARIABLES)])
         return False
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr(torch.cuda, "is_available", is_available)
-    with mock.patch.dict(os.environ):
-        for name in names:
+    refused = pytest.raises(ValueError, match="--device-type: got 'cuda'") if device_type == "cuda" else nullcontext()
+    with mock.patch.dict(os.environ), refused:
+        for name in VARIABLES:
             os.environ.pop(name, None)
-        compute_init("cpu", deterministic=True)
-        assert not any(map(os.environ.get, names))
-        at_first_use.clear()
         try:
-            with pytest.raises(ValueError, match="--device-type: got 'cuda'"):
-                compute_init("cuda", deterministic=deterministic)
+            compute_init(device_type, deterministic=deterministic)
         finally:
             torch.use_deterministic_algorithms(False)
-    expected = [True, ":4096:8", "1", "0"] if deterministic else [False, None, None, None]
-    assert at_first_use == [*expected, "expandable_segments:True"]
-    assert torch.utils.deterministic.fill_uninitialized_memory != deterministic
+    assert at_first_use == expected
+    assert torch.utils.deterministic.fill_uninitialized_memory != expected[0]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -268,14 +253,12 @@ def log_every_step():
     base_train.RANKS_EVERY = 1
 
 
-def test_every_ranks_own_time_is_logged_at_intervals(tmp_path):
-    with training.workplace(tmp_path, **training.SMALL):
-        group = training.start(2, hook=log_every_step, num_iterations=3, save_every=0)
-        assert group.wait() == [0, 0], group.text()
-        records = training.events("ranks")
-        assert [record["step"] for record in records] == [0, 1, 2]
-        for record, step in zip(records, training.steps().values(), strict=True):
-            assert len(record["ranks"]) == 2 and all(0 < rank["own_s"] < step["step_s"] for rank in record["ranks"])
+def test_every_ranks_own_time_is_logged_at_intervals():
+    training.finish(2, hook=log_every_step, num_iterations=3, save_every=0)
+    records = training.events("ranks")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    for record, step in zip(records, training.steps().values(), strict=True):
+        assert len(record["ranks"]) == 2 and all(0 < rank["own_s"] < step["step_s"] for rank in record["ranks"])
 
 
 def test_clock_and_power_are_logged_if_they_can_be_read(monkeypatch):

@@ -1,5 +1,6 @@
 """Shell scripts: speedrun.sh runs valid commands in a working order and stops at a failure; setup.sh; the lock file."""
 
+import importlib
 import os
 import re
 import shlex
@@ -8,25 +9,20 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dev import make_sample_corpus
-from nanochat import dataset
 from nanochat.cli import Parser
 from nanochat.schedule import resolve_horizon
-from scripts import base_eval, base_train, report, sample, tok_eval, tok_train
+from scripts import tok_train
 from tests.training import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = {"speedrun.sh": "gpu", "runs/miniseries.sh": "h100", "runs/scaling_laws.sh": "h100",
-           "dev/setup.sh": "hardware", "dev/test.sh": "gpu", ".ci/run": "",
-           "dev/run_until_done.sh": "hardware", "dev/slurm/train_chain.sbatch": "hardware",
-           "dev/slurm/tok_shards.sbatch": "hardware", "dev/e2e_slurm.sh": "hardware"}
-MODULES = {m.__name__: m for m in (
-    make_sample_corpus, dataset, base_eval, base_train, report, sample, tok_eval, tok_train)}
+SCRIPTS = ["speedrun.sh", "runs/miniseries.sh", "runs/scaling_laws.sh", "dev/setup.sh", "dev/test.sh", ".ci/run",
+           "dev/run_until_done.sh", "dev/slurm/train_chain.sbatch", "dev/slurm/tok_shards.sbatch", "dev/e2e_slurm.sh"]
 
 
 def speedrun(cwd=ROOT, **environment):
@@ -42,19 +38,27 @@ def commands(**environment):
     return [shlex.split(line) for line in result.stdout.splitlines() if line and not line.startswith("#")]
 
 
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 def module_of(words):
     return words[words.index("-m") + 1] if "-m" in words else None
 
 
-def arguments(words):
-    """The arguments of a command's module, without the `--` that torchrun removes."""
-    rest = words[words.index("-m") + 2:]
-    return [w for w in (rest[1:] if rest[:1] == ["--"] else rest) if w != "&"]
+def parsed(words):
+    """The arguments of a command, as its module parses them."""
+    parse, found, rest = Parser.parse_args, [], words[words.index("-m") + 2:]
 
+    def stop(parser, argv=None):
+        found.append(parse(parser, argv))
+        raise KeyError("parsed")
 
-@pytest.fixture(params=["gpu", "cpu"])
-def profile(request):
-    return request.param
+    argv = [word for word in rest if word not in ("--", "&")]  # torchrun removes the first, the shell the second
+    with mock.patch.object(Parser, "parse_args", stop), pytest.raises(KeyError, match="parsed"):
+        importlib.import_module(module_of(words)).main(argv)
+    return found[0]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -64,8 +68,7 @@ def test_a_script_is_strict_bash_and_states_its_cost(script):
     assert text.startswith("#!/usr/bin/env bash\n#") and "\nset -euo pipefail\n" in text
     assert os.access(ROOT / script, os.X_OK)
     head = text.partition("\nset -euo")[0].lower()
-    if script != ".ci/run":
-        assert SCRIPTS[script] in head and "cost" in head and ("minutes" in head or "duration" in head)
+    assert script == ".ci/run" or ("cost" in head and ("minutes" in head or "duration" in head))
 
 
 def test_ci_runs_exactly_the_test_script():
@@ -73,64 +76,35 @@ def test_ci_runs_exactly_the_test_script():
     assert lines == ['exec bash "$(dirname "${BASH_SOURCE[0]}")/../dev/test.sh"']
 
 
-def test_the_stages_have_a_working_order(profile):
-    modules = [module_of(words) for words in commands(PROFILE=profile)]
-    tail = ["scripts.base_train", "scripts.base_eval", "scripts.sample", "scripts.report"]
-    if profile == "gpu":  # None: setup, and the wait for the download
-        assert modules == [None, "nanochat.dataset", "nanochat.dataset", "scripts.tok_train", "scripts.tok_eval", None,
-                           *tail]
-    else:
-        assert modules == [None, "dev.make_sample_corpus", "scripts.tok_train", *tail]
-
-
-def test_every_module_accepts_its_command(profile, monkeypatch):
-    def stop(parser, argv=None):
-        parse(parser, argv)
-        raise KeyError("parsed")
-
-    parse, checked = Parser.parse_args, 0
-    for words in commands(PROFILE=profile):
-        if (name := module_of(words)) is None:
-            continue
-        module = MODULES[name]
-        if hasattr(module, "parse_args"):
-            assert vars(module.parse_args(arguments(words)))
-        else:  # main builds the parser: stop after parsing
-            with monkeypatch.context() as patched, pytest.raises(KeyError, match="parsed"):
-                patched.setattr(Parser, "parse_args", stop)
-                module.main(arguments(words))
-        checked += 1
-    assert checked == (8 if profile == "gpu" else 6)
-
-
-def test_all_stages_use_the_same_run_and_folders(profile, tmp_path):
+@pytest.mark.parametrize(("profile", "num_commands"), [("gpu", 8), ("cpu", 6)])
+def test_every_module_accepts_its_command_and_all_use_the_same_run_and_folders(profile, num_commands, tmp_path):
     base = tmp_path / "with a space"
-    words_of = {module_of(words): words for words in commands(PROFILE=profile, NANOCHAT_BASE_DIR=str(base))}
-    train = base_train.parse_args(arguments(words_of["scripts.base_train"]))
-    for name in ("base_eval", "sample", "report"):
-        assert MODULES[f"scripts.{name}"].parse_args(arguments(words_of[f"scripts.{name}"])).run == train.model_tag
-    tokenizer = tok_train.parse_args(arguments(words_of["scripts.tok_train"]))
+    stages = [words for words in commands(PROFILE=profile, NANOCHAT_BASE_DIR=str(base)) if module_of(words)]
+    assert len(stages) == num_commands and not base.exists(), "a dry run writes nothing"
+    of = {module_of(words): parsed(words) for words in stages}
+    train, tokenizer = of["scripts.base_train"], of["scripts.tok_train"]
+    assert train.run == "dummy"
+    assert [of[f"scripts.{name}"].run for name in ("base_eval", "sample", "report")] == [train.model_tag] * 3
     assert (train.data_path or None) == (str(tokenizer.data_path) if tokenizer.data_path else None)
     assert (train.tokenizer or None) == (str(tokenizer.output_dir) if tokenizer.output_dir else None)
     if profile == "cpu":
-        assert f"--output-dir={train.data_path}" in words_of["dev.make_sample_corpus"]
+        assert str(of["dev.make_sample_corpus"].output_dir) == train.data_path
         assert Path(train.data_path).is_relative_to(base) and Path(train.tokenizer).is_relative_to(base)
-    assert not base.exists(), "a dry run writes nothing"
 
 
-def test_only_a_run_name_enables_wandb(profile):
-    for environment, expected in (({}, "dummy"), ({"WANDB_RUN": ""}, "dummy"), ({"WANDB_RUN": "my run"}, "my run")):
-        stages = commands(PROFILE=profile, **environment)
-        words = next(w for w in stages if module_of(w) == "scripts.base_train")
-        assert base_train.parse_args(arguments(words)).run == expected
-        assert not any("wandb" in w for words in stages for w in words)
+@pytest.mark.parametrize("profile", ["gpu", "cpu"])
+@pytest.mark.parametrize(("environment", "run"), [({"WANDB_RUN": ""}, "dummy"), ({"WANDB_RUN": "my run"}, "my run")])
+def test_only_a_run_name_enables_wandb(profile, environment, run):
+    stages = commands(PROFILE=profile, **environment)
+    assert parsed(next(w for w in stages if module_of(w) == "scripts.base_train")).run == run
+    assert not any("wandb" in w for words in stages for w in words)
 
 
 def test_the_gpu_profile_trains_on_all_gpus_and_downloads_enough_for_its_horizon():
     stages = commands(PROFILE="gpu", NGPU="3")
     words = next(w for w in stages if module_of(w) == "scripts.base_train")
     assert words[:6] == ["torchrun", "--standalone", "--nproc_per_node=3", "-m", "scripts.base_train", "--"]
-    train = base_train.parse_args(arguments(words))
+    train = parsed(words)
     assert train.depth == 24 and train.device_type == "cuda"
     horizon = resolve_horizon(
         num_iterations=train.num_iterations, target_flops=train.target_flops, total_batch_size=train.total_batch_size,
@@ -144,8 +118,7 @@ def test_the_gpu_profile_trains_on_all_gpus_and_downloads_enough_for_its_horizon
 
 
 def test_without_gpus_the_default_profile_is_cpu_and_profile_gpu_is_an_error(tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/usr/bin/env bash\nexit 9\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    executable(tmp_path / "nvidia-smi", "#!/usr/bin/env bash\nexit 9\n")
     path = f"{tmp_path}:{os.environ['PATH']}"
     assert "# profile cpu" in speedrun(DRY_RUN="1", PATH=path).stdout
     result = speedrun(PROFILE="gpu", PATH=path, NANOCHAT_BASE_DIR=str(tmp_path / "base"))
@@ -160,58 +133,47 @@ def test_without_gpus_the_default_profile_is_cpu_and_profile_gpu_is_an_error(tmp
 STAND_IN = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"
 if [[ "$*" == *"-n 300"* ]]; then {download}; fi
-if [[ "$*" == *"{failing}"* ]]; then exit 7; fi
+if [[ "$*" == *"{failing}"* ]]; then {fail}; fi
 """
 
 
-def stand_ins(folder, *, download="true", failing="nothing"):
-    """A checkout whose commands only record that they were called."""
-    (folder / "dev").mkdir(parents=True)
+def run_stages(base, profile, *, download="true", failing="nothing", fail="exit 7"):
+    """(result, modules called) of the script in a checkout whose commands only record that they were called."""
+    folder = base / "repo"
+    for part in ("dev", ".venv/bin"):
+        (folder / part).mkdir(parents=True)
     (folder / "dev" / "setup.sh").write_text("exit 0\n")
-    (folder / "speedrun.sh").write_bytes((ROOT / "speedrun.sh").read_bytes())
-    (folder / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "speedrun.sh", folder)
     for name in ("python", "torchrun"):
-        path = folder / ".venv" / "bin" / name
-        path.write_text(STAND_IN.format(download=download, failing=failing))
-        path.chmod(0o755)
-    return folder
-
-
-def called(folder):
-    return re.findall(r"-m (\S+)", (folder / "calls").read_text())
+        executable(folder / ".venv" / "bin" / name, STAND_IN.format(download=download, failing=failing, fail=fail))
+    result = speedrun(folder, PROFILE=profile, NGPU="2", CALLS=str(base / "calls"), NANOCHAT_BASE_DIR=str(base))
+    return result, re.findall(r"-m (\S+)", (base / "calls").read_text())
 
 
 def test_a_failed_stage_stops_the_script_and_its_time_is_recorded(tmp_path):
-    folder = stand_ins(tmp_path / "repo", failing="base_train")
-    result = speedrun(folder, PROFILE="cpu", CALLS=str(folder / "calls"), NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    result, called = run_stages(tmp_path, "cpu", failing="base_train")
     assert result.returncode == 7 and "stage 'training' failed (7)" in result.stderr
-    assert called(folder) == ["dev.make_sample_corpus", "scripts.tok_train", "scripts.base_train"]
-    lines = (tmp_path / "base" / "speedrun-cpu-stages.tsv").read_text().splitlines()
+    assert called == ["dev.make_sample_corpus", "scripts.tok_train", "scripts.base_train"]
+    lines = (tmp_path / "speedrun-cpu-stages.tsv").read_text().splitlines()
     assert [line.split("\t")[::2] for line in lines] == [["set-up", "0"], ["sample corpus", "0"], ["tokenizer", "0"],
                                                          ["training", "7"]]
 
 
-@pytest.mark.parametrize("download", ["true", "echo gone; exit 5"])
-def test_training_waits_for_the_download_and_does_not_start_if_it_fails(tmp_path, download):
-    folder = stand_ins(tmp_path / "repo", download=f"sleep 0.3; {download}")
-    result = speedrun(folder, PROFILE="gpu", NGPU="2", CALLS=str(folder / "calls"),
-                      NANOCHAT_BASE_DIR=str(tmp_path / "base"))
-    names = called(folder)
-    assert names.count("nanochat.dataset") == 2 and "scripts.tok_eval" in names
-    if download == "true":
-        assert result.returncode == 0 and names[-1] == "scripts.report"
-    else:
-        assert result.returncode == 5 and "gone" in result.stderr and "scripts.base_train" not in names
+@pytest.mark.parametrize(("download", "code", "rest"), [
+    ("true", 0, ["scripts.base_train", "scripts.base_eval", "scripts.sample", "scripts.report"]),
+    ("echo gone; exit 5", 5, [])], ids=["works", "fails"])
+def test_training_waits_for_the_download_and_does_not_start_if_it_fails(tmp_path, download, code, rest):
+    result, called = run_stages(tmp_path, "gpu", download=f"sleep 0.3; {download}")
+    assert result.returncode == code and ("gone" in result.stderr) == (code == 5)
+    assert called[0] == "nanochat.dataset" and called[4:] == rest
+    assert sorted(called[1:4]) == ["nanochat.dataset", "scripts.tok_eval", "scripts.tok_train"]
 
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps")
 def test_the_download_ends_with_the_script(tmp_path):
-    folder = stand_ins(tmp_path / "repo", download=f"echo $$ >{tmp_path}/pid; exec sleep 60", failing="tok_train")
-    # the tokenizer fails only after the download has started
-    path = folder / ".venv" / "bin" / "python"
-    path.write_text(path.read_text().replace("then exit 7", f"then until [[ -s {tmp_path}/pid ]]; do :; done; exit 7"))
-    result = speedrun(folder, PROFILE="gpu", NGPU="2", CALLS=str(folder / "calls"),
-                      NANOCHAT_BASE_DIR=str(tmp_path / "base"))
+    """The tokenizer fails only after the download has started."""
+    result, _ = run_stages(tmp_path, "gpu", download=f"echo $$ >{tmp_path}/pid; exec sleep 60", failing="tok_train",
+                           fail=f"until [[ -s {tmp_path}/pid ]]; do :; done; exit 7")
     assert result.returncode == 7
     pid = (tmp_path / "pid").read_text().strip()
     for _ in range(200):
@@ -233,8 +195,7 @@ def setup(tmp_path):
 
     def run(executables=None, **environment):
         for name, text in (executables or {}).items():
-            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-            (tmp_path / "bin" / name).chmod(0o755)
+            executable(tmp_path / "bin" / name, f"#!/bin/sh\n{text}\n")
         kept = {key: value for key, value in os.environ.items() if key != "TORCH"}
         path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"} if executables else {}
         return subprocess.run(["bash", "dev/setup.sh"], cwd=tmp_path, capture_output=True, text=True,
@@ -288,8 +249,7 @@ def test_the_lock_file_fits_the_project_and_names_only_public_hosts():
 @pytest.mark.parametrize(("cores", "warns"), [(-1, True), (10**6, False)])
 def test_speedrun_warns_on_a_busy_machine(tmp_path, cores, warns):
     """The load is above the number of cores that nproc prints."""
-    (tmp_path / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
-    (tmp_path / "nproc").chmod(0o755)
+    executable(tmp_path / "nproc", f"#!/bin/sh\necho {cores}\n")
     result = speedrun(DRY_RUN="1", PROFILE="cpu", OMP_NUM_THREADS="2", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert result.returncode == 0 and ("OMP_NUM_THREADS=1" in result.stdout) == warns
     assert not warns or re.search(r"# warning: the load of this machine is [\d.]+ on -1 cores", result.stdout)

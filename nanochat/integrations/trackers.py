@@ -72,19 +72,16 @@ class Trackers:
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
         self._open: dict[str, Any] = {}
-        if "wandb" in settings.trackers:
-            with self._guard("wandb"):
-                import wandb  # takes a second to import
+        for name in settings.trackers:
+            with self._guard(name):
+                if name == "wandb":
+                    import wandb  # takes a second to import
 
-                run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
-                                 id=wandb_id, resume="allow")
-                self._open["wandb"], self.wandb_id = run, run.id
-        if "tensorboard" in settings.trackers:
-            with self._guard("tensorboard"):
-                self._open["tensorboard"] = TensorBoard(run_dir, step)
-        if "trackio" in settings.trackers:
-            with self._guard("trackio"):
-                self._open["trackio"] = Trackio(settings)
+                    run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
+                                     id=wandb_id, resume="allow")
+                    self._open["wandb"], self.wandb_id = run, run.id
+                else:
+                    self._open[name] = TensorBoard(run_dir, step) if name == "tensorboard" else Trackio(settings)
         if settings.profiled is not None:
             self._open["profile"] = Profile(run_dir, *settings.profiled)
 

@@ -281,14 +281,14 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
 def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
     """Recompute the rows of some steps from the data, and compare their digests with those of a receipt."""
     from nanochat.config import Settings  # imports PyTorch
-    from scripts.inspect_data import open_from_receipt, step_digests
-    from scripts.receipt import next_link, read_receipt
+    from scripts.inspect_data import Opened, step_digests
+    from scripts.receipt import next_link, open_receipt, read_receipt
 
     receipt = read_receipt(path)
     marks = {int(step): mark for step, mark in receipt["marks"].items()}
     steps = args.steps or sorted(marks)
-    opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
-                                              eod_token=args.eod_token), max(steps))
+    given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
+    opened = Opened(RunReader(path), *open_receipt(path, given, max(steps)))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
     last = min(step for step in marks if step >= max(steps))
     yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first from "

@@ -63,18 +63,18 @@ class Problem(str):
 
 def length_table(lengths: Counter[int], row: int) -> list[str]:
     """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a row of `row` ids."""
-    ids, entries = np.array([*lengths]), np.array([*lengths.values()])
-    tokens, num_entries, num_tokens = ids * entries, lengths.total(), max(1, int(ids @ entries))
-    power = np.frexp(np.maximum(ids, 1))[1] - 1
-    rows = []
-    for k in np.unique(power).tolist():
-        of_k = int(entries[power == k].sum())
-        rows.append((f"{1 << k:,} .. {(2 << k) - 1:,}", of_k, f"{of_k / num_entries:.2%}",
-                     f"{tokens[power == k].sum() / num_tokens:.2%}"))
-    longer = ids > row
-    beyond = int((tokens - row * entries)[longer].sum())
+    entries, tokens = Counter[int](), Counter[int]()  # by the power of two
+    for ids, number in lengths.items():
+        power = max(ids, 1).bit_length() - 1
+        entries[power] += number
+        tokens[power] += ids * number
+    num_entries, num_tokens = entries.total(), max(1, tokens.total())
+    rows = [(f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
+             f"{tokens[power] / num_tokens:.2%}") for power, number in sorted(entries.items())]
+    longer = {ids: number for ids, number in lengths.items() if ids > row}
+    beyond = sum((ids - row) * number for ids, number in longer.items())
     return [*table(("ids", "entries", "of entries", "of tokens"), rows),
-            f"longer than T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries; {beyond:,} tokens "
+            f"longer than T + 1 = {row:,}: {sum(longer.values()) / num_entries:.2%} of entries; {beyond:,} tokens "
             f"({beyond / num_tokens:.2%}) are beyond that length"]
 
 

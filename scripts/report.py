@@ -131,20 +131,6 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
             *fenced("\n".join(" ".join(row) for row in tables["default"])), "</details>", ""]
 
 
-def launches_part(run: RunReader) -> list[str]:
-    """The machine and the code of each launch."""
-    return markdown(("first step", "processes", "device", "PyTorch", "commit"), [
-        (launch.first, launch.world_size, launch.started.get("gpu") or launch.started["device"],
-         launch.started["torch"], launch.started.get("code") or "unknown") for launch in run.launches])
-
-
-def data_part(run: RunReader) -> list[str]:
-    """The files that the run reads, and the ledger of their tokens."""
-    text, header, rows = ledger_table(*run.ledger())
-    return [*markdown(("bucket (split)", "folder", "files", "bytes", "documents"), run.files()),
-            *([escape_html(text), "", *markdown(header, rows)] if rows else ["No ledger before the first checkpoint."])]
-
-
 def samples_part(run: RunReader) -> list[str]:
     """The texts that the model wrote: the newest samples from training, and all from the evaluation."""
     lines: list[str] = []
@@ -197,8 +183,15 @@ def make_report(run: RunReader, stages: Sequence[Stage] = (), figures: Iterable[
     """The whole report. `figures`: the names of its pictures, or None without matplotlib."""
     shown = ["No pictures: matplotlib is not installed (`pip install -e '.[plot]'`)."] if figures is None else [
         f"![{name} by step](report-{name}.png)" for name in figures]
+    launches = [(launch.first, launch.world_size, launch.started.get("gpu") or launch.started["device"],
+                 launch.started["torch"], launch.started.get("code") or "unknown") for launch in run.launches]
+    ledger, header, rows = ledger_table(*run.ledger())
     parts = {"Results": result_part(run), "Commands and settings": settings_part(run, stages),
-             "Launches": launches_part(run), "Data": data_part(run), "Samples": samples_part(run)}
+             "Launches": markdown(("first step", "processes", "device", "PyTorch", "commit"), launches),
+             "Data": [*markdown(("bucket (split)", "folder", "files", "bytes", "documents"), run.files()),
+                      *([escape_html(ledger), "", *markdown(header, rows)] if rows else
+                        ["No ledger before the first checkpoint."])],
+             "Samples": samples_part(run)}
     written = f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from the run directory `{run.run_dir}`."
     lines = [escape_html(f"# Run `{run.config.get('model_tag', run.name)}`: {run.outcome}"), "",
              *map(escape_html, summarize(run)), "", *shown, "", escape_html(written), ""]

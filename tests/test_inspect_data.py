@@ -200,25 +200,17 @@ def test_cursors_with_a_wrong_length_are_named(run_dir, step):
 
 # ---- ledger ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_ledger_balances_and_counts_what_was_emitted(corpus, shape):
-    heading, names, values = run("ledger", "--step=9", *stream_flags(corpus, shape)).splitlines()
-    assert "after 9 steps" in heading and names.split()[0] == "bucket"
-    assert "'cropped %' is a share of emitted + cropped" in heading
-    read, bos, repeated, emitted, cropped, pending, padded, rows, *_ = (
-        int(v.replace(",", "")) for v in values.split()[1:-1])
-    assert "It balances" in heading and read + bos + repeated == emitted + cropped + pending
-    assert rows == 9 * R and emitted == rows * (T + 1) and pending > 0 == padded
-    assert (cropped > 0) == (shape == "crop") and (repeated > 0) == (shape != "crop")
-    assert float(values.split()[-1]) == round(100 * cropped / (emitted + cropped), 2)
-
-
-def test_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(run_dir, monkeypatch):
-    newest = run("ledger", run_dir)
+def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(run_dir, monkeypatch):
+    newest, honest = run("ledger", run_dir), inspect_data.ledger
     assert newest.replace("(the newest save)\n", "", 1) == run("ledger", run_dir, "--step=8") != newest
-    honest = inspect_data.ledger
-    monkeypatch.setattr(inspect_data, "ledger", lambda c, T: {b: {**a, "read": a["read"] + 1} for b, a in
-                                                              honest(c, T).items()})
+    assert "after 8 steps" in newest and "It balances" in newest
+    read, bos, repeated, emitted, cropped, pending, padded, rows, *_ = (
+        int(cell.replace(",", "")) for cell in newest.splitlines()[-1].split()[1:-1])
+    assert rows == 8 * 8 and emitted == rows * (training.T + 1) and padded == 0 < cropped
+    assert read + bos + repeated == emitted + cropped + pending
+    assert newest.split()[-1] == f"{100 * cropped / (emitted + cropped):.2f}"
+    monkeypatch.setattr(inspect_data, "ledger", lambda cursors, T: {
+        bucket: {**account, "read": account["read"] + 1} for bucket, account in honest(cursors, T).items()})
     assert "off in data by 1." in run("ledger", run_dir, code=1)
 
 

@@ -68,11 +68,6 @@ def num_logged(tag: str) -> int:
     return len(training.all_steps(tag)) if training.log_file(tag).exists() else 0
 
 
-def wait_for_steps(group: training.Group, number: int) -> None:
-    """Wait until the log of the run "killed" has `number` lines of steps, or until the run ends."""
-    training.wait_for(lambda: group.processes[0].exitcode is not None or num_logged("killed") >= number)
-
-
 def one_hash(seed: int) -> bool:
     """Train on 1, 2 and 4 processes, then move one run between them with ten kills: all end with the same weights."""
     settings: dict[str, Any] = {"leaves": 4, "device_batch_size": 2, "save_every": 5,
@@ -84,8 +79,10 @@ def one_hash(seed: int) -> bool:
         step_s[W] = statistics.median(record["step_s"] for record in training.steps(f"w{W}").values())
     rng, moments = random.Random(seed), []
     for W in WORLD_SIZES:
+        last = num_logged("killed") + rng.randint(1, STEPS_PER_KILL)
         group = training.start(W, model_tag="killed", **settings)
-        wait_for_steps(group, num_logged("killed") + rng.randint(1, STEPS_PER_KILL))
+        while group.processes[0].exitcode is None and num_logged("killed") < last:
+            time.sleep(0.005)
         time.sleep(rng.uniform(0, step_s[W]))
         if group.processes[0].exitcode is not None:
             raise ValueError(f"the run ended before a kill:\n{group.text()[-2000:]}")
@@ -104,8 +101,9 @@ def one_hash(seed: int) -> bool:
 
 # ---- dry as predicted ----------------------------------------------------------------------------
 
-def copy_text(data_path: Path, text: Path, max_chars: int) -> list[str]:
-    """Copy the first documents of each bucket to text/BUCKET, a few of them for validation. Returns the buckets."""
+def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
+    """Write to the base directory text/BUCKET, the first documents of each bucket and a few of them for validation, and
+    a tokenizer trained on them. Returns the buckets."""
     buckets = find_buckets(data_path)
     for bucket, files in buckets.items():
         documents, chars = [], 0
@@ -114,18 +112,12 @@ def copy_text(data_path: Path, text: Path, max_chars: int) -> list[str]:
             chars += len(document)
             if chars > max_chars:
                 break
-        (text / bucket).mkdir(parents=True)
+        (base / "text" / bucket).mkdir(parents=True)
         for name, part in (("a", documents[:-8]), ("b", documents[-8:])):
-            pq.write_table(pa.table({"text": part}), text / bucket / f"{name}.parquet", row_group_size=256)
-    return sorted(buckets)
-
-
-def make_data(data_path: Path, base: Path, max_chars: int) -> list[str]:
-    """Write text/ and a tokenizer trained on it to the base directory."""
-    buckets = copy_text(data_path, base / "text", max_chars)
+            pq.write_table(pa.table({"text": part}), base / "text" / bucket / f"{name}.parquet", row_group_size=256)
     texts = (text for path in sorted((base / "text").rglob("a.parquet")) for text in read_texts(path))
     RustBPETokenizer.train_from_iterator(texts, 2048).save(base / "tokenizer", force=True)
-    return buckets
+    return sorted(buckets)
 
 
 def dry(data_path: Path, base: Path) -> bool:

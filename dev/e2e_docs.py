@@ -73,24 +73,6 @@ def blocks(page: Path) -> Iterator[Block]:
         yield Block(page.name, language, text, " ".join(reason.split()) or None)
 
 
-def copy_checkout(target: Path) -> None:
-    """Copy the files that git tracks, in their present state, and link .venv."""
-    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
-        if name and (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-    (target / ".venv").symlink_to(ROOT / ".venv")
-
-
-def reader(work: Path, store_url: str) -> dict[str, str]:
-    """The environment of a reader who has activated .venv and has a bucket."""
-    from tests.object_store import environment
-
-    return {**os.environ, **environment(store_url), "HOME": str(work / "home"), "OMP_NUM_THREADS": "1",
-            "NANOCHAT_BASE_DIR": str(work / "home/.cache/nanochat"),
-            "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
-
-
 def run(command: str, language: str, work: Path, env: dict[str, str]) -> tuple[float, int]:
     """Run one command. Returns (seconds, exit code), with code 124 after LIMIT_S. Its output is appended to
     work/output. Variables that it exports are kept in work/exported, for later commands."""
@@ -125,14 +107,21 @@ def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tu
 
 def main(argv: Sequence[str] | None = None) -> int:
     Parser(description=__doc__).parse_args(argv)
-    from tests.object_store import serve
+    from tests.object_store import environment, serve
 
     memory = Path("/dev/shm")
     work = Path(tempfile.mkdtemp(prefix="e2e_docs_", dir=memory if memory.is_dir() else None))
     (work / "home").mkdir()
-    copy_checkout(work / "checkout")
-    with serve() as store:
-        rows = run_pages(pages(work / "checkout"), work, reader(work, store.proxy.url))
+    for name in subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True).split("\0"):
+        if name and (ROOT / name).is_file():  # the files that git tracks, in their present state
+            (work / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, work / "checkout" / name)
+    (work / "checkout" / ".venv").symlink_to(ROOT / ".venv")
+    with serve() as store:  # the environment of a reader who has activated .venv and has a bucket
+        env = {**os.environ, **environment(store.proxy.url), "HOME": str(work / "home"), "OMP_NUM_THREADS": "1",
+               "NANOCHAT_BASE_DIR": str(work / "home/.cache/nanochat"),
+               "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+        rows = run_pages(pages(work / "checkout"), work, env)
     print(*table(("PAGE", "COMMAND", "SECONDS", "EXIT CODE"), rows), sep="\n")
     took = [float(row[2]) for row in rows if row[2]]
     failed = sum(row[3].endswith("FAILED") for row in rows)

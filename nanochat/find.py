@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from nanochat.order import Order, StreamConfig
 from nanochat.sources import Source
-from nanochat.stream import Cursor, Row, Stream
+from nanochat.stream import Cursor, Stream
 
 if TYPE_CHECKING:
     from nanochat.integrations.megatron_order import SampleStream
@@ -117,6 +117,7 @@ class History:
         behind = bisect_left(self.saves, True, key=lambda step: position(step) > (epoch, place))
         step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
         key, uses = (epoch, document.group, document.row), list[Use]()
+        tails_have_bos = self.config.layout == "bestfit"  # a tail begins with a BOS of its own
         mine = None if cursors is None else [cursor for cursor in cursors if cursor["lane"] == lane]
         stream = Stream(self.config, self.sources, [lane], tokenizer=self.tokenizer, cursors=mine, drop_dry=True)
         with closing(stream):
@@ -125,8 +126,11 @@ class History:
                 if (feed.epoch, feed.place) > (epoch, place) and key not in feed.packer:
                     break  # no token of it is pending
                 rows = stream.next_rows(self.rows_per_lane)
-                uses += [use for i, row in enumerate(rows) if row.bucket == document.bucket
-                         for use in uses_of(row, key, step, lane * self.rows_per_lane + i, self.config)]
+                for number, row in enumerate(rows, lane * self.rows_per_lane):
+                    for placed, start, length, _ in row.placed:
+                        if placed == key and row.bucket == document.bucket:
+                            stop = start + length - (start > 0 and tails_have_bos)
+                            uses.append(Use(epoch, step, number, lane, start, stop))
                 step += 1
                 if len(rows) < self.rows_per_lane:
                     break
@@ -172,14 +176,6 @@ def sample_passes(stream: "SampleStream", document: Document, *, rows_per_step: 
         yield Pass(epoch, None, sorted(uses), length, expected=min(steps, default=None))
 
 
-def uses_of(row: Row, key: tuple[int, int, int], step: int, number: int, config: StreamConfig) -> Iterator[Use]:
-    """The uses of a document in a row."""
-    for placed, start, length, _ in row.placed:
-        if placed == key:
-            tail = start > 0 and config.layout == "bestfit"  # a tail begins with a BOS of its own
-            yield Use(key[0], step, number, row.lane, start, start + length - tail)
-
-
 def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
     """The number of documents that a lane reads before it reaches a place of an epoch."""
     return sum(len(order.share(lane, e)) for e in range(epoch)) + place - order.share(lane, epoch).start
@@ -187,14 +183,16 @@ def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
 
 # ---- names of documents --------------------------------------------------------------------------
 
-def files_of(source: Source) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(name, number of the first document that is read, documents of each group) of each file of a source."""
+def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
+    """(file, number of its first document in the file, number of documents) of each group of a source."""
     manifest = source.manifest
     for entry in manifest["files"]:
+        first, counts = 0, entry["groups"]
         if "documents" in manifest:  # a part of one file
-            yield entry["name"], manifest["documents"][0], source.groups
-        else:
-            yield entry["name"], 0, np.array(entry["groups"])
+            first, counts = manifest["documents"][0], source.groups.tolist()
+        for count in counts:
+            yield entry["name"], first, count
+            first += count
 
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
@@ -207,15 +205,11 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
     row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
     for split, sources in data.items():
         for bucket, source in sources.items():
-            first_group = 0
-            for (known_file, first, groups), entry in zip(files_of(source), source.manifest["files"]):
-                known.setdefault(known_file, (split, bucket, sum(entry["groups"])))
-                ends = first + np.cumsum(groups)
-                if known_file == file and first <= row < ends[-1]:
-                    group = int(np.searchsorted(ends, row, side="right"))
-                    in_group = row - int(ends[group] - groups[group])
-                    return split, Document(bucket, name, row, first_group + group, in_group)
-                first_group += len(groups)
+            for group, (of_file, first, count) in enumerate(groups_of(source)):
+                if of_file == file and first <= row < first + count:
+                    return split, Document(bucket, name, row, group, row - first)
+            for entry in source.manifest["files"]:
+                known.setdefault(entry["name"], (split, bucket, sum(entry["groups"])))
     if file not in known:
         raise ValueError(f"{name}: the run has no file {file}; its files are {', '.join([*known][:4])}"
                          f"{', ...' if len(known) > 4 else ''}")
@@ -227,9 +221,8 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
 
 def documents_with(source: Source, bucket: str, text: str) -> Iterator[Document]:
     """All documents of a source that contain a text. Shows a progress bar."""
-    groups = [(file, int(first)) for file, before, counts in files_of(source)
-              for first in before + np.cumsum(counts) - counts]
-    for group, (file, first) in enumerate(tqdm(groups, desc=f"searching {bucket}", unit="group", disable=None)):
+    groups = tqdm([*groups_of(source)], desc=f"searching {bucket}", unit="group", disable=None)
+    for group, (file, first, _) in enumerate(groups):
         for row, document in enumerate(source.texts(group)):
             if text in document:
                 yield Document(bucket, f"{file}:{first + row}", first + row, group, row)

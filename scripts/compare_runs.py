@@ -24,7 +24,6 @@ and bits per byte at the same numbers of tokens.
 that both runs have is equal, else 1, even if only the files of equal rows differ (text, shards).
 """
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,31 +65,26 @@ class Gap(NamedTuple):
 
 
 def difference(a: Any, b: Any) -> str | None:
-    """How two leaves differ, None if they are equal. NaN equals NaN."""
+    """How two leaves differ, None if they are equal: all bits of tensors. NaN equals NaN."""
     kinds = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
              for value in (a, b)]
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and kinds[0] == kinds[1]:
-        return tensor_difference(a, b)
+        x, y = a.reshape(-1), b.reshape(-1)
+        raw = [flat.view(torch.uint8).reshape(-1, a.element_size()) for flat in (x, y)]
+        differ = (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
+        if not len(differ):
+            return None
+        apart = (x[differ].double() - y[differ].double()).abs().max().item()
+        largest = max(flat.double().abs().max().item() for flat in (x, y))
+        first = [int(i) for i in np.unravel_index(int(differ[0]), a.shape)]
+        return (f"{len(differ):,} of {a.numel():,} elements differ, the first at {first}, by at most {apart:.3g}; the "
+                f"largest element is {largest:.3g}")
     a, b = kinds
     if type(a) is type(b) and (a == b or (a != a and b != b)):
         return None
     if type(a) is float and type(b) is float and math.isfinite(a - b):
         return f"{a} and {b}, {abs(a - b) / max(abs(a), abs(b)):.2g} relative"
     return f"{a} and {b}"
-
-
-def tensor_difference(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """How two tensors of the same dtype and shape differ, None if all bits are equal."""
-    x, y = a.reshape(-1), b.reshape(-1)
-    raw = [flat.view(torch.uint8).reshape(-1, a.element_size()) for flat in (x, y)]
-    differ = (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
-    if not len(differ):
-        return None
-    apart = (x[differ].double() - y[differ].double()).abs().max().item()
-    largest = max(flat.double().abs().max().item() for flat in (x, y))
-    first = [int(i) for i in np.unravel_index(int(differ[0]), a.shape)]
-    return (f"{len(differ):,} of {a.numel():,} elements differ, the first at {first}, by at most {apart:.3g}; the "
-            f"largest element is {largest:.3g}")
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,7 +152,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, Any]:
 class Side:
     """One side of the comparison: a run, or a single checkpoint, whose run may be gone."""
 
-    settings: dict[str, Any]  # those that started the run; empty for a single checkpoint
+    name: str
+    run: RunReader | None  # None for a single checkpoint
     saved: dict[int, Path]  # the checkpoints by step
     log: Series
     about: str  # one line to print: which steps and checkpoints exist, and how the run ended
@@ -172,7 +167,7 @@ def open_side(name: str, notes: list[str]) -> Side:
     except FileNotFoundError:
         checkpoint = find_checkpoint(name)
         path = checkpoint.path.absolute()
-        return Side({}, {checkpoint.step: path}, {}, f"{name}: {path}")
+        return Side(name, None, {checkpoint.step: path}, {}, f"{name}: {path}")
     run = RunReader(run_dir)
     saved: dict[int, Path] = {}
     for path in list_checkpoints(run_dir):
@@ -184,7 +179,7 @@ def open_side(name: str, notes: list[str]) -> Side:
     steps = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}" if run.steps else "no steps"
     end = (run.launches[-1].end if run.launches else "") or "unfinished"
     about = f"{steps} in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
-    return Side(run.config, saved, read_series(run, notes), f"{name}: {about}")
+    return Side(name, run, saved, read_series(run, notes), f"{name}: {about}")
 
 
 # ---- two runs -----------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
             words = SERIES[series] + (f" of {bucket}" if bucket else "")
             parts.append(Part("data" if name in DATA else "steps", words, len(common), gaps))
     pairs = [(step, step) for step in a.saved if step in b.saved]
-    if not (a.settings or b.settings):
+    if a.run is None and b.run is None:
         pairs = list(zip(a.saved, b.saved))
     for first, second in pairs:
         try:
@@ -256,24 +251,26 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     return True, f"equal bit for bit: {', '.join(equal)}{end}"
 
 
-def explain_left_out(names: Sequence[str], step: int) -> str:
-    """A sentence for two runs with different lists of --without-documents, whose digests first differ at `step`:
-    whether that step has a document that only one of them leaves out. "" for other runs."""
-    runs = [find_run(name) for name in names]
-    lists = [RunReader(run).listed() for run in runs]
-    if lists[0] == lists[1]:
+def explain_left_out(a: Side, b: Side) -> str:
+    """A sentence for two runs with different lists of --without-documents: whether the first step whose digests differ
+    has a document that only one of them leaves out. "" for other runs, and if no digests differ."""
+    digests = [side.log.get("digest", {}) for side in (a, b)]
+    step = next((step for step in sorted(digests[0].keys() & digests[1].keys())
+                 if digests[0][step] != digests[1][step]), None)
+    if a.run is None or b.run is None or step is None or a.run.listed() == b.run.listed():
         return ""
     from scripts.inspect_data import describe, open_stream_of
 
-    opened = open_stream_of(runs[0])
+    lists = [a.run.listed(), b.run.listed()]
+    opened = open_stream_of(a.run.run_dir)
     with opened.stream_at(step) as stream:
         for row in stream.next_rows(opened.rows_per_lane):
             for place in describe(opened, stream, row):
                 sides = [listed.get(place["file"], []) for listed in lists]
                 left_out = [rows is None or place["document"] in rows for rows in sides]
                 if left_out[0] != left_out[1]:
-                    return (f"as expected: step {step} is the first with a document that {names[left_out[1]]} leaves "
-                            f"out ({place['file']}:{place['document']})")
+                    return (f"as expected: step {step} is the first with a document that "
+                            f"{a.name if left_out[0] else b.name} leaves out ({place['file']}:{place['document']})")
     return (f"unexpected: the runs first differ at step {step}, but no row of it has a document that only one of them "
             f"leaves out, so something else differs")
 
@@ -305,17 +302,13 @@ def same_tokens(a: Series, b: Series) -> list[list[Any]]:
     return [list(row) for row in zip(marks, *values)]
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare and print. Exit code 1 if something differs. ValueError and FileNotFoundError for bad input."""
     parser = Parser(description=__doc__)
     parser.add_argument("a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path")
     parser.add_argument("b", metavar="B", help="the run or checkpoint to compare A with")
     parser.add_argument("--tensors", action="store_true", help="list everything that differs in checkpoints")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print. Exit code 1 if something differs. ValueError and FileNotFoundError for bad input."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     setup_logging()
     notes: list[str] = []
     a, b = open_side(args.a, notes), open_side(args.b, notes)
@@ -323,13 +316,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     equal, summary = summarize(parts, notes)
     about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
     print(summary, "", *about, sep="\n")
-    differ = differing_settings([a.settings, b.settings]) if a.settings and b.settings else []
-    if differ:
+    if a.run and b.run and (differ := differing_settings([a.run.config, b.run.config])):
         rows = [[show(value)[:WIDEST] for value in row] for row in differ]
         print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
-        one, other = (side.log.get("digest", {}) for side in (a, b))
-        first = next((step for step in sorted(one.keys() & other.keys()) if one[step] != other[step]), None)
-        if first is not None and (sentence := explain_left_out((args.a, args.b), first)):
+        if sentence := explain_left_out(a, b):
             print("", sentence, sep="\n")
     if not equal and (rows := same_tokens(a.log, b.log)):
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")

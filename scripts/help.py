@@ -47,19 +47,6 @@ def about(module: str) -> str:
     return " ".join(paragraph.split()).partition(". ")[0].rstrip(".:")
 
 
-def list_commands() -> None:
-    """Print the commands by group, each with its sentence, and how to start one."""
-    known = commands()
-    grouped = {name for names in GROUPS.values() for name in names}
-    shown = {name: module.removeprefix("scripts.") for name, module in known.items()}
-    width = max(map(len, shown.values())) + 2
-    for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
-        print(f"{group}:", *(f"  {shown[name]:{width}}{about(known[name])}" for name in names), "", sep="\n")
-    renamed = ", ".join(f"{shown[name]} is {name}" for name in SHORT.values())
-    print(f"python -m scripts.COMMAND --help shows examples and flags. After `pip install -e .`, each command is also\n"
-          f"nanochat COMMAND ({renamed}).\nFor jobs on clusters, see docs/clusters.md.")
-
-
 class _ParserReady(Exception):
     """Carries a command's parser out of its `main`."""
 
@@ -102,7 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("help", "--help", "-h") and rest and not rest[0].startswith("-"):
         name, rest = rest[0], ["--help"]
     elif name in ("help", "--help", "-h"):
-        list_commands()
+        grouped = {name for names in GROUPS.values() for name in names}
+        shown = {name: module.removeprefix("scripts.") for name, module in known.items()}
+        width = max(map(len, shown.values())) + 2
+        for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
+            print(f"{group}:", *(f"  {shown[name]:{width}}{about(known[name])}" for name in names), "", sep="\n")
+        renamed = ", ".join(f"{shown[name]} is {name}" for name in SHORT.values())
+        print(f"python -m scripts.COMMAND --help shows examples and flags. After `pip install -e .`, each command is "
+              f"also\nnanochat COMMAND ({renamed}).\nFor jobs on clusters, see docs/clusters.md.")
         return 0
     if name == "completion":
         parser = Parser(prog="nanochat completion", description="Print a script that completes commands in a shell.")

@@ -40,17 +40,17 @@ from tqdm import tqdm
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
-from nanochat.config import Settings, add_flags, flag, from_flags, stream_config
+from nanochat.config import add_flags, flag, from_flags, stream_config
 from nanochat.dataloader import StepLayout
 from nanochat.find import Document, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import RunData, Source
+from nanochat.sources import RunData
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import Cursor, Stream, ledger, open_stream
-from scripts.receipt import open_receipt, read_receipt
+from scripts.receipt import open_receipt
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
             raise ValueError("ledger: only a run has a newest save; pass --step=N, the number of completed steps")
     if is_receipt:
         last = args.steps[-1] if args.command == "digest" else args.step - (args.command == "ledger")
-        return open_from_receipt(receipt, settings, last)
+        return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
     if not given:
         return open_stream_of(find_run(args.run))
     if args.run is not None:
@@ -128,21 +128,6 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
     config = stream_config(start.settings)
     return Opened(RunReader(start.run_dir), data, config, start.settings.total_batch_size // config.T, start.cursors)
-
-
-def open_from_receipt(path: Path, given: Settings, last: int = 0) -> Opened:
-    """The stream of a receipt, from the data and the tokenizer that the flags name. ValueError for other flags, and if
-    the run did not train step `last`."""
-    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # here, --run is not a flag
-    if refused := [flag(name) for name in given.differing() if name not in allowed]:
-        raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out")
-    if given.data_path is None:
-        raise ValueError(f"{path}: a receipt does not say where the data is; name its folder with --data-path")
-    if last >= (steps := read_receipt(path)["steps"]):
-        raise ValueError(f"{path}: it has no step {last:,}; the run trained steps 0 to {steps - 1:,}")
-    receipt = open_receipt(path, given.data_path, given.tokenizer, eod_token=given.eod_token)
-    rows_per_step = receipt.settings.total_batch_size // receipt.config.T
-    return Opened(RunReader(path), receipt.data, receipt.config, rows_per_step, receipt.begin)
 
 
 def open_stream_of(run_dir: Path) -> Opened:
@@ -385,12 +370,6 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
 
 
-def is_left_out(source: Source, document: Document) -> bool:
-    """Whether --without-documents turned off the targets of a document."""
-    listed = source.without.get(document.group)
-    return listed is not None and bool(listed[document.row])
-
-
 def remark(split: str, left_out: bool, passes: Sequence[Any]) -> str:
     """Why a run does not learn from a document; empty if it does, or if its passes tell."""
     if split != "train":
@@ -447,6 +426,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
     for split, document, traced in named_documents(opened, args):
         passes, ids = [], np.zeros(0, np.int64)
         source, words = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
+        listed = source.without.get(document.group)
+        left_out = listed is not None and bool(listed[document.row])
         if document.group >= 0:
             ids = source.read(document.group, np.array([document.row]))[0][0]
             words = first_words(opened, ids)
@@ -460,7 +441,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             passes.append({**asdict(one_pass), "uses": uses, "cropped_after": one_pass.cropped_after,
                            "fate": fate(opened, one_pass)})
         head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
-                "without": is_left_out(source, document)}
+                "without": left_out}
         if args.json:
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
@@ -475,7 +456,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             first, *more = (of_epoch["epoch"] for of_epoch in same)
             if ending:
                 print(f"epochs {first} to {more[-1]}: {ending}" if more else f"epoch {first}: {ending}")
-        if line := remark(split, is_left_out(source, document), passes):
+        if line := remark(split, left_out, passes):
             print(line)
     if legend:
         print(FIND_LEGEND)

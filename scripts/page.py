@@ -15,7 +15,6 @@ loading anything else. If a run is too long for the page, only the step with the
 spikes stay visible.
 """
 
-import argparse
 import contextlib
 import json
 import re
@@ -202,28 +201,20 @@ def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
             "steps": pick(axes["steps"]), "digests": [run.steps[i]["digest"] for i in kept]}
 
 
-def clip_at(values: Sequence[float]) -> float | None:
-    """The upper end of an axis from 0, chosen so that a few high values, such as the first step of each launch, do not
-    flatten the others. None if there are no such values."""
-    ordered = sorted(values)
-    top = 1.5 * ordered[int(0.95 * (len(ordered) - 1))]
-    return top if 0 < 2 * top < ordered[-1] else None
-
-
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings of the y axis}."""
     names = dict.fromkeys(curve["chart"] for run in runs for curve in run["series"])
     mixes = {f"mix-{i}": i for i in range(len(runs))}
-    waits = [y for run in runs for curve in run["series"] if curve["chart"] == WAIT
-             for y in curve["y"] if y is not None]
-    top = clip_at(waits) if waits else None
+    waits = sorted(y for run in runs for curve in run["series"] if curve["chart"] == WAIT
+                   for y in curve["y"] if y is not None)
+    top = 1.5 * waits[int(0.95 * (len(waits) - 1))] if waits else 0.0
     charts: list[dict[str, Any]] = []
     for name in sorted(names, key=lambda name: (name != LOSS, not name.startswith(BPB))):
         chart = {"id": name, "title": name, "section": "curves", "wide": name == LOSS,
                  "y": {"rangemode": "normal" if name.startswith(("Loss", "Validation")) else "tozero"}}
         if name == "Gradient norm":
             chart["y"] = {"type": "log"}
-        if name == WAIT and top is not None:
+        if name == WAIT and 0 < 2 * top < waits[-1]:  # the first step of each launch would flatten the others
             chart |= {"title": f"{name} (clipped)", "y": {"range": [0, top]}}
         if name in mixes:
             title = f"Mix of {runs[mixes[name]]['name']}: trained (solid) and planned (dashed)"
@@ -331,17 +322,13 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file in one."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("page.html"), help="where to write the page")
     parser.add_argument("--watch", action="store_true", help="rewrite the page every ten seconds while a run is alive")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file in one."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     folders = [find_run(name).absolute() for name in args.run] or [
         path for path in map(run_path, list_runs()) if (path / CONFIG_NAME).is_file()]
     if not folders:

@@ -21,7 +21,6 @@ require downloading them. A list of more than 300 files is compressed, and its h
 usually enough to name a file that differs; the fingerprints in `stream` and the hash of all contents are not shortened.
 """
 
-import argparse
 import base64
 import lzma
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ from nanochat.common import (
     read_json,
     write_json,
 )
-from nanochat.config import FIELDS, STREAM, Settings, stream_config
+from nanochat.config import FIELDS, STREAM, Settings, flag, stream_config
 from nanochat.dataset import Manifest, data_folder, pin
 from nanochat.run_dir import find_run, unpack_cursors
 from nanochat.run_reader import RunReader
@@ -157,15 +156,6 @@ def next_link(link: str, digest: str) -> str:
 
 # ---- reading one --------------------------------------------------------------------------------
 
-class OpenedReceipt(NamedTuple):
-    """The stream of a receipt, opened from the data without the run."""
-
-    data: RunData
-    config: Any
-    settings: Settings
-    begin: list[dict[str, Any]] | None  # the cursors of step 0; None: the beginning of the data
-
-
 def read_receipt(path: Path) -> dict[str, Any]:
     """The receipt in a file. ValueError if it is corrupt or in a different format."""
     receipt = read_json(path, {"nanochat_receipt": int}, remedy=REWRITE)
@@ -233,44 +223,49 @@ def hash_contents(lines: Sequence[FileLine]) -> str:
     return "-" if "-" in contents else hash_json(contents)
 
 
-def open_receipt(path: Path, data_path: str, tokenizer_name: str | None = None, *, eod_token: str | None = None
-                 ) -> OpenedReceipt:
-    """Open the stream of a receipt from the data, without the run. ValueError or FileNotFoundError for a different
-    tokenizer, and for a file that is missing or differs."""
+def open_receipt(path: Path, given: Settings, last: int) -> tuple[RunData, Any, int, list[dict[str, Any]] | None]:
+    """Open the stream of a receipt without the run, from the data and the tokenizer that flags name. Returns (data,
+    settings of the stream, rows per step, cursors of step 0 or None for the beginning of the data). ValueError or
+    FileNotFoundError for other flags, if the run did not train step `last`, for a different tokenizer, and for a file
+    that is missing or differs."""
     begin_launch()
+    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # here, --run is not a flag
+    if refused := [flag(name) for name in given.differing() if name not in allowed]:
+        raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out")
+    if given.data_path is None:
+        raise ValueError(f"{path}: a receipt does not say where the data is; name its folder with --data-path")
     receipt = read_receipt(path)
+    code, stream = ", ".join(receipt["code"]), receipt["stream"]
+    if last >= receipt["steps"]:
+        raise ValueError(f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}")
     if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
-        raise ValueError(f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run "
-                         f"({', '.join(receipt['code'])})")
+        raise ValueError(f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})")
     settings = Settings.from_json(receipt["settings"])
-    config, stream = stream_config(settings), receipt["stream"]
-    tokenizer = find_tokenizer(replace(settings, tokenizer=tokenizer_name, eod_token=eod_token), data_path)
+    config = stream_config(settings)
+    named = replace(settings, tokenizer=given.tokenizer, eod_token=given.eod_token)
+    tokenizer = find_tokenizer(named, given.data_path)
     if tokenizer.fingerprint != stream["tokenizer"]:
         raise ValueError(f"{path}: the run's data was tokenized with {stream['tokenizer']}, but this tokenizer "
                          f"is {tokenizer.fingerprint}; name the run's --tokenizer (RUN/tokenizer is a copy of it)")
-    manifests = find_manifests(path, receipt, data_path, Selection.of(settings.to_json()).for_split("train"))
+    selection = Selection.of(settings.to_json()).for_split("train")
+    manifests = find_manifests(path, receipt, given.data_path, selection)
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)
     here = stream_identity(config, data.train, tokenizer.fingerprint)
     if differ := [name for name in {**stream, **here} if stream.get(name) != here.get(name)]:
         raise ValueError(f"{path}: {differ[0]} is {stream.get(differ[0])!r} in the receipt and {here.get(differ[0])!r} "
-                         f"here, though the files are the same; use the code that trained the run "
-                         f"({', '.join(receipt['code'])})")
+                         f"here, though the files are the same; use the code that trained the run ({code})")
     begin = receipt["begin"] and unpack_cursors(base64.b85decode(receipt["begin"]), path)[1]
-    return OpenedReceipt(data, config, settings, begin or None)
+    return data, config, settings.total_batch_size // config.T, begin or None
 
 
 # ---- the command --------------------------------------------------------------------------------
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the receipt and print its path. ValueError or FileNotFoundError if the run's log or data is incomplete."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
     parser.add_argument("--out", metavar="FILE", type=Path, help=f"file to write (default: RUN/{NAME})")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the receipt and print its path. ValueError or FileNotFoundError if the run's log or data is incomplete."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     setup_logging()
     run = RunReader(find_run(args.run))
     receipt, out = make_receipt(run), args.out or run.run_dir / NAME

@@ -28,7 +28,6 @@ signs of the differences, the share whose mean is at least as extreme. With 5 se
 
 import argparse
 import contextlib
-import io
 import itertools
 import math
 import shlex
@@ -44,7 +43,7 @@ import numpy as np
 import torch
 
 from nanochat.cli import Parser, run_main, whole
-from nanochat.common import get_base_dir, print0, read_json, table, write_bytes, write_json
+from nanochat.common import atomic_open, get_base_dir, print0, read_json, table, write_json
 from nanochat.config import from_flags
 from nanochat.run_dir import run_path
 from nanochat.run_reader import RunReader
@@ -87,11 +86,6 @@ def deviation_interval(s: float, n: int) -> tuple[float, float]:
     return low, high
 
 
-def smallest_difference(s: float, s_d: float, n: int) -> tuple[float, float]:
-    """(unpaired, paired): the smallest difference of means that n seeds can show at the 5 % level."""
-    return (student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n), student_t(0.975, n - 1) * s_d / math.sqrt(n))
-
-
 def sign_flip_p(differences: Sequence[float]) -> float:
     """The exact two-sided p-value of the sign-flip permutation test of paired differences."""
     signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(differences))))
@@ -100,9 +94,10 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str, float]]:
-    """`smallest_difference` for this number of seeds, and for each of SEED_COUNTS."""
-    return {str(n): dict(zip(("unpaired", "paired"), smallest_difference(s, s_d, n)))
-            for n in sorted({seeds, *SEED_COUNTS})}
+    """{n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS: the smallest difference of means
+    that n seeds can show at the 5 % level."""
+    return {str(n): {"unpaired": student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n),
+                     "paired": student_t(0.975, n - 1) * s_d / math.sqrt(n)} for n in sorted({seeds, *SEED_COUNTS})}
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:
@@ -205,9 +200,8 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> str:
         axes.errorbar([i + 0.15], [record["mean"]], yerr=[half], fmt="k_", capsize=4)
     axes.set(ylabel="validation bits per byte", xlim=(-0.5, len(records) - 0.4))
     axes.set_xticks(range(len(records)), [record["name"] for record in records])
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=120)
-    write_bytes(path, data.getvalue())
+    with atomic_open(path) as f:
+        figure.savefig(f, format="png", dpi=120)
     return f"written: {path}"
 
 

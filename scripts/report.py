@@ -11,7 +11,6 @@ speedrun.sh writes FILE: a line `name <tab> seconds <tab> exit code <tab> comman
 ran several times, its times are added up.
 """
 
-import argparse
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -132,20 +131,6 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
             *fenced("\n".join(" ".join(row) for row in tables["default"])), "</details>", ""]
 
 
-def launches_part(run: RunReader) -> list[str]:
-    """The machine and the code of each launch."""
-    return markdown(("first step", "processes", "device", "PyTorch", "commit"), [
-        (launch.first, launch.world_size, launch.started.get("gpu") or launch.started["device"],
-         launch.started["torch"], launch.started.get("code") or "unknown") for launch in run.launches])
-
-
-def data_part(run: RunReader) -> list[str]:
-    """The files that the run reads, and the ledger of their tokens."""
-    text, header, rows = ledger_table(*run.ledger())
-    return [*markdown(("bucket (split)", "folder", "files", "bytes", "documents"), run.files()),
-            *([escape_html(text), "", *markdown(header, rows)] if rows else ["No ledger before the first checkpoint."])]
-
-
 def samples_part(run: RunReader) -> list[str]:
     """The texts that the model wrote: the newest samples from training, and all from the evaluation."""
     lines: list[str] = []
@@ -157,57 +142,40 @@ def samples_part(run: RunReader) -> list[str]:
 
 # ---- pictures -----------------------------------------------------------------------------------
 
-def draw_loss(run: RunReader, axes: Any) -> None:
-    """The loss, raw and smoothed, and bits per byte on a second axis. A missing value is a gap."""
-    x = [step["step"] for step in run.steps]
-    raw, smooth = (np.array([step[name] for step in run.steps], float) for name in ("loss", "smooth_loss"))
-    axes.plot(x, raw, color="C0", alpha=0.3, linewidth=0.8, label="loss")
-    axes.plot(x, smooth, color="C0", label="loss, smoothed")
-    axes.set_ylabel("loss, nats per token")
-    if val := run.val_bpb:
-        right = axes.twinx()
-        right.plot([*val], [*val.values()], "o-", color="C1", markersize=5, label="bits per byte", clip_on=False)
-        right.set_ylabel("validation bits per byte")
-        right.legend(loc="upper right", frameon=False)
-    axes.legend(loc="upper center", frameon=False)
-
-
-def draw_mix(run: RunReader, axes: Any) -> None:
-    """The buckets' shares of the trained tokens."""
-    if mix := run.mix():
-        axes.stackplot([step["step"] for step in run.steps], [*mix.values()], labels=[*mix])
-        axes.set_ylabel("share of trained tokens")
-        axes.set_ylim(0, 1)
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-
-
-def draw_throughput(run: RunReader, axes: Any) -> None:
-    """The throughput of every step."""
-    axes.plot([step["step"] for step in run.steps], [step["tokens_per_s"] for step in run.steps], linewidth=0.8)
-    axes.set_ylabel("tokens/s")
-    axes.set_ylim(bottom=0)
-
-
-PICTURES = {"loss": draw_loss, "mix": draw_mix, "throughput": draw_throughput}
-
-
 def pictures(run: RunReader) -> dict[str, Any] | None:
     """{name: matplotlib figure} of the pictures that have data; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         return None
-
-    figures = {}
-    for name, draw in PICTURES.items() if run.steps else ():
-        figure = Figure(figsize=(8, 3.2), layout="constrained")
-        axes = figure.subplots()
-        draw(run, axes)
-        axes.set_xlabel("step")
-        axes.margins(x=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes.has_data():
-            figures[name] = figure
+    if not run.steps:
+        return {}
+    x, mix = [step["step"] for step in run.steps], run.mix()
+    figures = {name: Figure(figsize=(8, 3.2), layout="constrained")
+               for name in ("loss", *(["mix"] if mix else []), "throughput")}
+    axes = {name: figure.subplots() for name, figure in figures.items()}
+    for ax in axes.values():
+        ax.set_xlabel("step")
+        ax.margins(x=0)
+        ax.spines[["top", "right"]].set_visible(False)
+    raw, smooth = (np.array([step[name] for step in run.steps], float) for name in ("loss", "smooth_loss"))
+    axes["loss"].plot(x, raw, color="C0", alpha=0.3, linewidth=0.8, label="loss")  # a missing value is a gap
+    axes["loss"].plot(x, smooth, color="C0", label="loss, smoothed")
+    axes["loss"].set_ylabel("loss, nats per token")
+    axes["loss"].legend(loc="upper center", frameon=False)
+    if val := run.val_bpb:
+        right = axes["loss"].twinx()
+        right.plot([*val], [*val.values()], "o-", color="C1", markersize=5, label="bits per byte", clip_on=False)
+        right.set_ylabel("validation bits per byte")
+        right.legend(loc="upper right", frameon=False)
+    if mix:
+        axes["mix"].stackplot(x, [*mix.values()], labels=[*mix])
+        axes["mix"].set_ylabel("share of trained tokens")
+        axes["mix"].set_ylim(0, 1)
+        axes["mix"].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes["throughput"].plot(x, [step["tokens_per_s"] for step in run.steps], linewidth=0.8)
+    axes["throughput"].set_ylabel("tokens/s")
+    axes["throughput"].set_ylim(bottom=0)
     return figures
 
 
@@ -215,8 +183,15 @@ def make_report(run: RunReader, stages: Sequence[Stage] = (), figures: Iterable[
     """The whole report. `figures`: the names of its pictures, or None without matplotlib."""
     shown = ["No pictures: matplotlib is not installed (`pip install -e '.[plot]'`)."] if figures is None else [
         f"![{name} by step](report-{name}.png)" for name in figures]
+    launches = [(launch.first, launch.world_size, launch.started.get("gpu") or launch.started["device"],
+                 launch.started["torch"], launch.started.get("code") or "unknown") for launch in run.launches]
+    ledger, header, rows = ledger_table(*run.ledger())
     parts = {"Results": result_part(run), "Commands and settings": settings_part(run, stages),
-             "Launches": launches_part(run), "Data": data_part(run), "Samples": samples_part(run)}
+             "Launches": markdown(("first step", "processes", "device", "PyTorch", "commit"), launches),
+             "Data": [*markdown(("bucket (split)", "folder", "files", "bytes", "documents"), run.files()),
+                      *([escape_html(ledger), "", *markdown(header, rows)] if rows else
+                        ["No ledger before the first checkpoint."])],
+             "Samples": samples_part(run)}
     written = f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from the run directory `{run.run_dir}`."
     lines = [escape_html(f"# Run `{run.config.get('model_tag', run.name)}`: {run.outcome}"), "",
              *map(escape_html, summarize(run)), "", *shown, "", escape_html(written), ""]
@@ -225,17 +200,13 @@ def make_report(run: RunReader, stages: Sequence[Stage] = (), figures: Iterable[
     return "\n".join(lines)
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file."""
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
     parser.add_argument("--stages", metavar="FILE", type=Path, help="stage times that speedrun.sh wrote")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write (default: RUN/report.md)")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file."""
-    args = parse_args(argv)
+    args = parser.parse_args(argv)
     run = RunReader(find_run(args.run).absolute())
     output = args.output or run.run_dir / "report.md"
     stages = read_stages(args.stages) if args.stages is not None and args.stages.is_file() else []

@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import check_shape, counted, hash_json, print0, table, write_bytes
+from nanochat.common import atomic_open, check_shape, counted, hash_json, print0, table, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint
@@ -196,9 +196,8 @@ def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: P
         axes.tick_params(axis="x", which="both", labelrotation=45)
     paths = [out / "isoflops.png", out / "scaling.png"]
     for figure, path in zip((sizes, scaling), paths):
-        data = io.BytesIO()
-        figure.savefig(data, format="png", dpi=120)
-        write_bytes(path, data.getvalue())
+        with atomic_open(path) as f:
+            figure.savefig(f, format="png", dpi=120)
     return paths
 
 

@@ -63,18 +63,18 @@ class Problem(str):
 
 def length_table(lengths: Counter[int], row: int) -> list[str]:
     """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a row of `row` ids."""
-    ids, entries = np.array([*lengths]), np.array([*lengths.values()])
-    tokens, num_entries, num_tokens = ids * entries, lengths.total(), max(1, int(ids @ entries))
-    power = np.frexp(np.maximum(ids, 1))[1] - 1
-    rows = []
-    for k in np.unique(power).tolist():
-        of_k = int(entries[power == k].sum())
-        rows.append((f"{1 << k:,} .. {(2 << k) - 1:,}", of_k, f"{of_k / num_entries:.2%}",
-                     f"{tokens[power == k].sum() / num_tokens:.2%}"))
-    longer = ids > row
-    beyond = int((tokens - row * entries)[longer].sum())
+    entries, tokens = Counter[int](), Counter[int]()  # by the power of two
+    for ids, number in lengths.items():
+        power = max(ids, 1).bit_length() - 1
+        entries[power] += number
+        tokens[power] += ids * number
+    num_entries, num_tokens = entries.total(), max(1, tokens.total())
+    rows = [(f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
+             f"{tokens[power] / num_tokens:.2%}") for power, number in sorted(entries.items())]
+    longer = {ids: number for ids, number in lengths.items() if ids > row}
+    beyond = sum((ids - row) * number for ids, number in longer.items())
     return [*table(("ids", "entries", "of entries", "of tokens"), rows),
-            f"longer than T + 1 = {row:,}: {entries[longer].sum() / num_entries:.2%} of entries; {beyond:,} tokens "
+            f"longer than T + 1 = {row:,}: {sum(longer.values()) / num_entries:.2%} of entries; {beyond:,} tokens "
             f"({beyond / num_tokens:.2%}) are beyond that length"]
 
 
@@ -281,14 +281,14 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
 def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
     """Recompute the rows of some steps from the data, and compare their digests with those of a receipt."""
     from nanochat.config import Settings  # imports PyTorch
-    from scripts.inspect_data import open_from_receipt, step_digests
-    from scripts.receipt import next_link, read_receipt
+    from scripts.inspect_data import Opened, step_digests
+    from scripts.receipt import next_link, open_receipt, read_receipt
 
     receipt = read_receipt(path)
     marks = {int(step): mark for step, mark in receipt["marks"].items()}
     steps = args.steps or sorted(marks)
-    opened = open_from_receipt(path, Settings(data_path=args.data_path, tokenizer=args.tokenizer,
-                                              eod_token=args.eod_token), max(steps))
+    given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
+    opened = Opened(RunReader(path), *open_receipt(path, given, max(steps)))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
     last = min(step for step in marks if step >= max(steps))
     yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first from "

@@ -1,9 +1,13 @@
-"""scripts.inspect_data shows exactly what training sees in a step."""
+"""scripts.inspect_data: steps are compared with the batches of the loader and the log of a run; find, spikes and
+rows --sort=loss with a table of all rows of runs that were killed and resumed on another number of processes."""
 
 import json
 import re
+import shutil
 import sys
 from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,13 +15,16 @@ import pytest
 
 from nanochat.dataloader import OFF, DataLoader
 from nanochat.dataset import BUCKET, scan, split_train_val
+from nanochat.find import find_document, groups_of
 from nanochat.order import StreamConfig
-from nanochat.run_dir import TrainLog, cursor_files, keep_cursors, pack_cursors, read_cursors
+from nanochat.run_dir import RowLosses, TrainLog, cursor_files, iter_log, keep_cursors, pack_cursors, read_cursors
 from nanochat.sources import ParquetSource
+from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, sample
 from tests import training
-from tests.toy import digest_of_row, some_texts, write_parquet
+from tests.finished import command
+from tests.toy import some_texts, write_parquet
 
 T, R, V = 24, 6, 3
 FLAGS = [f"--max-seq-len={T}", f"--total-batch-size={R * T}", f"--lanes={V}", "--buffer-size=8", "--depth=1",
@@ -38,50 +45,33 @@ def corpus(tmp_path_factory):
 
 
 def stream_flags(corpus, shape="crop"):
-    """The flags of base_train for the stream of `config_of`."""
+    """The flags of base_train for the stream of `batches`."""
     changed = {name.replace("layout", "packing").replace("_", "-"): value for name, value in SHAPES[shape].items()}
     return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS,
             *(f"--{name}={value}" for name, value in changed.items())]
 
 
-def run(capsys, *argv, code=0):
+def run(*argv, code=0):
     """The output of a command."""
-    assert inspect_data.main(argv) == code
-    return capsys.readouterr().out
+    outcome = command(inspect_data.main, *argv)
+    assert outcome.code == code, outcome.err
+    return outcome.out
 
 
-def json_lines(capsys, *argv, code=0):
-    return [json.loads(line) for line in run(capsys, *argv, code=code).splitlines()]
+def json_lines(*argv):
+    return [json.loads(line) for line in run(*argv).splitlines()]
 
 
-def config_of(shape):
-    return StreamConfig(T, V, 42, buffer_size=8, **SHAPES[shape])
-
-
-def batches(corpus, shape, steps, **kwargs):
+def batches(corpus, shape, steps):
     """The rows (inputs, targets) that a loader delivers, for each step."""
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     source = ParquetSource(scan(corpus[0], split_train_val(corpus[0])["train"][BUCKET]), tokenizer)
-    delivered = []
-    with DataLoader(config_of(shape), {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R,
-                    **kwargs) as loader:
+    config, delivered = StreamConfig(T, V, 42, buffer_size=8, **SHAPES[shape]), []
+    with DataLoader(config, {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R) as loader:
         for _ in range(steps):
             batch = next(loader)
             delivered.append(list(zip(batch.inputs.tolist(), batch.targets.tolist())))
     return delivered
-
-
-def digest_of(rows):
-    """The digest of a step; all of its rows must end with a live target."""
-    parts = [digest_of_row(i, row_tokens(row), [x != OFF for x in row[1]]) for i, row in enumerate(rows)]
-    return f"{sum(parts) % 2**64:016x}"
-
-
-def row_tokens(row):
-    """A row's T + 1 tokens; its last target must be live."""
-    inputs, targets = row
-    assert targets[-1] != OFF
-    return [*inputs, targets[-1]]
 
 
 @pytest.fixture
@@ -94,43 +84,32 @@ def run_dir(copied):
 
 # ---- digest ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_digests_are_those_of_the_delivered_batches_for_any_world_size(corpus, shape, capsys):
-    alone = json_lines(capsys, "digest", "--steps=1:6", *stream_flags(corpus, shape))
-    assert "ranks" not in alone[0] and len({line["digest"] for line in alone}) == 5
-    if shape != "split":  # whose rows may end with a target that is off
-        rows = batches(corpus, shape, 6)
-        assert [(line["step"], line["digest"]) for line in alone] == [(s, digest_of(rows[s])) for s in range(1, 6)]
+def test_digests_of_a_run_match_its_log_for_any_world_size_and_a_wrong_one_is_an_error(run_dir):
     for W in (1, 2, 3):
-        lines = json_lines(capsys, "digest", "--steps=1:6", f"--world-size={W}", *stream_flags(corpus, shape))
-        assert [line["digest"] for line in lines] == [line["digest"] for line in alone]
+        lines = json_lines("digest", "--steps=1:10", run_dir, f"--world-size={W}")
+        assert [line.get("match") for line in lines] == [True] * 7 + [None] * 2
         for line in lines:
-            assert len(line["ranks"]) == len(set(line["ranks"])) == W
+            assert len(line["ranks"]) == len({*line["ranks"]}) == W
             assert f"{sum(int(part, 16) for part in line['ranks']) % 2**64:016x}" == line["digest"]
-
-
-def test_digests_of_a_run_match_its_log_and_a_wrong_one_is_an_error(run_dir, capsys):
-    lines = json_lines(capsys, "digest", "--steps=0:10", f"{run_dir}", "--world-size=2")
-    assert [line.get("match") for line in lines] == [True] * 8 + [None] * 2
     with closing(TrainLog(run_dir / "logs" / "train.jsonl")) as log:
         log.write(step=5, digest="0123456789abcdef")
-    assert inspect_data.main(["digest", "--steps=4:7", f"{run_dir}"]) == 1
-    out, err = capsys.readouterr()
-    assert [json.loads(line)["match"] for line in out.splitlines()] == [True, False, True]
-    assert "first at step 5" in err
+    outcome = command(inspect_data.main, "digest", "--steps=4:7", run_dir)
+    lines = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [line["match"] for line in lines] == [True, False, True] and "ranks" not in lines[0]
+    assert outcome.code == 1 and "first at step 5" in outcome.err
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
+def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     bos = tokenizer.get_bos_token_id()
     files = {p.name: pq.ParquetFile(p) for p in corpus[0].iterdir()}
     rows = batches(corpus, shape, 65)
     cases = {"whole": 0, "continued": 0, "cut": 0, "later epoch": 0, "later group": 0, "off": 0}
     for step in (0, 1, 5, *range(60, 65)):
-        lines = json_lines(capsys, "rows", f"--step={step}", "--json", *stream_flags(corpus, shape))
+        lines = json_lines("rows", f"--step={step}", "--json", *stream_flags(corpus, shape))
         assert [(line["row"], line["lane"]) for line in lines] == [(i, i * V // R) for i in range(R)]
         for line, (inputs, targets) in zip(lines, rows[step]):
             tokens = []
@@ -159,17 +138,19 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape, capsys):
     assert {name for name, n in cases.items() if not n} == missing
 
 
-def test_text_is_that_of_the_rows_tokens(corpus, capsys, monkeypatch):
+def test_text_is_that_of_the_rows_tokens(corpus, monkeypatch):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     flags = ["rows", "--step=3", "--row=4", "--text", *stream_flags(corpus, "split")]
-    (line,) = json_lines(capsys, *flags, "--json")
-    tokens = row_tokens(batches(corpus, "split", 4)[3][4])
+    (line,) = json_lines(*flags, "--json")
+    inputs, targets = batches(corpus, "split", 4)[3][4]
+    assert targets[-1] != OFF, "the case: the row's last token is known"
+    tokens = [*inputs, targets[-1]]
     assert "".join(d["text"] for d in line["documents"]) == tokenizer.decode(np.array(tokens))
-    table = run(capsys, *flags)
+    table = run(*flags)
     assert table.count("    | <|bos|>") == len(line["documents"]) > 0
     assert table.split()[:4] == ["step", "row", "lane", "lane_row"] and "--row=N" not in table
     monkeypatch.setattr(inspect_data, "LINES", 5)
-    many = run(capsys, "rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
+    many = run("rows", "--step=3", "--text", *stream_flags(corpus, "split")).splitlines()
     assert len(many) == 1 + 2 * 5 + 1 + 3 and many[-4].startswith("5 of the step's ")
     assert many[-3:] == table.splitlines()[-3:]
     legend = "; " + "; ".join(many[-3:])
@@ -177,43 +158,32 @@ def test_text_is_that_of_the_rows_tokens(corpus, capsys, monkeypatch):
     assert unexplained == ["step", "row", "lane", "bucket", "file"], "explained by the name itself"
 
 
-def test_a_document_does_not_control_the_terminal(corpus, tmp_path, capsys, monkeypatch):
+def test_a_document_does_not_control_the_terminal(corpus, tmp_path, monkeypatch):
     hostile = "\x1b]0;title\x07\x9b2J\u202e \r over"
     for i in range(2):
         write_parquet(tmp_path / "data" / f"{i}\x1b[31m.parquet", [f"{hostile} {i} {j}" for j in range(200)])
     argv = ["rows", "--step=0", "--row=1", "--text", f"--data-path={tmp_path / 'data'}", f"--tokenizer={corpus[1]}",
             *FLAGS]
-    out = run(capsys, *argv)
+    out = run(*argv)
     assert r"\u001b]0;title\u0007\u009b2J\u202e" in out and r"0\u001b[31m.parquet" in out
     assert not set(out) & set("\x1b\x07\x9b\u202e\r")
-    (line,) = json_lines(capsys, *argv, "--json")
+    (line,) = json_lines(*argv, "--json")
     assert any(hostile in document["text"] for document in line["documents"])
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert sample.marked("a\x1b[2J", "a\x1b[2Jb\x9b") == "\x1b[2ma\\u001b[2J\x1b[0mb\\u009b"
 
 
-def test_rows_after_saved_cursors_are_those_of_the_same_flags(run_dir, capsys, caplog):
-    for step in (2, 3, 5, 7, 8, 9):  # before, at and after saved cursors, and after truncated ones
-        rows = json_lines(capsys, "rows", f"--step={step}", "--json", "--text", "run")
-        assert rows == json_lines(capsys, "rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None))
-    assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
-
-
-# ---- seeking --------------------------------------------------------------------------------------------------------
-
-def test_seeking_starts_at_the_nearest_good_cursors(run_dir, monkeypatch, caplog):
-    of_run, of_flags = (inspect_data.open_named_stream(inspect_data.parse_args(["ledger", *words]))
-                        for words in (["run"], ["--step=1", *training.flags(model_tag=None)]))
-    packed, next_rows = [], inspect_data.Stream.next_rows
-    monkeypatch.setattr(inspect_data.Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
-    for step, steps_packed in ((1, 1), (2, 0), (3, 1), (7, 3), (8, 0)):  # the cursors of step 6 are truncated
-        with of_flags.stream_at(step) as straight:
-            packed.clear()
-            with of_run.stream_at(step) as stream:
-                assert stream.cursors() == straight.cursors()
-        assert packed == [2] * steps_packed, "two rows of each lane in a step"
+def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_same_flags(run_dir, monkeypatch, caplog):
+    packed, next_rows = [], Stream.next_rows
+    monkeypatch.setattr(Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
+    for step, save in ((2, 2), (3, 2), (5, 4), (7, 4), (8, 8), (9, 8)):  # the cursors of step 6 are truncated
+        packed.clear()
+        rows = json_lines("rows", f"--step={step}", "--json", "--text", "run")
+        assert packed == [2] * (step - save + 1), "two rows of each lane in a step"
+        assert rows == json_lines("rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None))
     assert "step-00000006.json.gz" in caplog.text
+    assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
 
 
 @pytest.mark.parametrize("step", [4, 5])
@@ -224,29 +194,225 @@ def test_cursors_with_a_wrong_length_are_named(run_dir, step):
             for waiting in feed["waiting"]:
                 waiting[3] += 1  # a length that the data does not have
     keep_cursors(run_dir, 4, pack_cursors(4, cursors))
-    with pytest.raises(ValueError, match=r"the checkpoint says.*\(packed from .*step-00000004\.json\.gz\)"):
-        inspect_data.main(["rows", str(run_dir), f"--step={step}"])
+    err = command(inspect_data.main, "rows", run_dir, f"--step={step}").err
+    assert re.search(r"the checkpoint says.*\(packed from .*step-00000004\.json\.gz\)", err)
 
 
 # ---- ledger ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_ledger_balances_and_counts_what_was_emitted(corpus, shape, capsys):
-    heading, names, values = run(capsys, "ledger", "--step=9", *stream_flags(corpus, shape)).splitlines()
-    assert "after 9 steps" in heading and names.split()[0] == "bucket"
-    assert "'cropped %' is a share of emitted + cropped" in heading
+def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(run_dir, monkeypatch):
+    newest, honest = run("ledger", run_dir), inspect_data.ledger
+    assert newest.replace("(the newest save)\n", "", 1) == run("ledger", run_dir, "--step=8") != newest
+    assert "after 8 steps" in newest and "It balances" in newest
     read, bos, repeated, emitted, cropped, pending, padded, rows, *_ = (
-        int(v.replace(",", "")) for v in values.split()[1:-1])
-    assert "It balances" in heading and read + bos + repeated == emitted + cropped + pending
-    assert rows == 9 * R and emitted == rows * (T + 1) and pending > 0 == padded
-    assert (cropped > 0) == (shape == "crop") and (repeated > 0) == (shape != "crop")
-    assert float(values.split()[-1]) == round(100 * cropped / (emitted + cropped), 2)
+        int(cell.replace(",", "")) for cell in newest.splitlines()[-1].split()[1:-1])
+    assert rows == 8 * 8 and emitted == rows * (training.T + 1) and padded == 0 < cropped
+    assert read + bos + repeated == emitted + cropped + pending
+    assert newest.split()[-1] == f"{100 * cropped / (emitted + cropped):.2f}"
+    monkeypatch.setattr(inspect_data, "ledger", lambda cursors, T: {
+        bucket: {**account, "read": account["read"] + 1} for bucket, account in honest(cursors, T).items()})
+    assert "off in data by 1." in run("ledger", run_dir, code=1)
 
 
-def test_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(run_dir, capsys, monkeypatch):
-    newest = run(capsys, "ledger", f"{run_dir}")
-    assert newest.replace("(the newest save)\n", "", 1) == run(capsys, "ledger", f"{run_dir}", "--step=8") != newest
-    honest = inspect_data.ledger
-    monkeypatch.setattr(inspect_data, "ledger", lambda c, T: {b: {**a, "read": a["read"] + 1} for b, a in
-                                                              honest(c, T).items()})
-    assert "off in data by 1." in run(capsys, "ledger", f"{run_dir}", code=1)
+# ---- killed runs: find, spikes, rows by loss ------------------------------------------------------------------------
+
+STEPS = 24
+MIX = """
+curriculum:
+- {duration_tokens: 4000, mix: {code: 1, web: 3}}
+- {duration_tokens: 4000, mix: {code: 1, web: 1}}
+max_epochs: {code: 0, web: 0}
+allow_budget_mismatch: true
+"""
+RUNS = {"text": {"long_docs": "crop"}, "shards": {"data_format": "shards", "long_docs": "split"}}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`folder` with the runs "text" and "shards": two buckets, killed on two processes, completed on one. `tables`:
+    {run: `whole_table`}."""
+    folder = tmp_path_factory.mktemp("killed")
+    with training.workplace(folder, **training.SMALL):
+        training.write_buckets(folder, {"code": 12, "web": 30}, shards=0)
+        (folder / "mix.yaml").write_text(MIX)
+        for name, changed in RUNS.items():
+            settings = {"model_tag": name, "data_path": folder / name, "curriculum": folder / "mix.yaml", "leaves": 2,
+                        "num_iterations": STEPS, "save_every": 5, **changed}
+            training.start(2, hook=partial(training.die_after_step, 13), **settings).wait_for_death()
+            training.finish(1, **settings)
+            assert len(training.all_steps(name)) > STEPS, "the case: steps were repeated"
+        tables = {name: whole_table(name) for name in RUNS}
+    return SimpleNamespace(folder=folder, tables=tables)
+
+
+@pytest.fixture
+def killed(made, tmp_path):
+    """Copies of these runs in a base directory, and their tables."""
+    with training.workplace(tmp_path, **training.SMALL):
+        shutil.copytree(made.folder / "runs", tmp_path / "runs")
+        yield made
+
+
+def whole_table(name, steps=STEPS):
+    """{document: {(epoch, step, row, lane, start, stop, loss)}} of all rows of all steps."""
+    table = {}
+    for step in range(steps):
+        rows = json_lines("rows", name, f"--step={step}", "--sort=loss", "--json")
+        assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
+        for row in rows:
+            for place in row["documents"]:
+                use = (place["epoch"], step, row["row"], row["lane"], place["start"], place["stop"], row["loss"])
+                table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
+    return table
+
+
+def opened(name):
+    """A run, and the function that returns the passes of one of its training documents."""
+    run = inspect_data.open_stream_of(training.run_dir(name))
+    passes_of = inspect_data.tracer(run)
+    return run, lambda document: [*passes_of(find_document({"train": run.data.train}, document)[1])]
+
+
+def places(passes):
+    """The (epoch, step, row, lane, start, stop) of all uses."""
+    return {(use.epoch, use.step, use.row, use.lane, use.start, use.stop) for found in passes for use in found.uses}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_exactly_the_uses_of_every_document_are_found(killed, name, caplog):
+    table, (run, passes_of), fates = killed.tables[name], opened(name), set()
+    run.run.cursor_files[10].write_bytes(b"torn")
+    documents = [f"{file}:{number}" for source in run.data.train.values()
+                 for file, first, count in groups_of(source) for number in range(first, first + count)]
+    assert len(documents) == 84 and {*table} <= {*documents}
+    for document in documents:
+        passes = passes_of(document)
+        assert places(passes) == {use[:6] for use in table.get(document, ())}, document
+        fates |= {re.sub("[0-9,]+", "N", inspect_data.fate(run, found)) for found in passes}
+        for found in passes:
+            if found.cropped_after:
+                assert max(use.stop for use in found.uses) == found.cropped_after < found.length
+    rest = {"text": "cropped from token N on", "shards": "tokens N to N never trained on: the run ended first"}[name]
+    assert fates - {""} == {"never trained on: the run ended first", rest}
+    assert "step-00000010.json.gz: corrupt or truncated" in caplog.text
+    for document in documents[::9]:
+        [found] = json_lines("find", name, f"--document={document}", "--json")
+        uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
+        assert {tuple(use.values()) for use in uses} == table.get(document, set()) and found["split"] == "train"
+
+
+def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(killed):
+    training.succeed(model_tag="next", data_path=killed.folder / "text", curriculum=killed.folder / "mix.yaml",
+                     num_iterations=6, save_every=4, init_from="text@15", init_data="continue", plan="off")
+    table, (run, passes_of), fates = whole_table("next", 6), opened("next"), set()
+    for document in (f"{file}:{number}" for file in ("code/0.parquet", "web/1.parquet") for number in range(12)):
+        passes = passes_of(document)
+        assert places(passes) == {use[:6] for use in table.get(document, ())}
+        fates |= {inspect_data.fate(run, found) for found in passes}
+    assert "before this run began" in fates
+
+
+def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkeypatch):
+    """Regression: the first ones in file order were shown, trained on or not, which looked like a "no"."""
+    real, late = inspect_data.tracer, "code/0.parquet:3"  # as if the run had not reached the documents before it
+    monkeypatch.setattr(inspect_data, "tracer", lambda run: lambda document: (
+        real(run)(document) if document.name == late else iter(())))
+    monkeypatch.setattr(inspect_data, "DOCUMENTS", 2)
+    shown = [(of["document"], bool(of["passes"])) for of in json_lines("find", "text", "--text=e", "--json")]
+    assert len(shown) == 2 and shown[0] == (late, True) and not shown[1][1]
+    monkeypatch.setattr(inspect_data, "DOCUMENTS", 1)
+    out = run("find", "text", "--text=e")
+    assert "trained on 1 of the first " in out and "the search stopped there" in out
+
+
+def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
+    text = opened("text")[0].data.train["code"].texts(0)[3]
+    out = run("find", "text", f"--text={text}")
+    assert re.search("the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? that contain it", out)
+    assert "code/0.parquet:3 (code)" in out and "epoch  step" in out and out.endswith(inspect_data.FIND_LEGEND + "\n")
+    assert re.search("\nepochs? 0(: | to )", out)
+    for words in (text[:9], text[40:49]):
+        [found] = [of for of in json_lines("find", "text", f"--text={words}", "--json")
+                   if of["document"] == "code/0.parquet:3"]
+        use = next(use for of_epoch in found["passes"] for use in of_epoch["uses"])
+        [row] = json_lines("rows", "text", f"--step={use['step']}", f"--row={use['row']}", "--text", "--json")
+        texts = [d["text"] for d in row["documents"] if (d["file"], d["document"]) == ("code/0.parquet", 3)]
+        assert use["has_text"] == any(words in of_row for of_row in texts)
+
+
+def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):
+    assert run("find", "text", "--document=web/2.parquet:0").splitlines()[-1] == (
+        "a validation document: the run never trains on it")
+    shards, _ = opened("shards")
+    name = shards.data.val["web"].manifest["files"][0]["name"]
+    [found] = json_lines("find", "shards", f"--document={name}:1", "--json")
+    assert found["split"] == "validation" and found["passes"] == []
+    text, _ = opened("text")
+    text.data.train["code"].without = {0: np.arange(12) == 3}
+    monkeypatch.setattr(inspect_data, "open_named_stream", lambda args: text)
+    for number, listed in ((3, True), (4, False)):
+        assert ("its targets are off" in run("find", "--document", f"code/0.parquet:{number}")) == listed
+
+
+def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
+    log = training.log_file("text")
+    log.write_text("".join(json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10))
+    for step, file in cursor_files(training.run_dir("text")).items():
+        if step > 10:
+            file.unlink()
+    (run, passes_of), unread = opened("text"), 0
+    for document, uses in killed.tables["text"].items():
+        for found in passes_of(document):
+            steps = {use[1] for use in uses if use[0] == found.epoch}
+            assert found.pending == ("pending in lane" in inspect_data.fate(run, found))
+            assert {use.step for use in found.uses} == {step for step in steps if step < 10}
+            unread += found.expected is not None and bool(steps)
+    assert unread > 10, "the case"
+
+
+def log_again(step, **changed):
+    """Add a line for a step to the log of the run "text"."""
+    with open(training.log_file("text"), "a") as log:
+        log.write(json.dumps({**training.steps("text")[step], **changed}) + "\n")
+
+
+def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
+    out = run("spikes", "text")
+    assert "no spike in 24 steps: " in out and "of the steps before it (at least 16, at most 23)" in out
+    kept = RowLosses(training.run_dir("text"), num_rows=8, T=training.T)
+    nats, live = kept.read(20)
+    nats[5] *= 4
+    kept.write(20, nats, live)
+    log_again(20, loss=9.0)
+    log_again(22, grad_norm=None)
+    first, second = json_lines("spikes", "text", "--json")
+    assert (first["step"], first["grad_norm"], second["step"]) == (22, None, 20), "NaN ranks highest"
+    [expected] = json_lines("rows", "text", "--step=20", "--row=5", "--json")
+    worst = second["rows"][0]
+    assert second["loss"] == 9 and second["loss_deviations"] > 4 and worst["row"] == 5
+    assert worst["bucket"] == expected["bucket"] and worst["loss"] == pytest.approx(nats[5] / live[5])
+    assert [place["document"] for place in worst["documents"]] == [
+        f"{place['file']}:{place['document']}" for place in expected["documents"]]
+    assert len(json_lines("spikes", "text", "--top=1", "--json")) == 1
+    out = run("spikes", "text")
+    assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
+
+
+def test_corrupt_or_missing_losses_are_one_sentence(killed, caplog):
+    [file] = training.run_dir("text").glob("logs/rows/*.bin")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    by_loss, corrupt = ["rows", "text", "--step=23", "--sort=loss"], "row losses for step 23 are corrupt"
+    outcome = command(inspect_data.main, *by_loss)
+    assert outcome.code == 1 and corrupt in outcome.err
+    [use, *_] = json_lines("rows", "text", "--step=23", "--json")[0]["documents"]
+    [found] = json_lines("find", "text", f"--document={use['file']}:{use['document']}", "--json")
+    assert [of_step["loss"] for of_epoch in found["passes"] for of_step in of_epoch["uses"]][-1] is None
+    assert corrupt in caplog.text
+    file.unlink()
+    outcome = command(inspect_data.main, *by_loss)
+    assert outcome.code == 1 and "or did so with --no-row-losses" in outcome.err
+    log_again(20, loss=9.0)
+    [spike] = json_lines("spikes", "text", "--json")
+    assert spike["step"] == 20 and spike["rows"] == [] and "spikes are shown without their rows" in caplog.text

@@ -188,40 +188,28 @@ def test_the_list_of_many_files_is_small_and_still_names_the_one_that_differs(tm
 MIX = "curriculum:\n- {duration_tokens: 3072, mix: {a: 1, b: 3}}\n- {duration_tokens: 3072, mix: {a: 1}}\n"
 
 
-@pytest.mark.parametrize("kind", ["text", "shards"])
-def test_a_curriculum_is_verified_and_so_is_a_run_that_continues_its_data(kind, tmp_path):
+def test_a_curriculum_documents_left_out_and_continued_data_are_verified(tmp_path):
     with training.workplace(tmp_path, **{**RUN, "save_every": -1, "num_iterations": 6, "leaves": 1}):
         training.write_buckets(tmp_path, {"a": 30, "b": 60}, shards=0)
         (tmp_path / "mix.yaml").write_text(MIX + "max_epochs: {a: 0, b: 0}\nallow_budget_mismatch: true\n")
-        given = {"data_path": tmp_path / kind, "data_format": kind, "curriculum": tmp_path / "mix.yaml"}
-        succeed(**given)
-        more = {"init_from": "run", "init_data": "continue", "skip_steps": 2, "model_tag": "more"}
-        succeed(**given, **more)
-        shutil.copytree(tmp_path / kind, tmp_path / "copy")
-        for tag in ("run", "more"):
+        (tmp_path / "list").write_text("b/0.parquet:*\n")
+        text = {"data_path": tmp_path / "text", "curriculum": tmp_path / "mix.yaml"}
+        shards = {**text, "data_path": tmp_path / "shards", "data_format": "shards"}
+        runs = {"text": text, "without": {**text, "without_documents": tmp_path / "list"}, "shards": shards,
+                "more": {**shards, "init_from": "shards", "init_data": "continue", "skip_steps": 2}}
+        for tag, settings in runs.items():
+            succeed(**settings, model_tag=tag)
+            kind = settings["data_path"].name
+            shutil.copytree(tmp_path / kind, tmp_path / "copies" / kind, dirs_exist_ok=True)
             assert command(receipt.main, tag, f"--out={tmp_path / tag}.json").code == 0
-            out = verified(tmp_path, name=f"{tag}.json", data="copy")
+            out = verified(tmp_path, name=f"{tag}.json", data=f"copies/{kind}")
             assert "OK steps 0, 5: trained on these rows" in out
-        assert digests("run") != digests("more")
-        if kind == "shards":
-            [line, *_] = read_json(tmp_path / "run.json")["files"]["b"]["files"]
-            path = tmp_path / "copy" / line.split(" ", 3)[3]
-            path.write_bytes(path.read_bytes()[:-40] + bytes(40))
-            assert refused(tmp_path, name="run.json", data="copy").startswith(f"{path}: its contents have changed")
-
-
-def test_a_receipt_includes_documents_that_are_left_out(origin, tmp_path):
-    with training.workplace(tmp_path, **{**RUN, "num_iterations": 4, "save_every": -1}):
-        (tmp_path / "list").write_text("sub/0.parquet:*\n")
-        succeed(data_path=origin / "text", without_documents=tmp_path / "list")
-        assert command(receipt.main, "run", f"--out={tmp_path / 'r.json'}").code == 0
-        assert digests() != digests_of(origin)[:4], "the case: other targets"
-        assert "OK steps 0, 3" in verified(origin, name=tmp_path / "r.json")
-
-
-def digests_of(base):
-    """The digests of the run in another base directory."""
-    return [digest for _, digest in sorted(RunReader(base / "runs" / "run").digests.items())]
+        assert len({digests(tag)[0] for tag in runs}) == 3, "the case: text and shards have equal rows, others not"
+        [line, *_] = read_json(tmp_path / "shards.json")["files"]["b"]["files"]
+        path = tmp_path / "copies/shards" / line.split(" ", 3)[3]
+        path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+        sentence = refused(tmp_path, name="shards.json", data="copies/shards")
+        assert sentence.startswith(f"{path}: its contents have changed")
 
 
 def test_exports_contain_the_receipt_of_their_steps(origin, tmp_path, monkeypatch, caplog):

@@ -44,9 +44,9 @@ def test_p_counts_all_sign_flips():
 
 
 def test_the_smallest_difference_is_the_one_at_the_edge_of_significance():
-    unpaired, paired = repeat.smallest_difference(0.01, 0.005, 5)
-    assert unpaired == pytest.approx(2.306 * 0.01 * math.sqrt(2 / 5), rel=1e-3)
-    assert paired == pytest.approx(2.776 * 0.005 / math.sqrt(5), rel=1e-3)
+    of_five = repeat.smallest_differences(0.01, 0.005, 5)["5"]
+    assert of_five["unpaired"] == pytest.approx(2.306 * 0.01 * math.sqrt(2 / 5), rel=1e-3)
+    assert of_five["paired"] == pytest.approx(2.776 * 0.005 / math.sqrt(5), rel=1e-3)
 
 
 def command(capsys, *words, **changed):

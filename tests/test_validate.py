@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from nanochat import plan as plan_module
-from nanochat.cli import run_main
 from nanochat.common import read_json
 from nanochat.plan import Plan
 from nanochat.run_dir import PLAN_NAME, read_log
 from scripts import validate
 from tests import training
+from tests.finished import command
 from tests.training import fingerprint, flags, run_dir
 
 T, STEP = 16, 16 * 32
@@ -48,116 +48,113 @@ def mix(base, steps, tiny, **more):
     return path
 
 
-def command(base, **changed):
+def given(base, **changed):
     return {**SMALL, "data_path": base / "shards", "curriculum": base / "mix.yaml", **changed}
 
 
-def checked(capsys, *more, **changed):
+def checked(*more, **changed):
     """(exit code, output, errors) of validate, which writes nothing."""
     base = run_dir().parents[1]
     before = fingerprint(base / "runs")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        run_main(lambda: validate.main([*flags(**command(base, **changed)), *more]))
-    out, err = capsys.readouterr()
+    outcome = command(validate.main, *flags(**given(base, **changed)), *more)
     assert fingerprint(base / "runs") == before
-    return int(end.value.code or 0), out, err
+    return outcome.code, outcome.out, outcome.err
 
 
-def test_the_plan_of_a_run_that_can_reach_its_end(workplace, capsys):
+def test_the_plan_of_a_run_that_can_reach_its_end(workplace):
     mix(workplace, 5, 0.01)
-    code, out, _ = checked(capsys)
+    code, out, _ = checked()
     assert code == 0 and "a new run" in out and "error" not in out
     assert "memory per GPU" not in out, "it runs on a CPU"
-    assert "default name" not in out and "runs/d1 (the default name): a new run" in checked(capsys, model_tag=None)[1]
+    assert "default name" not in out and "runs/d1 (the default name): a new run" in checked(model_tag=None)[1]
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]
     assert [row[0] for row in table[3:]] == ["bucket", "big", "tiny"] and table[4][-1] == "-"
 
 
-def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(workplace, capsys):
+def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(workplace):
     mix(workplace, 20, 1)
-    code, out, _ = checked(capsys)
+    code, out, _ = checked()
     error = out.split("error: ")[1]
     assert code == 1 and "runs dry at step" in out and "--allow-bucket-exhaustion" in error
-    message = training.refuse(**command(workplace))
+    message = training.refuse(**given(workplace))
     assert error.strip() in message and not run_dir().exists(), "a refused run leaves nothing behind"
-    assert training.run(**command(workplace, plan="warn")).code == 3
+    assert training.run(**given(workplace, plan="warn")).code == 3
     halted, = (r for r in read_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted")
     assert f"the run halts before step {halted['step']} of 40: lane" in error
     assert halted["reason"].split(" has")[0] == f"step {halted['step']}: " + error.split(": ")[1].split(" has")[0]
-    code, out, _ = checked(capsys, plan="warn")
+    code, out, _ = checked(plan="warn")
     assert code == 1 and "resumes from" in out and "note: " in out and "halted (" in out
-    code, out, _ = checked(capsys, allow_bucket_exhaustion=True)
+    code, out, _ = checked(allow_bucket_exhaustion=True)
     assert code == 0 and "warning: bucket 'tiny' runs dry" in out
-    assert "completed" in training.succeed(**command(workplace, allow_bucket_exhaustion=True)).out
+    assert "completed" in training.succeed(**given(workplace, allow_bucket_exhaustion=True)).out
 
 
 def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     mix(workplace, 5, 0.01)
-    training.succeed(**command(workplace, save_every=3))
+    training.succeed(**given(workplace, save_every=3))
     stored = read_json(run_dir() / PLAN_NAME)
     kept = Plan.from_json(stored)
     assert kept.steps == 10 and kept.buckets["tiny"].exact and json.loads(json.dumps(kept.to_json())) == stored
     shutil.rmtree(run_dir() / "checkpoints" / "final")
     monkeypatch.setattr(plan_module, "make_plan", None)
-    outcome = training.succeed(**command(workplace, save_every=3))
+    outcome = training.succeed(**given(workplace, save_every=3))
     assert "resuming" in outcome.out and "plan: 10 steps" in outcome.out
     monkeypatch.undo()
     (run_dir() / PLAN_NAME).write_text("{truncated")
     shutil.rmtree(run_dir() / "checkpoints")
-    training.succeed(**command(workplace))
+    training.succeed(**given(workplace))
     assert Plan.from_json(read_json(run_dir() / PLAN_NAME)).steps == 10
 
 
-def test_text_is_an_estimate_and_never_an_error(workplace, capsys):
+def test_text_is_an_estimate_and_never_an_error(workplace):
     mix(workplace, 40, 4)
-    code, out, _ = checked(capsys, data_path=workplace / "text", data_format="text")
+    code, out, _ = checked(data_path=workplace / "text", data_format="text")
     assert code == 0 and "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
-    code, out, _ = checked(capsys, data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3)
+    code, out, _ = checked(data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3)
     assert code == 0 and "estimated from a sample" in out and "warning" not in out
 
 
 @pytest.mark.parametrize("data_format", ["text", "shards"])
-def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures(workplace, capsys, data_format):
+def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures(workplace, data_format):
     plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
              "long_docs": "crop", "num_iterations": 40}
     words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
-    out = checked(capsys, **plain)[1]
+    out = checked(**plain)[1]
     validated, tokens = re.findall(words, out), out.split("figures")[1].split()[5]
-    outcome = training.succeed(**command(workplace, **plain))
+    outcome = training.succeed(**given(workplace, **plain))
     if data_format == "text":  # the same estimate
         assert f"data: about {tokens} tokens; " in outcome.out
         assert [line.partition("warning: ")[2] in out for line in outcome.err.splitlines()] == [True] * 2, outcome.err
     assert re.findall(words, outcome.err) == validated and len(validated) == 2 and not (run_dir() / PLAN_NAME).exists()
-    assert "reads its data" not in training.succeed(**command(workplace, **plain)).err, "only when it starts"
+    assert "reads its data" not in training.succeed(**given(workplace, **plain)).err, "only when it starts"
     few = {**plain, "num_iterations": 1, "long_docs": "split", "model_tag": "few"}
-    assert "its data" not in training.succeed(**command(workplace, **few)).err
+    assert "its data" not in training.succeed(**given(workplace, **few)).err
 
 
-def test_a_disk_that_is_too_small_is_an_error(workplace, capsys, monkeypatch):
+def test_a_disk_that_is_too_small_is_an_error(workplace, monkeypatch):
     mix(workplace, 5, 0.01)
     usage = shutil.disk_usage(workplace)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    code, _, err = checked(capsys)
+    code, _, err = checked()
     assert code == 1 and "disk" in err and "NANOCHAT_BASE_DIR" in err
 
 
-def test_a_run_with_other_settings_is_refused_as_in_training(workplace, capsys):
+def test_a_run_with_other_settings_is_refused_as_in_training(workplace):
     mix(workplace, 5, 0.01)
-    training.succeed(**command(workplace))
-    code, out, _ = checked(capsys, seed=7)
+    training.succeed(**given(workplace))
+    code, out, _ = checked(seed=7)
     assert code == 1 and "config.json: the run was" in out and "--model-tag" in out and "--seed" in out
     assert "plan: 10 steps" in out and "run directory" not in out, "the plan of a new run is shown anyway"
 
 
-def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, capsys, monkeypatch):
+def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install -e '.[plot]'")
     mix(workplace, 20, 1)
-    code, out, _ = checked(capsys, "--plot", str(workplace / "plots" / "plan.png"), allow_bucket_exhaustion=True)
+    code, out, _ = checked("--plot", workplace / "plots" / "plan.png", allow_bucket_exhaustion=True)
     assert code == 0 and "ok: plot" in out
     assert (workplace / "plots" / "plan.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, _, err = checked(capsys, "--plot", str(workplace / "plan.png"), allow_bucket_exhaustion=True)
+    code, _, err = checked("--plot", workplace / "plan.png", allow_bucket_exhaustion=True)
     assert code == 1 and "pip install -e '.[plot]'" in err and not (workplace / "plan.png").exists()

@@ -1,6 +1,7 @@
 """verify: each kind of damage is reported with its file and entry, and nothing else is."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from nanochat.common import counted
 from nanochat.run_dir import delete_checkpoint, keep_cursors, pack_cursors
 from scripts import verify
+from tests.finished import command
 from tests.test_checkpoint import files_of, reseal
 from tests.token_files import (
     E,
@@ -30,11 +32,10 @@ ENTRIES, PREFIXES = [[1, 2, E], [3, 4, 5], [5, 6, E], [7, E]], [0, 0, 1, 0]
 FIRST_OFFSET, FIRST_PREFIX = 16, 16 + 8 * (len(ENTRIES) + 1)
 
 
-def run(capsys, *args):
+def run(*args):
     """(exit code, problems, printed text)."""
-    code = verify.main([str(a) for a in args])
-    out = capsys.readouterr().out
-    return code, [line.split("PROBLEM ")[1] for line in out.splitlines() if "PROBLEM" in line], out
+    outcome = command(verify.main, *args)
+    return outcome.code, re.findall("PROBLEM (.*)", outcome.out), outcome.out
 
 
 def good_folder(root):
@@ -46,9 +47,9 @@ def u16(*ids):
     return np.array(ids, "<u2").tobytes()
 
 
-def test_good_shards_are_good(tmp_path, capsys):
+def test_good_shards_are_good(tmp_path):
     folder = good_folder(tmp_path)
-    code, problems, out = run(capsys, tmp_path, "--sequence-len", 1)
+    code, problems, out = run(tmp_path, "--sequence-len", 1)
     assert (code, problems) == (0, [])
     assert f"{folder}: 2 shards, 4 documents, 5 entries, 13 tokens" in out
     assert [line.split() for line in out.splitlines() if ".." in line] == [
@@ -102,14 +103,14 @@ MEGATRON = {
 @pytest.mark.parametrize("block", [None, 2])
 @pytest.mark.parametrize(("make", "name"), [*((good_folder, name) for name in DAMAGE),
                                             *((megatron_folder, name) for name in MEGATRON)])
-def test_damage_is_found_and_only_that(tmp_path, capsys, monkeypatch, make, name, block):
+def test_damage_is_found_and_only_that(tmp_path, monkeypatch, make, name, block):
     for limit in ("BLOCK_ENTRIES", "BLOCK_IDS"):
         monkeypatch.setattr(verify, limit, block or getattr(verify, limit))
     folder = make(tmp_path)
-    assert run(capsys, tmp_path)[:2] == (0, [])
+    assert run(tmp_path)[:2] == (0, [])
     which, damage, expected = (DAMAGE if make is good_folder else MEGATRON)[name]
     damage(folder / f"a.{which}")
-    code, problems, out = run(capsys, tmp_path)
+    code, problems, out = run(tmp_path)
     assert code == 1
     if "2 shards, " in out:  # the pair could be read
         expected = [*expected, f"a.bin: {which}_hash is "]
@@ -126,57 +127,57 @@ def test_with_a_manifest_any_changed_byte_is_found(tmp_path_factory, case, data)
     entries, prefixes, overlap = case
     root = tmp_path_factory.mktemp("root")
     write_folder(root, {"a": (entries, prefixes)}, max_length=6, overlap_size=overlap)
-    assert verify.main([str(root)]) == 0
+    assert run(root)[0] == 0
     path = root / data.draw(st.sampled_from(["a.bin", "a.idx"]))
     at = data.draw(st.integers(0, path.stat().st_size - 1))
     patch(path, at, bytes([path.read_bytes()[at] ^ data.draw(st.integers(1, 255))]))
-    assert verify.main([str(root)]) == 1
+    assert run(root)[0] == 1
 
 
-def test_the_manifest_and_the_folder_must_agree(tmp_path, capsys):
+def test_the_manifest_and_the_folder_must_agree(tmp_path):
     folder = good_folder(tmp_path)
-    (folder / "b.bin").unlink()
-    (folder / "b.idx").unlink()
+    for path in folder.glob("b.*"):
+        path.unlink()
     write_pair(folder / "c", [[1, E]])
-    assert run(capsys, tmp_path)[:2] == (1, [f"{folder}/c.bin: manifest.json does not list it",
+    assert run(tmp_path)[:2] == (1, [f"{folder}/c.bin: manifest.json does not list it",
                                              f"{folder}/b.bin: manifest.json lists it, but it is missing"])
-    assert run(capsys, folder / "a.idx")[:2] == (0, [])  # one pair: the others are not checked
+    assert run(folder / "a.idx")[:2] == (0, [])  # one pair: the others are not checked
     for path in folder.glob("?.*"):
         path.unlink()
-    assert len(run(capsys, tmp_path)[1]) == 2  # only manifest.json is left
+    assert len(run(tmp_path)[1]) == 2  # only manifest.json is left
 
 
-def test_counts_of_the_manifest_are_compared(tmp_path, capsys):
+def test_counts_of_the_manifest_are_compared(tmp_path):
     folder = good_folder(tmp_path)
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["shards"]["a"] |= {"documents": 9, "tokens": 99, "entries": 8, "bin_bytes": 7, "groups": [1, 2]}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert run(capsys, tmp_path)[1] == [
+    assert run(tmp_path)[1] == [
         f"{folder}/a.bin: {text}" for text in (
             "entries is 4, manifest.json says 8", "tokens is 11, manifest.json says 99",
             "bin_bytes is 22, manifest.json says 7", "documents is 3, manifest.json says 9",
             "the groups in manifest.json hold 3 entries, the file 4")]
     (folder / "manifest.json").write_text("{")
-    [problem] = run(capsys, tmp_path)[1]
+    [problem] = run(tmp_path)[1]
     assert problem.startswith(f"{folder}/manifest.json: not valid JSON")
 
 
-def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, capsys, monkeypatch):
+def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, monkeypatch):
     """Without a manifest, windows may have no overlap, and a window may repeat the end of a document."""
     write_pair(tmp_path / "a", [[1, 2], [3, E], [4, E], [4, E]], [0, 0, 0, 1])
     for name in (".a.bin.x.bin", ".records/a.bin"):  # no shards
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"not a shard")
-    code, problems, out = run(capsys, tmp_path)
+    code, problems, out = run(tmp_path)
     assert (code, problems) == (0, []) and "1 shards, 2 documents, 4 entries" in out and "vocabulary is unknown" in out
     write_pair(tmp_path / "b", [[5, E]] * 100)
-    _, problems, out = run(capsys, tmp_path, "--vocab-size", 200)
+    _, problems, out = run(tmp_path, "--vocab-size", 200)
     assert problems == [f"{tmp_path}/{name} has ids outside the vocabulary of 200, and {more} more"
                         for name, more in (("a.bin: entry 1 (2 ids)", 2), ("b.bin: entry 0 (2 ids)", 99))]
     patch(tmp_path / "a.bin", 0, u16(E))
     monkeypatch.setattr(verify, "get_tokenizer", lambda name, eod_token=None: Tokenizer())
     write_pair(tmp_path / "c", [[1, E], [2]])
-    problems = [run(capsys, tmp_path / f"{name}.bin", "--tokenizer", "T")[1] for name in "ac"]
+    problems = [run(tmp_path / f"{name}.bin", "--tokenizer", "T")[1] for name in "ac"]
     assert problems == [[f"{tmp_path}/a.bin: entry 0 (2 ids) has the end-of-document id {E} inside it"],
                         [f"{tmp_path}/c.bin: entry 1 (1 ids) ends a document without the end-of-document id {E}"]]
 
@@ -189,10 +190,10 @@ def trained(copied):
     return run_dir()
 
 
-def test_checkpoints_are_verified_file_by_file(trained, capsys, monkeypatch):
+def test_checkpoints_are_verified_file_by_file(trained, monkeypatch):
     """Regression: the losses of rows in logs/rows/ were reported as pairs that lack their .idx."""
     folder = trained / "checkpoints"
-    code, problems, out = run(capsys, trained)
+    code, problems, out = run(trained)
     number = len(files_of(folder / "final"))
     assert (code, problems) == (0, [])
     assert [line for line in out.splitlines() if "step" in line and "checkpoints/" in line] == [
@@ -200,40 +201,40 @@ def test_checkpoints_are_verified_file_by_file(trained, capsys, monkeypatch):
             ("checkpoint-2", 2), ("checkpoint-4", 4), ("checkpoint-6", 6), ("final", 8))]
     assert out.count("  OK ") == 4 * number and f"{trained}/logs/cursors: 4 of 4 files OK" in out
     for path, checkpoints in ((folder, 4), (folder / "final", 1), (trained.parent, 4), (trained / "logs", 0)):
-        code, problems, out = run(capsys, path)
+        code, problems, out = run(path)
         assert (code, problems, out.count("  OK ")) == (0, [], checkpoints * number)
     for here, path in ((folder, "final"), (folder, "."), (folder / "final", "."), (trained, "checkpoints"),
                        (trained / "checkpoints", "../checkpoints/final")):
         monkeypatch.chdir(here)
-        assert run(capsys, path)[0] == 0
+        assert run(path)[0] == 0
 
 
-def test_every_damaged_file_of_every_checkpoint_is_reported(trained, capsys):
+def test_every_damaged_file_of_every_checkpoint_is_reported(trained):
     folder = trained / "checkpoints"
     names = files_of(folder / "final")
     assert names == files_of(folder / "checkpoint-4")
     for name in names:
         patch(folder / "final" / name, 3, b"\xff")
         patch(folder / "checkpoint-4" / name, 3, b"\xff")
-        code, problems, _ = run(capsys, trained)
+        code, problems, _ = run(trained)
         assert code == 1 and len(problems) == 2 * (1 if name == verify.SEAL_NAME else names.index(name) + 1), problems
         for of in ("checkpoint-4", "final"):
             assert sum(p.startswith(f"{folder / of / name}: ") and "corrupt" in p for p in problems) == 1
     (folder / "checkpoint-2" / "optimizer.bin").unlink()
     (folder / "checkpoint-2" / "rng" / "rank_9.pkl").write_bytes(b"unlisted")
     truncate(folder / "checkpoint-2" / "scheduler.bin", 100)
-    code, problems, out = run(capsys, folder / "checkpoint-2")
+    code, problems, out = run(folder / "checkpoint-2")
     assert code == 1 and len(problems) == 3 and out.count("  OK ") == len(names) - 2
     assert f"{folder}/checkpoint-2/optimizer.bin: missing" in problems
     assert f"{folder}/checkpoint-2/rng/rank_9.pkl: {verify.SEAL_NAME} does not list it" in problems
     (folder / "checkpoint-2" / verify.SEAL_NAME).unlink()
     for path in (trained, folder, folder / "checkpoint-2"):
-        code, problems, _ = run(capsys, path)
+        code, problems, _ = run(path)
         assert code == 1 and sum("checkpoint-2" in p for p in problems) == 1
         assert any(p.startswith(f"{folder}/checkpoint-2/{verify.SEAL_NAME}: missing") for p in problems)
 
 
-def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained, capsys):
+def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained):
     folder = trained / "checkpoints"
     lanes = "dataloader_state/lanes.json.gz"
     (folder / "final" / lanes).write_bytes((folder / "checkpoint-4" / lanes).read_bytes())
@@ -241,13 +242,13 @@ def test_parts_that_do_not_fit_together_and_damaged_cursors_are_reported(trained
     kept = trained / "logs" / "cursors"
     truncate(kept / "step-00000004.json.gz", 9)
     keep_cursors(trained, 6, pack_cursors(7, []))
-    assert run(capsys, trained)[:2] == (1, [
+    assert run(trained)[:2] == (1, [
         f"{folder}/final/{lanes}: holds cursors for step 4, but trainer_state.json is for step 8",
         f"{kept}/step-00000004.json.gz: corrupt or truncated (EOFError)",
         f"{kept}/step-00000006.json.gz: its cursors are those of step 7; delete it"])
 
 
-def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trained, capsys, monkeypatch):
+def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trained, monkeypatch):
     """Regression: verify reported "never finished" for a checkpoint that retention deleted."""
     check = verify.check_checkpoint
 
@@ -257,5 +258,5 @@ def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trai
         return check(path, bar)
 
     monkeypatch.setattr(verify, "check_checkpoint", deleting)
-    code, problems, out = run(capsys, trained)
+    code, problems, out = run(trained)
     assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it in the meantime" in out

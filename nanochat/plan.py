@@ -41,8 +41,6 @@ from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_
 
 log = logging.getLogger(__name__)
 
-PHASE = {"first_step": int, "tokens": int, "asked": dict}
-ACCOUNT = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the columns of an account
 FAR = 4  # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
@@ -119,8 +117,10 @@ class Plan:
 
 def read_plan(path: Path) -> Plan:
     """The plan in a file. FileNotFoundError if it does not exist, ValueError if it is corrupt."""
-    value = read_json(path, get_type_hints(Plan) | {"phases": [PHASE], "buckets": dict})
-    bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(ACCOUNT, int)}
+    phase = {"first_step": int, "tokens": int, "asked": dict}
+    value = read_json(path, get_type_hints(Plan) | {"phases": [phase], "buckets": dict})
+    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # what a plan uses of it
+    bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(account, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
     try:
         return Plan.from_json(value)
@@ -236,7 +236,7 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
     dry: dict[str, tuple[int, int]] = {}
     state, V, T = stream.state(), stream.config.V, stream.config.T
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
-        before, halts = dict(stream.dropped), []
+        before, halt = dict(stream.dropped), ""
         due = stream.rows[0] + n
         stream.next_rows(n)
         for lane in stream.lanes:
@@ -244,14 +244,14 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
             if stream.rows[lane] < due:
                 last = stream.dry_bucket(lane)
                 why = "all buckets of its phase are dry" if last is None else f"bucket {last!r} is dry"
-                halts.append(f"lane {lane} has no row for step {step}: {why}")
+                halt = halt or f"lane {lane} has no row for step {step}: {why}"
                 ran_dry |= set() if last is None else {last}
             for bucket in ran_dry:
                 usable = stream.feeds[bucket][lane].packer.row * V * T
                 usable_before, first = dry.get(bucket, (usable, step))
                 dry[bucket] = min(usable_before, usable), first
-        if halts:
-            return step, halts[0], state, dry
+        if halt:
+            return step, halt, state, dry
         state = stream.state()
     return steps.stop, "", state, dry
 

@@ -1,7 +1,6 @@
 """Curricula: exact mixes at every scale, rows without history, a golden sequence, and errors."""
 
 import json
-import random
 from collections import Counter
 from fractions import Fraction
 
@@ -77,17 +76,6 @@ def test_remainders_are_carried_from_block_to_block_and_over_the_lanes():
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
 
-def test_rows_do_not_depend_on_earlier_calls():
-    phases = (300, {"web": 3, "code": 1}), (70, {"math": 1, "wiki": 2, "code": 2}), (400, {"web": 1, "wiki": 1})
-    drops = frozenset(), frozenset({"code"})
-    queries = [(lane, row, dropped) for lane in range(3) for row in range(1100) for dropped in drops]
-    in_order = mixer(*phases, V=3)
-    expected = {query: in_order.bucket(*query) for query in queries}
-    random.Random(1).shuffle(queries)
-    shuffled = mixer(*phases, V=3)
-    assert {query: shuffled.bucket(*query) for query in queries} == expected
-
-
 def test_phases_change_at_the_exact_row_and_the_last_one_never_ends():
     m = Mixer(curriculum((10 * 64 + 63, {"a": 1}), (300 * 64, {"b": 1}), (64, {"c": 1})), T=16, V=4, seed=0)
     assert [m.bucket(3, row) for row in (0, 9, 10, 309, 310, 311, 10**12)] == list("aabbccc")
@@ -128,35 +116,27 @@ def test_the_sequence_never_changes():
 
 # ---- the file -------------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def write(tmp_path):
-    def write_text(text):
-        path = tmp_path / "mix.yaml"
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
-        return path
-    return write_text
+def read(tmp_path, text):
+    (tmp_path / "mix.yaml").write_text(text)
+    return load(tmp_path / "mix.yaml")
 
 
-def test_a_file_is_read(write):
-    c = load(write(TEXT))
+def test_a_file_is_read(tmp_path):
+    c = read(tmp_path, TEXT)
     assert c.phases[0] == Phase(3 * 10**6, {"books": 2, "code": 1, "web": 7})
     assert c.phases[1] == Phase(10**6, {"code": 0.5, "math": 0.25, "web": 0.25})
     assert (c.allow_bucket_exhaustion, c.allow_budget_mismatch) == (False, True)
     assert c.max_epochs == {"code": 2} and c.epochs("code") == 2 and c.epochs("web") == 1 and c.buckets == list(NAMES)
-    short = load(write("curriculum: [{duration_tokens: 7, mix: {web: 1}}]"))
+    short = read(tmp_path, "curriculum: [{duration_tokens: 7, mix: {web: 1}}]")
     assert short == Curriculum([Phase(7, {"web": 1})]) and not short.allow_budget_mismatch
 
 
 @pytest.mark.parametrize("text, value", [
     ("5e9", 5 * 10**9), ("5.0e+9", 5 * 10**9), ("'5e9'", 5 * 10**9), ("5_000", 5000), (str(2**63 - 1), 2**63 - 1)])
-def test_durations_accept_any_decimal_notation(write, text, value):
-    c = load(write(f"curriculum: [{{duration_tokens: {text}, mix: {{web: 1}}}}]"))
+def test_any_decimal_notation_is_accepted_and_names_are_kept(tmp_path, text, value):
+    c = read(tmp_path, f"curriculum:\n- duration_tokens: {text}\n  mix: {{'no': 5, 'a b': .5, x: 1e-3, y: 2_0}}\n"
+                       "max_epochs: {'no': 0}")
     assert c.phases[0].duration_tokens == value and type(c.phases[0].duration_tokens) is int
-
-
-def test_weights_and_names_are_kept(write):
-    c = load(write("curriculum:\n- duration_tokens: 9\n  mix: {'no': 5, 'a b': .5, x: 1e-3, y: 2_0}\n"
-                   "max_epochs: {'no': 0}"))
     assert list(c.phases[0].mix.items()) == [("a b", 0.5), ("no", 5), ("x", 0.001), ("y", 20)]
     assert c.max_epochs == {"no": 0}
 
@@ -168,45 +148,35 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
 
 @pytest.mark.parametrize("text, message", [
     ("", "the file: expected an object, got null"), ("curriculum:\n  - [unclosed\n", "not valid YAML"),
-    (b"curriculum: \xff\xfe", "not valid YAML"), ("[" * 200_000, "nested more than 20 deep"),
-    (ONE + "---\n" + ONE, "not valid YAML"),
-    ("curriculum: !!bool [1]", "not valid YAML"), ("curriculum: !!python/object:os.system {}", "not valid YAML"),
-    ("curriculum: !!int ''\n", "not valid YAML .*the tag !!int"), ("a: &a [1]\nb: *a\n", "line 2: the alias"),
-    ("a: " + "b" * 2**19, "more than 524,288 bytes"),
+    ("curriculum: !!python/object:os.system {}", "not valid YAML"),
     ("max_epochs: {}\n", "the file: curriculum: expected a list, got nothing"),
     (ONE + "max_epoch: {web: 1}\n", r"unknown key 'max_epoch'; expected allow_.*; did you mean max_epochs\?"),
-    (ONE + "curriculum:\n", "the key 'curriculum' appears twice"),
     (ONE + "allow_bucket_exhaustion: 1\n", "allow_bucket_exhaustion: expected true or false, got a whole number"),
-    ("curriculum:\n", "curriculum: expected a list, got null"), ("curriculum: []\n", "no phases, expected a list"),
+    ("curriculum: []\n", "no phases, expected a list"),
     ("curriculum:\n- web\n", "phase 1: expected an object, got a string"),
     (ONE + "- mix: {web: 1}\n", "phase 2: duration_tokens: expected a whole number or a number or a string, got"),
     (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token'; .*; did you mean duration_tokens\?"),
-    (ONE + "- mix: {web: 1}\n  duration_token: 4\n", "phase 2 has an unknown key 'duration_token'; .*; did you mean"),
     (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number of 1 or more"),
     (FOR + "0.5\n", "duration_tokens: got 0.5"), (FOR + "1e19\n", "duration_tokens: got"),
-    (FOR + "1e999\n", "duration_tokens: got"), (FOR + ".inf\n", "got inf"), (FOR + "true\n", "got true or false"),
+    (FOR + ".inf\n", "got inf"), (FOR + "true\n", "got true or false"),
     (FOR + "2020-01-01\n", "duration_tokens: got '2020-01-01', expected a whole number"),
-    (FOR + "9" * 5000, r"not valid YAML|got .{57}\.\.\., expected"),
-    (FOR + "9" * 400, "got a whole number of more than 300 digits, expected"),
-    (MIX + "{web: 1" + ":59" * 9000 + "}", "weight of 'web': got '1:59:59:"),
+    *((FOR + digits, r"got .{57}\.\.\., expected") for digits in ("9" * 400, "9" * 4300, "'" + "9" * 5000 + "'")),
     (MIX + "{" + "w" * 900 + ": -1}", "weight of 'w{56}[.]{3}: got -1"),
     (ONE + "w" * 120 + ": 1", "unknown key 'w{56}[.]"),
-    (FOR + "'" + "9" * 5000 + "'", r"got .{57}\.\.\., expected"),
     (MIX + "web\n", "phase 2: mix: expected an object, got a string"), (MIX + "{}\n", "at least one weight"),
     (MIX + "{web: 1, code: -0.1}\n", "weight of 'code': got -0.1, expected a number"),
     (MIX + "{web: .nan}\n", "weight of 'web': got nan"), (MIX + "{web: yes}\n", "weight of 'web': got True"),
     (MIX + "{no: 1}\n", "got the bucket False, expected a name; put it in quotes"),
-    (MIX + "{web: 1, code: 1, web: 2}\n", "key 'web' appears twice"), (MIX + "{web: 0, code: 0.0}\n", "weight above 0"),
+    (MIX + "{web: 0, code: 0.0}\n", "weight above 0"),
     (ONE + "max_epochs: 3\n", "max_epochs: expected an object, got a whole number"),
     (ONE + "max_epochs: {web: 1, code: 4}\n", "no phase gives 'code' a weight; expected web"),
-    (MIX + "{web: 1, code: 0}\nmax_epochs: {code: 1}\n", "no phase gives 'code' a weight"),
     (ONE + "max_epochs: {web: 1.5}\n", "max_epochs of 'web': got 1.5, expected a whole number"),
 ])
-def test_every_error_names_the_file_and_the_value(write, text, message):
-    path = write(text)
+def test_every_error_names_the_file_and_the_value(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as e:
-        load(path)
-    assert str(e.value).startswith(str(path)) and "\n" not in str(e.value) and len(str(e.value)) < 500
+        read(tmp_path, text)
+    message = str(e.value)
+    assert message.startswith(f"{tmp_path / 'mix.yaml'}: ") and "\n" not in message and len(message) < 500
 
 
 def test_a_bucket_that_the_data_lacks_is_named():

@@ -13,10 +13,9 @@ from nanochat.curriculum import Curriculum, Phase
 from nanochat.dataset import find_files, scan
 from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, describe, make_plan, problem, warnings
-from nanochat.pretokenize import ShardWriter
 from nanochat.sources import open_source
 from nanochat.stream import Stream, ledger
-from tests.token_files import Tokenizer
+from tests.token_files import Tokenizer, write_pair
 from tests.toy import examples, some_texts, write_parquet
 
 EOD = 256
@@ -27,18 +26,14 @@ LAYOUTS = [
 
 def source(folder, lengths, *, windows=False, as_stored=False):
     """Shards, one for each list of document lengths. `windows`: in windows of 12 ids that share 3."""
-    folder.mkdir(parents=True)
     for i, documents in enumerate(lengths):
-        ids, sizes, prefixes = [], [], []
+        entries, prefixes = [], []
         for n in documents:
             for start in range(0, max(1, n - 3), 9) if windows else [0]:
                 end = min(n, start + 12) if windows else n
-                last = [EOD] if end == n else []
-                ids += [*range(start, end), *last]
-                sizes.append(end - start + len(last))
+                entries.append([*range(start, end), *[EOD] * (end == n)])
                 prefixes.append(3 if start else 0)
-        with ShardWriter(folder / f"s{i}", vocab_size=1000) as writer:
-            writer.add(np.array(ids), np.array(sizes), np.array(prefixes))
+        write_pair(folder / f"s{i}", entries, prefixes, vocab_size=1000)
     return open_source(scan(folder, find_files(folder, "shards")), Tokenizer(1000), as_stored=as_stored)
 
 

@@ -27,11 +27,10 @@ from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
 from nanochat.dataset import find_files, scan
 from nanochat.order import StreamConfig
-from nanochat.pretokenize import ShardWriter
 from nanochat.sources import ParquetSource
 from nanochat.stream import Cursor, Packed, Row, Stream, ledger
 from nanochat.tokens import READER, TokenSource, new_manifest
-from tests.token_files import write_megatron
+from tests.token_files import write_megatron, write_pair
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
 LAYOUTS = ("crop", "split", "concat", "binned")
@@ -120,9 +119,8 @@ class Corpus:
     def _write_shard(self, path, file):
         entries = [entry for group in file for entry in group]
         stored = [entry.in_stream(framed=False) for entry in entries]
-        with ShardWriter(path, vocab_size=1 << 20) as writer:
-            writer.add(np.concatenate(stored), np.array([*map(len, stored)]), np.array([e.overlap for e in entries]))
-        return {**writer.written, "input": {}, "documents": 0, "skipped": {}, "groups": list(map(len, file))}
+        written = write_pair(path, stored, [entry.overlap for entry in entries], vocab_size=1 << 20)
+        return {**written, "input": {}, "documents": 0, "skipped": {}, "groups": list(map(len, file))}
 
 
 @dataclass
@@ -142,9 +140,6 @@ class World:
               mock.patch.object(dataset, "is_blank", lambda *args: False)):  # text may be all empty here
             return {name: corpus.open(Path(folder) / name, framed=self.config.framed)
                     for name, corpus in self.corpora.items()}
-
-    def epochs(self, bucket):
-        return self.config.epochs(bucket)
 
     def complete(self, run, bucket):
         """Whether a run has read all of a bucket. A lane that has not must be in a phase that does not mix it, and in
@@ -293,7 +288,7 @@ def check_documents(world, run, bucket):
             if mine and (piece := next((p for p in waiting if p[0] == lane), None)) and piece[5] == 0:
                 begun[tuple(piece[1:4])] -= 1  # a row ended with its BOS, but the document is pending
     begun.update(tuple(piece[1:4]) for piece in waiting if piece[5] == 0)
-    everything = Counter((epoch, group, row) for epoch in range(world.epochs(bucket))
+    everything = Counter((epoch, group, row) for epoch in range(world.config.epochs(bucket))
                          for group, entries in enumerate(world.corpora[bucket].groups) for row in range(len(entries)))
     assert min(begun.values(), default=0) >= 0 and begun <= everything
     assert begun.total() == ledger(run.cursors, world.config.T)[bucket]["documents"]
@@ -302,14 +297,11 @@ def check_documents(world, run, bucket):
 
 def check_tokens(world, run, bucket):
     """Each id is a live target once per epoch, or is dropped or pending. Overlaps are emitted, but never live."""
-    epochs, corpus = world.epochs(bucket), world.corpora[bucket]
-    emitted = Counter()
-    live = Counter()
-    padded = 0
+    epochs, corpus = world.config.epochs(bucket), world.corpora[bucket]
+    emitted, live = Counter(), Counter()
     for row, tokens, is_live in run.rows:
         if row.bucket == bucket:
             placed = sum(length for _, _, length, _ in row.placed)
-            padded += len(tokens) - placed
             emitted.update(tokens[:placed].tolist())
             live.update(tokens[1:][is_live[1:] == 1].tolist())
             assert not is_live[placed:].any() and (tokens[placed:] == BOS).all()
@@ -378,7 +370,7 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
             seen.update({corpus.kind: 1, "overlaps": any(e.overlap for e in corpus.entries),
                          "empty": not all(e.ids for e in corpus.entries),
                          "fewer units than lanes": len(corpus.entries) < world.config.V,
-                         "epochs": world.epochs(bucket) > 1})
+                         "epochs": world.config.epochs(bucket) > 1})
         account = ledger(stopped.cursors, world.config.T)
         for name in ("cropped", "padded", "repeated", "pending"):
             seen[name] += sum(a[name] for a in account.values())

@@ -7,7 +7,7 @@ A local S3 for tests and benchmarks: moto's server behind a proxy that injects f
         store.put("a.bin", b"...")                 # not through the proxy
         store.proxy.faults.append(Fault(name="a.bin", status=503, code="SlowDown", times=2))
 
-    python -m tests.object_store [LATENCY_MS]      # prints its URLs, serves until stdin is closed, and then prints the
+    python -m tests.object_store [LATENCY_MS]      # prints its URL, serves until stdin is closed, and then prints the
                                                    # number of requests of each method
 
 A fault is injected into the first `times` requests that match it.
@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -36,7 +35,7 @@ from nanochat.integrations.object_storage import Patience
 QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0,
                  first_answer_s=30.0, give_up_s=30.0)  # long enough for a busy machine
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
-HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "server"}
+Headers = dict[str, str]
 
 
 @dataclass
@@ -51,9 +50,8 @@ class Fault:
     stall: bool = False  # never answer
     cut: int = -1  # close the connection after this many bytes of the body
     shift: int = 0  # request a range that begins this many bytes later
-    whole: bool = False  # ignore the range
-    before: Callable[[], object] | None = None  # called first, for example to swap the object
     lose: str = ""  # drop this header of the request
+    before: Callable[[], object] = lambda: None  # called first, for example to swap the object
 
 
 @dataclass
@@ -68,12 +66,12 @@ class Request:
 
 
 class Proxy(ThreadingHTTPServer):
-    """Forwards to `upstream` (host, port)."""
+    """Forwards to `upstream` (host:port)."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, upstream: tuple[str, int]):
+    def __init__(self, upstream: str):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream, self.url = upstream, f"http://127.0.0.1:{self.server_port}"
         self.faults: list[Fault] = []
@@ -103,7 +101,6 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = 1 << 18
     disable_nagle_algorithm = True
-    upstream: http.client.HTTPConnection | None = None
 
     def log_message(self, *args: object) -> None:
         pass
@@ -116,48 +113,40 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.seen.append(Request(self.command, self.path, span, fault, self.headers.get("If-Match")))
         time.sleep(self.server.latency_s)
         fault = fault or Fault()
-        if fault.before:
-            fault.before()
+        fault.before()
         if fault.stall:
             self.server.released.wait(60)
             self.close_connection = True
-        elif fault.status:
+            return
+        if fault.status:
             text = (f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{fault.code}</Code><Message>no</Message>"
                     f"<AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId></Error>").encode()
-            self._send(fault.status, {"Content-Type": "application/xml"}, text)
+            status, headers, data = fault.status, {"Content-Type": "application/xml"}, text
         else:
-            headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in HOP_HEADERS}
-            headers.pop(fault.lose.lower(), None)
             if span and fault.shift:
-                headers["range"] = f"bytes={span[0] + fault.shift}-{span[1] - 1 + fault.shift}"
-            if fault.whole:
-                headers.pop("range", None)
-            self._send(*self._forward(body, headers), fault.cut)
-
-    def _forward(self, body: bytes, headers: dict[str, str]) -> tuple[int, dict[str, str], bytes]:
-        if self.upstream is None:
-            self.upstream = http.client.HTTPConnection(*self.server.upstream)
-            self.upstream.connect()
-            self.upstream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.upstream.request(self.command, self.path, body or None, headers)
-        answer = self.upstream.getresponse()
-        data = answer.read()
-        return answer.status, {k: v for k, v in answer.getheaders()
-                               if k.lower() not in {*HOP_HEADERS, "date"}}, data
-
-    def _send(self, status: int, headers: dict[str, str], data: bytes, cut: int = -1) -> None:
-        self.send_response(status)
-        if not any(k.lower() == "content-length" for k in headers):
-            headers["Content-Length"] = str(len(data))
-        for key, value in headers.items():
-            self.send_header(key, value)
+                self.headers.replace_header("Range", f"bytes={span[0] + fault.shift}-{span[1] - 1 + fault.shift}")
+            del self.headers[fault.lose]
+            status, headers, data = send(self.server.upstream, self.command, self.path, body, dict(self.headers))
+        self.send_response_only(status)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
-        if cut >= 0:
-            data, self.close_connection = data[:cut], True
+        if fault.cut >= 0:
+            data, self.close_connection = data[:fault.cut], True
         self.wfile.write(data)
         self.wfile.flush()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
+
+
+def send(host: str, method: str, path: str, body: bytes, headers: Headers) -> tuple[int, Headers, bytes]:
+    """(status, headers, body) of the answer to a request."""
+    with contextlib.closing(http.client.HTTPConnection(host)) as connection:
+        connection.request(method, path, body or None, headers)
+        answer = connection.getresponse()
+        data = answer.read()
+    own = ("connection", "transfer-encoding")  # they describe this connection
+    return answer.status, {name: value for name, value in answer.getheaders() if name.lower() not in own}, data
 
 
 @dataclass
@@ -165,7 +154,6 @@ class Store:
     """A running service with one bucket."""
 
     proxy: Proxy
-    moto_url: str
     bucket: str = "bucket"
 
     def path(self, key: str = "") -> str:
@@ -199,13 +187,9 @@ class Store:
         self._moto("PUT", f"/{bucket}")
 
     def _moto(self, method: str, path: str, body: bytes = b"") -> bytes:
-        connection = http.client.HTTPConnection(self.moto_url.removeprefix("http://"))
         sign = f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request"
-        connection.request(method, path, body, {"Authorization": sign})
-        answer = connection.getresponse()
-        data = answer.read()
-        connection.close()
-        assert answer.status < 300, (method, path, answer.status, data[:300])
+        status, _, data = send(self.proxy.upstream, method, path, body, {"Authorization": sign})
+        assert status < 300, (method, path, status, data[:300])
         return data
 
 
@@ -235,8 +219,8 @@ def serve() -> Iterator[Store]:
     # moto's own server would search all services for each request
     server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    proxy = Proxy(("127.0.0.1", server.server_port))
-    store = Store(proxy, f"http://127.0.0.1:{server.server_port}")
+    proxy = Proxy(f"127.0.0.1:{server.server_port}")
+    store = Store(proxy)
     try:
         store.make_bucket(store.bucket)
         yield store
@@ -251,6 +235,6 @@ def serve() -> Iterator[Store]:
 if __name__ == "__main__":
     with serve() as running:
         running.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
-        print(running.proxy.url, running.moto_url, flush=True)
+        print(running.proxy.url, flush=True)
         sys.stdin.read()
         print(json.dumps(Counter(request.method for request in running.proxy.seen)), flush=True)

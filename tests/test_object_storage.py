@@ -180,7 +180,7 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
 TEMPORARY = {"stall": Fault(stall=True), "500": Fault(status=500, times=2),
            "503": Fault(status=503, code="SlowDown", times=2), "429": Fault(status=429, code="TooManyRequests"),
            "cut": Fault(cut=1000, times=2), "cut at once": Fault(cut=0), "shifted": Fault(shift=2, times=2),
-           "whole": Fault(whole=True), "slow request": Fault(status=400, code="RequestTimeout")}
+           "whole": Fault(lose="Range"), "slow request": Fault(status=400, code="RequestTimeout")}
 
 @pytest.mark.parametrize("name", TEMPORARY)
 def test_a_temporary_fault_changes_no_byte(store, name, monkeypatch):
@@ -224,7 +224,7 @@ def test_a_stall_is_warned_about_once_for_all_pending_requests(store, monkeypatc
 
 @pytest.mark.parametrize("fault, problem", [
     (Fault(shift=2, times=5), "127.0.0.1:.* sent a different range from the one requested, 5 times; bypass the proxy"),
-    (Fault(whole=True, times=5), "sent a different range from the one requested, 5 times"),
+    (Fault(lose="Range", times=5), "sent a different range from the one requested, 5 times"),
     (Fault(status=400, code="RequestTimeout", times=5), "did not receive the whole request in time, 5 times")])
 def test_an_answer_that_never_fits_is_an_error_that_blames_no_setting(store, fault, problem, monkeypatch):
     monkeypatch.setattr(object_storage.time, "sleep", lambda s: None)

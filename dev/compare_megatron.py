@@ -55,7 +55,7 @@ def make_tokenizer(eod: int, vocab_size: int, **pad: int) -> SimpleNamespace:
 
 
 def write_pair(builder: Any, prefix: Path, documents: Iterable[Any]) -> None:
-    """Write a pair of files with one sequence per document, its ids (n,). `builder`: theirs or ours, for `prefix`.bin."""
+    """Write a pair of files with one sequence per document, its ids (n,). `builder`: theirs or ours."""
     for ids in documents:
         builder.add_document(torch.from_numpy(np.array(ids, np.int64)), [len(ids)])
     builder.finalize(f"{prefix}.idx")

@@ -29,8 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -41,6 +39,7 @@ from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data, tok_shards
 from tests.faults import die
+from tests.toy import write_parquet
 
 VOCAB_SIZE = 320
 PATIENCE_S = 600  # a child that takes longer hangs, even on a machine that is ten times slower than an idle one
@@ -84,9 +83,7 @@ def texts(num: int, *, seed: int) -> list[str]:
 
 
 def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": pa.array(documents, pa.string())}), path, row_group_size=32, **kwargs)
-    return path
+    return write_parquet(path, documents, group_size=32, **kwargs)
 
 
 def write_buckets(folder: Path, buckets: dict[str, int], **shards: int) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -29,41 +30,32 @@ def checkpoint(name, tag="run"):
 
 def at_its_beginning(**settings):
     """Weights, optimizer state and learning rates of a new run at step 0, captured at the start of its loop."""
-    taken = {}
+    taken, loop = {}, base_train.loop
 
-    def take(model, optimizer):
-        taken.update(model=as_bytes(dict(model.state_dict())), optimizer=as_bytes(optimizer.gather_state()),
-                     lrs=[group["lr"] for group in optimizer.param_groups])
+    def watched(run):
+        taken.update(model=as_bytes(dict(run.model.state_dict())), optimizer=as_bytes(run.optimizer.gather_state()),
+                     lrs=[group["lr"] for group in run.optimizer.param_groups])
+        return loop(run)
 
-    with pytest.MonkeyPatch.context() as patch:
-        loop = base_train.loop
-        patch.setattr(base_train, "loop", lambda run: take(run.model, run.optimizer) or loop(run))
-        succeed(num_iterations=1, save_every=-1, **settings)
+    with mock.patch.object(base_train, "loop", watched):
+        succeed(num_iterations=1, save_every=-1, init_from="origin@6", embedding_lr=0.1, **settings)
     return taken
 
 
 # ---- what is taken over ---------------------------------------------------------------------------------------------
 
-def test_weights_at_step_0_are_those_of_the_origin():
+def test_weights_are_those_of_the_origin_and_with_init_optimizer_its_state_too_but_not_the_learning_rates():
     """tests/test_checkpoint.py tests the other names of an origin."""
     theirs = load_checkpoint(checkpoint("checkpoint-6", "origin"))
-    taken = at_its_beginning(init_from=str(theirs.path))
-    assert taken["model"] == as_bytes(theirs.model_state())
-    assert as_bytes(taken["optimizer"])["step"] == 0 and taken["optimizer"] != as_bytes(theirs.optimizer_state())
+    fresh, taken = at_its_beginning(), at_its_beginning(init_optimizer=True, model_tag="taken")
+    assert fresh["model"] == taken["model"] == as_bytes(theirs.model_state()) and fresh["lrs"] == taken["lrs"]
+    assert fresh["optimizer"]["step"] == 0 and taken["optimizer"]["step"] == 6
+    assert taken["optimizer"]["state"] == as_bytes(theirs.optimizer_state()["state"]) != fresh["optimizer"]["state"]
     origin = read_config(training.run_dir())["origin"]
     assert origin.items() >= {"run": "origin", "checkpoint": "checkpoint-6", "step": 6,
                               "checksum": theirs.trainer_state["checksum"]}.items()
     assert digests() == digests("origin")[:1], "--init-data=fresh starts at the beginning"
     assert losses()[0] < losses("origin")[0] - 0.02, "and the weights have learned"
-
-
-def test_init_optimizer_takes_the_state_but_not_the_learning_rates():
-    theirs = load_checkpoint(checkpoint("checkpoint-6", "origin")).optimizer_state()
-    fresh = at_its_beginning(init_from="origin@6", model_tag="fresh", embedding_lr=0.1)
-    taken = at_its_beginning(init_from="origin@6", init_optimizer=True, embedding_lr=0.1)
-    assert taken["optimizer"]["state"] == as_bytes(theirs["state"]) != fresh["optimizer"]["state"]
-    assert taken["optimizer"]["step"] == theirs["step"] == 6
-    assert taken["lrs"] == fresh["lrs"]
 
 
 def test_with_data_and_optimizer_the_steps_are_the_next_ones_of_the_origin():
@@ -83,8 +75,7 @@ def test_with_data_and_optimizer_the_steps_are_the_next_ones_of_the_origin():
 def test_on_two_processes_the_result_is_the_same_and_only_rank_0_reads(workplace):
     more = {"init_from": "origin@6", "init_optimizer": True, "init_data": "continue", "num_iterations": 2}
     succeed(**more)
-    group = training.start(2, hook=only_rank_0_reads, model_tag="two", **more)
-    assert group.wait() == [0, 0], group.text()
+    training.finish(2, hook=only_rank_0_reads, model_tag="two", **more)
     assert digests("two") == digests() == digests("origin")[6:8]
     assert losses("two") == pytest.approx(losses(), abs=2e-5)
     assert read_config(training.run_dir("two"))["origin"] == read_config(training.run_dir())["origin"]
@@ -131,11 +122,9 @@ def test_a_changed_origin_is_refused_until_the_run_has_a_checkpoint_of_its_own()
     training.start(hook=partial(die_after_step, 2), **more).wait_for_death()
     theirs, aside = checkpoint("checkpoint-6", "origin"), checkpoint("aside", "origin")
     theirs.rename(aside)
-    message = refuse(**more)
-    assert "no checkpoint '6'" in message
-    other = checkpoint("checkpoint-6", "other")
+    assert "no checkpoint '6'" in refuse(**more)
     succeed(model_tag="other", matrix_lr=0.03)
-    shutil.copytree(other, theirs)
+    shutil.copytree(checkpoint("checkpoint-6", "other"), theirs)
     before = training.fingerprint(training.run_dir())
     message = refuse(**more)
     assert "--init-from=origin@6" in message and "began with step 6 of origin" in message and "--model-tag" in message

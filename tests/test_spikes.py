@@ -10,8 +10,6 @@ import torch
 
 from nanochat import spikes, trainer
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import read_state
-from nanochat.run_dir import iter_log
 from tests import training
 from tests.test_bitwise import differences
 from tests.training import die_after_step
@@ -39,26 +37,18 @@ def corpus(tmp_path_factory):
                          for steps, bucket in ((BEFORE, "prose"), (SPIKE, "noise"), (AFTER, "prose")))
         (path / "mix.yaml").write_text(f"curriculum:\n{phases}max_epochs: {{prose: 9, noise: 9}}\n")
         flags = {**RUN, "data_path": path / "text", "curriculum": path / "mix.yaml"}
-        straight = training.start(1, hook=small_window, **flags, model_tag="straight")
-        assert straight.wait() == [0], straight.text()
+        training.finish(hook=small_window, **flags, model_tag="straight")
         yield flags
 
 
-def events(tag):
-    log = iter_log(training.run_dir(tag) / "logs" / "train.jsonl")
-    return [record for record in log if record.get("event") == "skipped"]
-
-
 def skipped(tag):
-    return sorted({record["step"] for record in events(tag)})
+    return {record["step"] for record in training.events("skipped", tag)}
 
 
 def test_the_planted_step_is_skipped_logged_and_counted(corpus):
-    assert skipped("straight") == [BEFORE]
-    [event], steps = events("straight"), training.steps("straight")
-    assert event["digest"] == steps[BEFORE]["digest"] and len(steps) == BEFORE + SPIKE + AFTER
-    assert (read_state(training.run_dir("straight")) or {})["skipped"] == 1
-    assert steps[AFTER]["total_training_flops"] > 0 and steps[AFTER]["total_training_time"] > 0
+    [event], steps = training.events("skipped", "straight"), training.steps("straight")
+    assert event["step"] == BEFORE and event["digest"] == steps[BEFORE]["digest"]
+    assert len(steps) == BEFORE + SPIKE + AFTER and training.state("straight")["skipped"] == 1
     assert max(step["grad_norm"] for step in steps.values()) > RUN["max_grad_norm"], "something was clipped"
 
 
@@ -72,16 +62,14 @@ def test_killed_around_the_spike_and_moved_to_four_processes_it_ends_with_the_sa
     for after in (BEFORE - 1, BEFORE + 1):
         training.start(1, hook=partial(killed, after), **corpus, model_tag="killed", sync_save=True).wait_for_death()
     assert f"checkpoint-{BEFORE - 1}" in training.checkpoints("killed")
-    last = training.start(4, hook=small_window, **corpus, model_tag="killed")
-    assert last.wait() == [0] * 4, last.text()
-    assert differences("straight", "killed") == set() and skipped("killed") == [BEFORE]
+    training.finish(4, hook=small_window, **corpus, model_tag="killed")
+    assert differences("straight", "killed") == set() and skipped("killed") == {BEFORE}
 
 
 def only_rank_0_skips():
     small_window()
-    limits = trainer.limits
-    mock.patch.object(trainer, "limits", lambda *args: limits(*args) if os.environ["RANK"] == "0" else (
-        math.inf, 1e9)).__enter__()
+    if os.environ["RANK"] != "0":
+        mock.patch.object(trainer, "limits", lambda *args: (math.inf, 1e9)).__enter__()
 
 
 def test_a_rank_that_skips_a_spike_alone_is_detected(corpus):
@@ -95,7 +83,7 @@ def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):
         outcome = training.run(**corpus, model_tag="diverged")
     assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err
     assert "--init-from" in outcome.err and "is kept" in outcome.err
-    assert (read_state(training.run_dir("diverged")) or {})["status"] == "failed"
+    assert training.state("diverged")["status"] == "failed"
 
 
 def test_limits_are_robust():

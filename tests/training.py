@@ -28,9 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -41,6 +40,7 @@ from nanochat.run_dir import TrainLog, iter_log, read_log
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data, tok_shards
 from tests.faults import die
+from tests.toy import write_parquet
 
 VOCAB_SIZE = 320
 PATIENCE_S = 600  # a child that takes longer hangs, even on a machine that is ten times slower than an idle one
@@ -57,20 +57,14 @@ SMALL: dict[str, Any] = {  # a third of the cost: one layer, rows of T tokens, S
     "depth": 1, "aspect_ratio": 24, "max_seq_len": T, "total_batch_size": STEP, "overlap": 16, "eval_tokens": T * 16}
 
 
-def no_values_on_meta(kind: type[torch.nn.Linear] | type[torch.nn.Embedding]) -> None:
+def skipped_on_meta(reset: Callable[[Any], None]) -> Callable[[Any], None]:
     """Skip the initial values of modules on the meta device, which have none. A run builds five models only to count
     their parameters, and this took a tenth of a short run."""
-    reset = kind.reset_parameters
-
-    def reset_parameters(self: Any) -> None:
-        if not self.weight.is_meta:
-            reset(self)
-
-    kind.reset_parameters = reset_parameters  # type: ignore[method-assign]
+    return lambda module: None if module.weight.is_meta else reset(module)
 
 
-no_values_on_meta(torch.nn.Linear)
-no_values_on_meta(torch.nn.Embedding)
+for kind in (torch.nn.Linear, torch.nn.Embedding):
+    kind.reset_parameters = skipped_on_meta(kind.reset_parameters)  # type: ignore[method-assign]
 
 
 # ---- corpus, tokenizer and settings ----------------------------------------------------------------------------------
@@ -84,9 +78,7 @@ def texts(num: int, *, seed: int) -> list[str]:
 
 
 def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({"text": pa.array(documents, pa.string())}), path, row_group_size=32, **kwargs)
-    return path
+    return write_parquet(path, documents, group_size=32, **kwargs)
 
 
 def write_buckets(folder: Path, buckets: dict[str, int], **shards: int) -> None:
@@ -116,22 +108,18 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
     """A base directory with data/ and tokenizer/, for the code inside the block; one CPU thread, and none of torchrun's
     variables in the environment. `changed`: settings of runs inside the block."""
     shutil.copytree(_assets().name, path, dirs_exist_ok=True)
-    kept, threads, settings = dict(os.environ), torch.get_num_threads(), dict(SETTINGS)
-    SETTINGS.update(changed)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    os.environ.update(NANOCHAT_BASE_DIR=str(path), OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
-    os.environ.update({name: str(path / "wandb") for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR",
-                                                              "XDG_CACHE_HOME")})
-    torch.set_num_threads(1)
-    try:
-        yield path
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-        torch.set_num_threads(threads)
-        SETTINGS.clear()  # settings that were added, too
-        SETTINGS.update(settings)
+    wandb = ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "XDG_CACHE_HOME")
+    environment = {"NANOCHAT_BASE_DIR": str(path), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
+                   "WANDB_SILENT": "true", **dict.fromkeys(wandb, str(path / "wandb"))}
+    threads = torch.get_num_threads()
+    with mock.patch.dict(os.environ, environment), mock.patch.dict(SETTINGS, changed):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
+        torch.set_num_threads(1)
+        try:
+            yield path
+        finally:
+            torch.set_num_threads(threads)
 
 
 def in_workplace(**changed: Any) -> Any:
@@ -306,8 +294,7 @@ def start(world_size: int = 1, *, hook: Callable[[], None] | None = None, **chan
 def finish(world_size: int = 1, **changed: Any) -> str:
     """`start` that must succeed. Returns its output."""
     group = start(world_size, **changed)
-    codes = group.wait()
-    assert codes == [0] * world_size, group.text()
+    assert group.wait() == [0] * world_size, group.text()
     return group.text()
 
 

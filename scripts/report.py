@@ -11,6 +11,7 @@ speedrun.sh writes FILE: a line `name <tab> seconds <tab> exit code <tab> comman
 ran several times, its times are added up.
 """
 
+import argparse
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -200,13 +201,17 @@ def make_report(run: RunReader, stages: Sequence[Stage] = (), figures: Iterable[
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file."""
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
     parser.add_argument("--stages", metavar="FILE", type=Path, help="stage times that speedrun.sh wrote")
     parser.add_argument("--output", metavar="FILE", type=Path, help="where to write (default: RUN/report.md)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file."""
+    args = parse_args(argv)
     run = RunReader(find_run(args.run).absolute())
     output = args.output or run.run_dir / "report.md"
     stages = read_stages(args.stages) if args.stages is not None and args.stages.is_file() else []

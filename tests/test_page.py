@@ -105,8 +105,8 @@ def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
     assert (second["end"], second["from"]["steps"], second["label"]) == ("stopped", 20, "2: 2 proc.")
     assert [mark["kind"] for mark in second["marks"]] == ["skipped"]
     shown = unescape(re.sub(r"<[^>]*>", " ", text.partition("<script type")[0]))
-    for text in ("It took 2 launches (1 killed), on 1 and 2 processes", "after 40 of 50 steps", "40 / 50", "It balances",
-                 "2.125", EVIL):
+    for text in ("It took 2 launches (1 killed), on 1 and 2 processes", "after 40 of 50 steps", "40 / 50",
+                 "It balances", "2.125", EVIL):
         assert text in shown, text
 
 

@@ -32,8 +32,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,6 +43,7 @@ import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
+from dev.compare_packing import run_nanochat
 from dev.measure import SHARED, print_setup
 from nanochat.cli import Parser, run_main
 from nanochat.common import write_json
@@ -62,30 +61,22 @@ ARMS: dict[str, dict[str, Any]] = {
     "nanochat": {}, "crop": {"long_docs": "crop"}, "split": {"long_docs": "split"}, "concat": {"layout": "concat"}}
 LENGTHS = ("short", "middle", "long")
 SHARDS = 13  # the last one is held out
-PLACE_BITS = 24  # bits of a recorded token's number that hold its place in the document
 
-# Runs nanochat's loader. Its files contain document numbers instead of text, and its "tokens" are the numbers
-# (document << PLACE_BITS) + place, so the rows show which token of which document they contain.
-NANOCHAT_LOADER = """
-import sys, types
-import numpy as np
-for name in ("requests", "filelock"):  # imported by its module, but not needed here
-    sys.modules.setdefault(name, types.ModuleType(name))
-sys.modules["filelock"].FileLock = None
-from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as loader
-split, T, num_rows, shard, place_bits, offsets, output = sys.argv[1:]
-T, num_rows, lengths = int(T), int(num_rows), np.diff(np.load(offsets))
+# For nanochat's loader. Its "tokens" are places in `Corpus.ids`, so the rows show which token of which document they
+# contain.
+RECORD_ROWS = """
+split, T, num_rows, shard, offsets, output = sys.argv[1:]
+T, num_rows, offsets = int(T), int(num_rows), np.load(offsets).tolist()
 class Tokenizer:
     def get_bos_token_id(self):
         return None
     def encode(self, texts, prepend=None, num_threads=1):
-        documents = map(int, texts)
-        return [list(range(d << int(place_bits), (d << int(place_bits)) + int(lengths[d]))) for d in documents]
+        return [list(range(offsets[d], offsets[d + 1])) for d in map(int, texts)]
 start = {"pq_idx": int(shard), "rg_idx": None, "epoch": 1}
 rows = np.empty((num_rows, T + 1), np.int64)
 batches = loader(Tokenizer(), 1, T, split, device="cpu", resume_state_dict=start)
 for row in rows:
-    inputs, targets = next(batches)
+    inputs, targets, _ = next(batches)
     row[:-1], row[-1] = inputs[0].numpy(), targets[0, -1].item()
 np.save(output, rows)
 """
@@ -93,36 +84,36 @@ np.save(output, rows)
 
 # ---- the corpus ----------------------------------------------------------------------------------------------------
 
+def shards(num: int) -> list[range]:
+    """The documents of each shard."""
+    return [range(part[0], part[-1] + 1) for part in np.array_split(np.arange(num), SHARDS)]
+
+
 class Corpus:
     """All documents, shuffled: text in shards, the tokenizer, and the ids of every document after BOS."""
 
     def __init__(self, work: Path, data_path: Path, vocab_size: int):
-        self.work, self.text, self.numbers = work, work / "text", work / "there" / "base_data_climbmix"
+        self.work, self.text, self.there = work, work / "text", work / "there"
         if not (work / "offsets.npy").exists():
             self._write(data_path, vocab_size)
         self.tokenizer = RustBPETokenizer.from_directory(work / "tokenizer")
         self.ids, self.offsets = np.load(work / "ids.npy", mmap_mode="r"), np.load(work / "offsets.npy")
         self.lengths = np.diff(self.offsets)
-        self.held_out = range(np.array_split(np.arange(len(self.lengths)), SHARDS)[-1][0], len(self.lengths))
 
     def _write(self, data_path: Path, vocab_size: int) -> None:
         texts = [text for file in find_files(data_path) for text in read_texts(file)]
         texts = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
-        for folder in (self.text, self.numbers):
+        numbers = [str(d) for d in range(len(texts))]  # what nanochat's loader reads
+        for folder, documents in ((self.text, texts), (self.there / "base_data_climbmix", numbers)):
             folder.mkdir(parents=True, exist_ok=True)
-        shards = np.array_split(np.arange(len(texts)), SHARDS)
-        for i, shard in enumerate(shards):
-            for folder, column in ((self.text, [texts[d] for d in shard]), (self.numbers, [str(d) for d in shard])):
-                pq.write_table(pa.table({"text": column}), folder / f"shard_{i:05d}.parquet", row_group_size=512)
+            for i, shard in enumerate(shards(len(texts))):
+                table = pa.table({"text": documents[shard.start:shard.stop]})
+                pq.write_table(table, folder / f"shard_{i:05d}.parquet", row_group_size=512)
         tokenizer = RustBPETokenizer.train_from_iterator(iter(texts[:len(texts) // 4]), vocab_size)
         tokenizer.save(self.work / "tokenizer", force=True)
         ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
         np.save(self.work / "ids.npy", ids)
         np.save(self.work / "offsets.npy", offsets)
-
-    def document(self, number: int) -> np.ndarray:
-        """(length,) uint16: BOS and the ids."""
-        return self.ids[self.offsets[number]:self.offsets[number + 1]]
 
     def kind(self, lengths: Any, T: int) -> np.ndarray:
         """0, 1, 2 for short, middle and long documents, by their lengths in tokens."""
@@ -135,25 +126,24 @@ class Corpus:
 Rows = tuple[np.ndarray, np.ndarray, tuple[int, ...]]
 
 
-def record_nanochat(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int, shard: int) -> np.ndarray:
-    """(num_rows, T + 1) int64: rows of nanochat's loader, with tokens as (document << PLACE_BITS) + place."""
-    path = corpus.work / "rows" / f"there-{split}-T{T}-{num_rows}-{shard}.npy"
+def record_nanochat(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int,
+                    shard: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of nanochat's loader, recorded once: (number of each token's document, tokens), both (num_rows, T + 1)."""
+    path = corpus.work / "rows" / f"nanochat-{split}-T{T}-{num_rows}-{shard}.npy"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
-        env = {**os.environ, "PYTHONPATH": str(checkout), "NANOCHAT_BASE_DIR": str(corpus.work / "there")}
-        flags = map(str, (split, T, num_rows, shard, PLACE_BITS, corpus.work / "offsets.npy", unfinished))
-        subprocess.run([sys.executable, "-c", NANOCHAT_LOADER, *flags], env=env, cwd=corpus.work, check=True)
+        run_nanochat(RECORD_ROWS, checkout, corpus.there, split, T, num_rows, shard,
+                     *(file.resolve() for file in (corpus.work / "offsets.npy", unfinished)))
         unfinished.rename(path)
-    return np.load(path)
+    places = np.load(path)
+    return np.searchsorted(corpus.offsets, places, side="right") - 1, corpus.ids[places]
 
 
 def nanochat_rows(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -> Rows:
     """Rows of nanochat's loader."""
     shard = seed * 4 % (SHARDS - 1)
-    numbers = record_nanochat(corpus, args.nanochat, "train", T, args.tokens // T, shard)
-    documents, places = numbers >> PLACE_BITS, numbers & (1 << PLACE_BITS) - 1
-    rows = corpus.ids[corpus.offsets[documents] + places]
+    documents, rows = record_nanochat(corpus, args.nanochat, "train", T, args.tokens // T, shard)
     used, read = np.unique(documents), np.arange(documents.min(), documents.max() + 1)
     return rows, np.ones_like(rows, dtype=bool), tuple(int(corpus.lengths[which].sum()) for which in (read, used))
 
@@ -206,10 +196,8 @@ def measure(model: GPT, corpus: Corpus, rows: np.ndarray, kinds: np.ndarray) -> 
     """Nats and bytes of each kind of target. rows: (N, T + 1); kinds: (N, T), the kind of each target, -1 if it is
     off."""
     sums, token_bytes = np.zeros((2 * len(LENGTHS), 2)), corpus.tokenizer.token_bytes().numpy()
-    reach = kinds.shape[1] - np.argmax((kinds >= 0)[:, ::-1], axis=1)  # positions up to the last target of each row
-    for batch in np.array_split(np.argsort(reach), -(-len(rows) // 8)):
-        T = int(reach[batch].max())
-        tokens, kind = torch.from_numpy(rows[batch, :T + 1].astype(np.int64)), kinds[batch, :T]
+    for i in range(0, len(rows), 8):
+        tokens, kind = torch.from_numpy(rows[i:i + 8].astype(np.int64)), kinds[i:i + 8]
         nats = model(tokens[:, :-1], tokens[:, 1:], loss_reduction="none").double().numpy()
         size = token_bytes[tokens[:, 1:].numpy()]
         counted = (kind >= 0) & (size > 0)
@@ -223,8 +211,8 @@ def windows(corpus: Corpus, T: int, num_tokens: int) -> tuple[np.ndarray, np.nda
     in the first window that contains it. Kinds: 0, 1, 2 by length in a document's first window, 3, 4, 5 in later
     ones."""
     rows, kinds = [], []
-    for number in corpus.held_out:
-        document = corpus.document(number).astype(np.int64)
+    for number in shards(len(corpus.lengths))[-1]:
+        document = corpus.ids[corpus.offsets[number]:corpus.offsets[number + 1]].astype(np.int64)
         kind, done = int(corpus.kind(len(document), T)), 1  # BOS is not a target
         for start in range(0, len(document), T // 2):
             if done >= len(document):
@@ -254,9 +242,7 @@ def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace, T: int) -> di
     sums = measure(model, corpus, *windows(corpus, T, args.eval_tokens))
     result = {"whole": bits(sums), "beginning": bits(sums[:3]), "late": bits(sums[3:])}
     if args.nanochat:
-        numbers = record_nanochat(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
-        documents = numbers >> PLACE_BITS
-        rows = corpus.ids[corpus.offsets[documents] + (numbers & (1 << PLACE_BITS) - 1)]
+        documents, rows = record_nanochat(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
         result["rows"] = bits(measure(model, corpus, rows, corpus.kind(corpus.lengths[documents[:, 1:]], T)))
     return result
 

@@ -1,5 +1,5 @@
 """
-Compare the tokens that `crop` and nanochat's loader drop from the same documents, and measure the loader's memory.
+Compare the tokens that `crop` and nanochat's loader drop from the same documents.
 
     python -m dev.compare_packing --work DIR --nanochat CHECKOUT [--data-path DATA]
 
@@ -11,8 +11,8 @@ all tokens that were read:
     floor      tokens that no packer of whole rows can keep: all after the first T + 1 of a document
 
 nanochat's loader keeps the longest documents in its buffer of 1,000 forever, so counting only documents that left the
-buffer would flatter it. Memory is the anonymous memory of a process with 64 lanes, minus that of the bare process. The
-last line is one JSON object. The exit code is 1 if we drop over 0.2 percentage points more than nanochat.
+buffer would flatter it. The last line is one JSON object. The exit code is 1 if we drop over 0.2 percentage points more
+than nanochat.
 """
 
 import argparse
@@ -23,28 +23,27 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.measure import SHARED, anonymous_mb, in_process, print_setup
+from dev.measure import SHARED, print_setup
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
-from nanochat.dataloader import DataLoader
-from nanochat.dataset import find_buckets, find_files, scan
-from nanochat.order import StreamConfig
+from nanochat.dataset import find_buckets
 from nanochat.packing import BestFit
-from nanochat.sources import open_source
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 VOCABULARIES, LENGTHS = (2048, 32_768), (512, 1024, 2048, 4096)
-BUFFER, LANES, STEPS = 128, 64, 40
+BUFFER = 128
 ALLOWED = 0.002  # share of all tokens, above nanochat's
 
-# Runs nanochat's loader. Its files contain document numbers instead of text, and all token ids are zero.
+# The beginning of a program that runs nanochat's loader. Files in NANOCHAT_BASE_DIR contain document numbers instead of
+# text, which the program's own tokenizer turns into ids.
 NANOCHAT_LOADER = """
 import json, sys, types
 import numpy as np
@@ -52,6 +51,8 @@ for name in ("requests", "filelock"):  # imported by its module, but not needed 
     sys.modules.setdefault(name, types.ModuleType(name))
 sys.modules["filelock"].FileLock = None
 from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
+"""
+COUNT_TOKENS = """
 T, passes, lengths, read = int(sys.argv[1]), int(sys.argv[2]), np.load(sys.argv[3]).tolist(), 0
 class Tokenizer:
     def get_bos_token_id(self):
@@ -69,6 +70,18 @@ while read < passes * sum(lengths):
 pending = sum(min(len(doc), T + 1) for doc in batches.gi_frame.f_locals["doc_buffer"])
 print(json.dumps({"read": read, "emitted": rows * (T + 1), "pending": pending}))
 """
+
+
+def run_nanochat(program: str, checkout: Path, base: Path, *flags: Any) -> str:
+    """Run a program that starts with NANOCHAT_LOADER on the files in `base`. Returns its output. ValueError if it
+    fails."""
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base.resolve()), "PYTHONPATH": str(checkout.resolve()),
+           "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", NANOCHAT_LOADER + program, *map(str, flags)]
+    done = subprocess.run(command, env=env, cwd=base, capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError(f"{checkout}: its loader failed: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
 
 
 def lengths_of(work: Path, data_path: Path, vocab_size: int) -> dict[str, np.ndarray]:
@@ -105,33 +118,16 @@ def our_share(lengths: list[int], T: int, passes: int) -> float:
 
 def nanochat_share(args: argparse.Namespace, lengths: list[int], T: int) -> float:
     """The share of tokens that nanochat's loader drops."""
-    work, nanochat = args.work.resolve(), args.nanochat.resolve()
-    base = work / "there" / "base_data_climbmix"
-    base.mkdir(parents=True, exist_ok=True)
+    base = args.work / "there"
+    folder = base / "base_data_climbmix"
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = pa.table({"text": list(map(str, range(len(lengths))))})
     for i in range(2):  # the last shard is for validation
-        pq.write_table(pa.table({"text": list(map(str, range(len(lengths))))}), base / f"shard_{i:05d}.parquet",
-                       row_group_size=1024)
-    np.save(work / "lengths.npy", lengths)
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(work / "there"), "PYTHONPATH": str(nanochat), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", NANOCHAT_LOADER, str(T), str(args.passes), str(work / "lengths.npy")]
-    done = subprocess.run(command, env=env, cwd=nanochat, capture_output=True, text=True)
-    if done.returncode:
-        raise ValueError(f"{nanochat}: its loader failed: {done.stderr.strip().splitlines()[-1]}")
-    counts = json.loads(done.stdout.splitlines()[-1])
+        pq.write_table(numbers, folder / f"shard_{i:05d}.parquet", row_group_size=1024)
+    np.save(base / "lengths.npy", lengths)
+    output = run_nanochat(COUNT_TOKENS, args.nanochat, base, T, args.passes, "lengths.npy")
+    counts = json.loads(output.splitlines()[-1])
     return 1 - (counts["emitted"] + counts["pending"]) / counts["read"]
-
-
-def memory(args: argparse.Namespace, vocab_size: int, mix: Sequence[str], T: int) -> float:
-    """The loader's peak memory in MB, without that of the bare process."""
-    tokenizer = RustBPETokenizer.from_directory(args.work / f"tokenizer-{vocab_size}")
-    files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
-    manifest, before, peak = scan(args.data_path, files), anonymous_mb(), 0.0
-    with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
-                    rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
-        for _ in range(STEPS * LANES // 16):
-            next(loader)
-            peak = max(peak, anonymous_mb())
-    return peak - before
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,16 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p = Parser(description=__doc__)
     p.add_argument("--work", type=Path, required=True, help="cache of tokenizers and lengths")
     p.add_argument("--data-path", type=Path, default=SHARED, help="a folder of buckets")
-    p.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
+    p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
     p.add_argument("--passes", type=whole(1), default=3, help="passes over the documents")
-    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # vocabulary, T, buckets: measured in its own process
     args = p.parse_args(argv)
-    if args.memory:
-        vocab_size, T, *mix = args.memory
-        print(json.dumps({"mb": memory(args, int(vocab_size), mix, int(T))}))
-        return 0
-    if args.nanochat is None:
-        raise ValueError("--nanochat: missing; name a checkout of https://github.com/karpathy/nanochat")
     print_setup()
     args.work.mkdir(parents=True, exist_ok=True)
     rows, worst = [], 0.0
@@ -159,12 +148,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
         ours = our_share(lengths, T, args.passes)
         theirs = nanochat_share(args, lengths, T)
-        took = in_process("dev.compare_packing", f"--work={args.work}", f"--data-path={args.data_path}", "--memory",
-                          str(vocab_size), str(T), *mix)["mb"]
-        percent = [f"{100 * share:.2f}" for share in (floor, ours, theirs)]
-        rows.append([vocab_size, "+".join(mix), T, *percent, f"{took:.0f}"])
+        rows.append([vocab_size, "+".join(mix), T, *(f"{100 * share:.2f}" for share in (floor, ours, theirs))])
         worst = max(worst, ours - theirs)
-    print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
+    print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %"], rows)))
     print(json.dumps({"worst_points": 100 * worst, "rows": rows}))
     return int(worst > ALLOWED)
 

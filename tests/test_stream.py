@@ -25,27 +25,6 @@ def make_config(layout, **kwargs):
 
 # ---- which documents ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_hold_the_tokens_that_their_placements_name(layout):
-    config = make_config(layout, T=16, V=3, overlap=5, buffer_size=5, unit_size=4)
-    source = fixed_source()
-    stream = Stream(config, {"b": source}, range(3), tokenizer="t", num_threads=0)
-    later = 0
-    for row in stream.next_rows(20):
-        expected, off_at, doc_ids = [], [], []
-        for i, ((_, group, document), start, length, off) in enumerate(row.placed):
-            whole = [BOS, *source.documents[group][document].tolist()]
-            own = layout != "concat" and start > 0
-            off_at += range(len(expected) + 1, len(expected) + 1 + off)
-            expected += [BOS, *whole[start:start + length - 1]] if own else whole[start:start + length]
-            doc_ids += [i] * length
-            later += start > 0
-        tokens, live = row_arrays(row, config.T)
-        assert tokens.tolist() == expected and row.doc_ids().tolist() == doc_ids
-        assert np.flatnonzero(live == 0).tolist() == off_at
-    assert later or layout == "crop", "the case: documents that continue in a later row"
-
-
 def epoch_in_units(source, epoch, V, size, seed, small):
     """An epoch's sequence as [(tokens, documents)] of its units, from the head of nanochat/order.py alone."""
     units = []

@@ -304,7 +304,6 @@ def check_tokens(world, run, bucket):
             placed = sum(length for _, _, length, _ in row.placed)
             emitted.update(tokens[:placed].tolist())
             live.update(tokens[1:][is_live[1:] == 1].tolist())
-            assert not is_live[placed:].any() and (tokens[placed:] == BOS).all()
     for count in (emitted, live):
         del count[BOS]
     left = pieces(world, run, bucket)
@@ -329,17 +328,27 @@ def check_tokens(world, run, bucket):
         assert (stored - emitted - waits).total() == account["cropped"]
 
 
-def check_binned_targets(world, run, bucket):
-    """Targets are off for the first token of a row, overlaps, the token after an EOD, and padding."""
+def check_rows(world, run, bucket):
+    """A row holds the tokens that its placements name, then padding. Targets are off for repeated tokens, padding, the
+    row's first token and, in stored entries, the token after an EOD."""
+    T, framed, groups = world.config.T, world.config.framed, world.corpora[bucket].groups
     for row, tokens, is_live in run.rows:
-        if row.bucket == bucket:
-            overlapped = []
-            for (_, group, index), start, length, _ in row.placed:
-                entry = world.corpora[bucket].groups[group][index]
-                assert (start, length) == (0, len(entry.in_stream(framed=False)))
-                overlapped += [i < entry.overlap for i in range(length)]
-            expected = [not off and tokens[i - 1] != BOS for i, off in enumerate(overlapped)][1:]
-            assert is_live[1:].tolist() == [*expected, *[False] * (world.config.T - len(expected))]
+        if row.bucket != bucket:
+            continue
+        expected, repeated, doc_ids = [], [], []
+        for number, ((_, group, index), start, length, context) in enumerate(row.placed):
+            entry = groups[group][index]
+            own = int(start > 0 and world.config.layout == "bestfit")  # a BOS of its own
+            named = range(start, start + length - own)
+            expected += [BOS] * own + [entry.in_stream(framed)[i] for i in named]
+            repeated += [False] * own + [i < start + context or framed <= i < framed + entry.overlap for i in named]
+            doc_ids += [number] * length
+        missing = T + 1 - len(expected)
+        assert tokens.tolist() == expected + [BOS] * missing
+        assert row.doc_ids().tolist() == doc_ids + [len(row.placed)] * missing
+        after_eod = [not framed and token == BOS for token in expected]
+        live = [not (off or eod) for off, eod in zip(repeated[1:], after_eod)]
+        assert is_live[1:].tolist() == live + [False] * missing
 
 
 # ---- the laws -------------------------------------------------------------------------------------------------------
@@ -364,8 +373,7 @@ def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(la
             check_documents(world, stopped, bucket)
             check_tokens(world, stopped, bucket)
             seen["rows of two epochs"] += check_epochs(world, stopped, bucket)
-            if layout == "binned":
-                check_binned_targets(world, stopped, bucket)
+            check_rows(world, stopped, bucket)
             seen["complete" if world.complete(stopped, bucket) else "left over"] += 1
             seen.update({corpus.kind: 1, "overlaps": any(e.overlap for e in corpus.entries),
                          "empty": not all(e.ids for e in corpus.entries),

@@ -121,7 +121,9 @@ def judge_resume(kills: Sequence[Kill], lines: Sequence[dict[str, Any]], whole: 
     began = first_step(lines)
     wrong = [f"step {r['step']} differs" for r in lines if "event" not in r
              and any(r[name] != whole[r["step"]][name] for name in EXACT)]
-    for kill in kills if began is not None else ():
+    if began is None:
+        return
+    for kill in kills:
         kill.resumed = began
         kill.wrong += [f"checkpoint {kill.saved} was lost"] * (began < kill.saved) + wrong
 

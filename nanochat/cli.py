@@ -33,7 +33,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -222,8 +222,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 class _PlainLoader(yaml.SafeLoader):
     """Reads plain values only, and refuses a key that appears twice."""
 
-    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}  # SafeLoader's also read octal numbers, times and dates
-
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         problem = ""
@@ -248,6 +246,7 @@ class _PlainLoader(yaml.SafeLoader):
         return mapping
 
 
+_PlainLoader.yaml_implicit_resolvers = {}  # SafeLoader's also read octal numbers, times and dates
 for _kind, _pattern in {
         "null": r"~|null|Null|NULL|",
         "bool": r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",

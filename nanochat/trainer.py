@@ -25,7 +25,7 @@ import math
 import random
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -426,13 +426,33 @@ def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | N
 
 
 class Silence:
-    """Accepts every call, does nothing and returns "". It replaces the journal and the state on ranks other than 0, and
-    the trackers of a run that has none."""
+    """Accepts every call and does nothing. It replaces the journal and the state on ranks other than 0, and the
+    trackers of a run that has none."""
 
     wandb_id: str | None = None
 
-    def __getattr__(self, name: str) -> Callable[..., str]:
-        return lambda *args, **kwargs: ""
+    def started(self, world_size: int, **record: Any) -> None: ...
+
+    def event(self, name: str, **record: Any) -> None: ...
+
+    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
+
+    def ending(self, reason: str) -> None: ...
+
+    def end(self, status: str, reason: str = "") -> None: ...
+
+    def close(self, status: str = "", reason: str = "") -> None: ...
+
+    def lost(self) -> str:
+        return ""
+
+    refresh = lost  # a method of `RunState`
+
+    def log(self, values: Mapping[str, Any]) -> None: ...
+
+    def at(self, step: int) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class Journal:

@@ -351,7 +351,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
 # ---- opening one ---------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED: dict[str, type[ThirdPartyTokenizer]] = {kind.kind: kind for kind in (*KINDS.values(), IdsTokenizer)}
+SAVED = {kind.kind: kind for kind in (HuggingFaceTokenizer, SentencePieceTokenizer, IdsTokenizer)}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:

@@ -45,8 +45,9 @@ T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits 
 `bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
 
 **The token clock.** Each pending piece has a place: the number of tokens that arrived before it, counting at most one
-row per piece. A document that fills a row is due once as many tokens have left as arrived before it. If none is due,
-the row starts with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that fits.
+row per piece. A document that fills a row is due once the number of tokens that have left reaches its place. If none
+is due, the row starts with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
+fits.
 
     arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
     tokens gone  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L

@@ -10,9 +10,9 @@ rank. Here each rank's main thread reports where it is, and two threads do the r
     timer          ends the process on a verdict, or if the main thread and rank 0's heartbeat both hang.
                    It uses neither disk nor store, so nothing can block it
 
-    rank 0  count 36  step 18 (reduction)     rank 3 has the smallest count and is late, so it hangs, and the
-    rank 1  count 36  step 18 (reduction)     others wait for it. If a rank no longer publishes anything, it is
-    rank 3  count 35  step 18                 suspended, or its machine is dead.
+    rank 0  count 36  step 18 (reduction)     rank 3 has the smallest count and is late, so it is the one that
+    rank 1  count 36  step 18 (reduction)     hangs: the others wait for it. If a rank no longer publishes
+    rank 3  count 35  step 18                 anything, it is suspended, or its machine is dead.
 
 - The stated time is the limit, plus up to 30 s in which rank 0 listens, plus up to 30 s to agree and leave. The limit
   is the longest of `timeout_s`, the patience of the last beat and, until the second step, `first_timeout_s`.
@@ -154,8 +154,8 @@ class Watchdog:
         return self._left
 
     def _exchange(self, store: Any) -> bool:
-        """`_round` with a store. This rank reads another's record only if that process is gone, if this is rank 0 and
-        waits for the others to leave, or if this rank is late and one of the two is rank 0."""
+        """`_round` with a store. This rank reads another's record only if that process is gone, if this rank is
+        rank 0, waiting for the others to leave, or if this rank is late and it or the other is rank 0."""
         ours, num_present = self._published[self.rank][0], 0
         left, late = ours["left"], ours["late"]
         store.set(f"rank/{self.rank}", json.dumps({**ours, "clock": time.monotonic()}))

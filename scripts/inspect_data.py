@@ -4,7 +4,7 @@ Show the data of any step of a run: documents, digests, token counts. Loads no m
     python -m scripts.inspect_data rows mine --step=17 --text           # the documents in each row of step 17
     python -m scripts.inspect_data rows mine --step=17 --sort=loss      # rows with the highest losses first
     python -m scripts.inspect_data digest mine --steps=0:10             # recomputed and compared with the log
-    python -m scripts.inspect_data spikes mine                          # outlier steps, and the rows that caused them
+    python -m scripts.inspect_data spikes mine                          # outlier steps, and their rows with high losses
     python -m scripts.inspect_data find mine --document=shard_00000.parquet:41      # or --text="some words"
     python -m scripts.inspect_data ledger mine                          # where every token went
     python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run

@@ -5,8 +5,8 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
     python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
     python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
 
-Everything but the data of a run is opened as training opens it and read to the end; anything that training would refuse
-is a problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
+Everything except a run's data is opened as in training and read to the end; whatever training would refuse is a
+problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
 
     pairs         .bin and .idx, ids with an index (shards or Megatron's): no empty entries, prefixes and windows within
                   their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere

@@ -17,10 +17,22 @@ from hypothesis import strategies as st
 
 from nanochat import tokens
 from nanochat.common import hash_file
+from nanochat.dataset import scan
 from nanochat.pretokenize import MegatronWriter, ShardWriter
-from nanochat.tokens import TokenFile, open_tokens, read_manifest
+from nanochat.sources import open_source
+from nanochat.tokens import READER, PlainReader, TokenFile, open_tokens, read_manifest
 from tests import faults
-from tests.token_files import GOLDEN, E, entries_of, patch, windowed, write_folder, write_megatron, write_pair
+from tests.token_files import (
+    GOLDEN,
+    E,
+    Tokenizer,
+    entries_of,
+    patch,
+    windowed,
+    write_folder,
+    write_megatron,
+    write_pair,
+)
 from tests.toy import examples, tree
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
@@ -387,3 +399,25 @@ def test_a_crash_between_the_renames_never_shows_half_of_a_pair(tmp_path, monkey
         monkeypatch.setattr(os, name, watch(getattr(os, name)))
     write_pair(tmp_path / "a", [[1, 2, 3, E]])
     assert states == ([4, 4] if same else ["a.idx", "a.idx", 4])
+
+
+# ---- as a source ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("rows", [[5, 1], [0, 7, 3, 4, 7], [2]])
+def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypatch, rows):
+    """Regression: it also read all documents between them. In a small bucket, they are most of a group."""
+    documents = [[i] * (i + 1) for i in range(9)]
+    write_folder(tmp_path, {"a": ([[*ids, E] for ids in documents], None)})
+    monkeypatch.setenv(READER, "pread")
+    source = open_source(scan(tmp_path, [tmp_path / "a.bin"]), Tokenizer())
+    plain_read, num_read = PlainReader.read, []
+
+    def read(self, begin, end):
+        num_read.append(end - begin if self.path.suffix == ".bin" else 0)
+        return plain_read(self, begin, end)
+
+    monkeypatch.setattr(PlainReader, "read", read)
+    ids, repeated = source.read(0, np.array(rows))
+    assert [d.tolist() for d in ids] == [[E, *documents[row]] for row in rows] and repeated == [0] * len(rows)
+    assert sum(num_read) == sum(len(documents[row]) + 1 for row in set(rows))
+    assert source.lengths(0, np.array(rows)) == ([len(documents[row]) + 1 for row in rows], repeated)

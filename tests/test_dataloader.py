@@ -241,27 +241,26 @@ def test_validation_is_one_pass_at_most_and_drops_nothing():
 
 # ---- nanochat's loaders ---------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def nanochat_home(tmp_path, monkeypatch):
-    """The default data set and tokenizer, tiny; this process is the only one."""
+@pytest.fixture(params=["_bos_bestfit", ""])
+def make(request, tmp_path, monkeypatch):
+    """A way to make two of nanochat's loaders, with state and without, whose default data set and tokenizer are tiny.
+    This process is the only one."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "cpu")
     monkeypatch.setattr(module, "get_tokenizer", ByteTokenizer)
     for i, name in enumerate(("shard_00000", "shard_00001", "shard_06542")):
         texts = [f"{name} {text}" for text in some_texts(60, seed=i)]
         write_parquet(tmp_path / "data" / "climbmix" / f"{name}.parquet", texts, 16)
-    return tmp_path
 
+    def new(split="train", T=32, *, state=True, **kwargs):
+        name = "tokenizing_distributed_data_loader" + "_with_state" * state + request.param
+        tokenizer = [ByteTokenizer()] if request.param else []
+        return getattr(module, name)(*tokenizer, 4, T, split, tokenizer_threads=1, buffer_size=64, **kwargs)
 
-def bos_bestfit(split="train", B=4, T=32, **kwargs):
-    return module.tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        ByteTokenizer(), B, T, split, device="cpu", tokenizer_threads=1, **{"buffer_size": 64, **kwargs})
-
-
-def concat(split="train", B=4, T=32, **kwargs):
-    return module.tokenizing_distributed_data_loader_with_state(B, T, split, device="cpu", tokenizer_threads=1,
-                                                                **kwargs)
+    new.layout = "bestfit" if request.param else "concat"
+    return new
 
 
 def some(loader, n):
@@ -272,23 +271,25 @@ def some(loader, n):
         loader.close()
 
 
-@pytest.mark.parametrize("make", [bos_bestfit, concat])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_nanochat_loaders_yield_batches_and_a_state_of_plain_values(nanochat_home, make, split):
+def test_nanochat_loaders_yield_batches_and_a_state_of_plain_values(make, monkeypatch, split):
     text = b""
-    for inputs, targets, state in some(make(split), 8):
+    for (inputs, targets, state), (x, y) in zip(some(make(split), 8), some(make(split, state=False), 8), strict=True):
+        assert torch.equal(inputs, x) and torch.equal(targets, y), "the same without a state"
         text += bytes(t for t in inputs.flatten().tolist() if t < 256)
         assert inputs.shape == targets.shape == (4, 32) and inputs.dtype == targets.dtype == torch.int64
         assert torch.equal(inputs[:, 1:], targets[:, :-1]), "nothing is off"
-        assert make is concat or (inputs[:, 0] == BOS).all()
+        assert make.layout == "concat" or (inputs[:, 0] == BOS).all()
         assert (state["rank"], state["world_size"]) == (0, 1) and json_copy(state) == state
         assert state["epoch"] >= 1 and state["pq_idx"] in ((0, 1) if split == "train" else (2,))
         assert state["rg_idx"] in range(4)
     assert (b"06542" in text) == (split == "val")
+    monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "meta")
+    [(inputs, _)] = some(make(split, state=False), 1)
+    assert inputs.device.type == "meta", "regression: the default was always cuda"
 
 
-@pytest.mark.parametrize("make", [bos_bestfit, concat])
-def test_nanochat_loaders_resume_with_the_very_next_row(nanochat_home, make):
+def test_nanochat_loaders_resume_with_the_very_next_row(make):
     straight = some(make(), 134)
     for at in (0, 3, 8, 130):
         resumed = some(make(resume_state_dict=json_copy(straight[at][2])), 3)
@@ -297,8 +298,7 @@ def test_nanochat_loaders_resume_with_the_very_next_row(nanochat_home, make):
     assert straight[130][2]["epoch"] > 1, "the case: past the first epoch"
 
 
-@pytest.mark.parametrize("make", [bos_bestfit, concat])
-def test_nanochat_loaders_refuse_the_state_of_another_rank_or_loader(nanochat_home, monkeypatch, make):
+def test_nanochat_loaders_refuse_the_state_of_another_rank_or_loader(make, monkeypatch):
     def be_rank(rank, world_size):
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
             monkeypatch.setenv(name, str(value))
@@ -319,24 +319,6 @@ def test_nanochat_loaders_refuse_the_state_of_another_rank_or_loader(nanochat_ho
     for rank, world_size in ((0, 2), (1, 4), (0, 1)):
         be_rank(rank, world_size)
         refused(rf"rank 1 of 2, but this is rank {rank} of {world_size}.*DataLoader", resume_state_dict=state)
-
-
-def test_nanochat_loaders_without_a_state_give_the_same_batches(nanochat_home):
-    cpu = {"device": "cpu", "tokenizer_threads": 1}
-    for with_state, without in (
-            (bos_bestfit(), module.tokenizing_distributed_data_loader_bos_bestfit(
-                ByteTokenizer(), 4, 32, "train", buffer_size=64, **cpu)),
-            (concat(), module.tokenizing_distributed_data_loader(4, 32, split="train", **cpu))):
-        for (x, y, _), batch in zip(some(with_state, 3), some(without, 3), strict=True):
-            assert len(batch) == 2 and torch.equal(batch[0], x) and torch.equal(batch[1], y)
-
-
-def test_nanochat_loaders_put_batches_on_the_device_that_is_available(nanochat_home, monkeypatch):
-    """Regression: the default was always cuda."""
-    monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "meta")
-    for loader in (module.tokenizing_distributed_data_loader_bos_bestfit(ByteTokenizer(), 4, 32, "train"),
-                   module.tokenizing_distributed_data_loader(4, 32, split="train")):  # without a state
-        assert [part.device.type for part in some(loader, 1)[0]] == ["meta", "meta"]
 
 
 def test_the_prefetch_thread_uses_its_own_gpu_and_sleeps_while_it_waits(monkeypatch):

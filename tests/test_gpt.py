@@ -359,7 +359,7 @@ def test_the_memory_estimate_equals_traces_of_compiled_steps(depth, B, world_siz
 
 
 def kept_and_estimated(n_layer):
-    """Bytes that autograd keeps of a forward pass, besides the parameters; the estimate for the layers."""
+    """Bytes that autograd keeps of a forward pass, not counting the parameters; the estimate for the layers."""
     model = build(GPTConfig(sequence_len=64, vocab_size=64, n_layer=n_layer, n_head=2, n_kv_head=2, n_embd=128,
                             window_pattern="L"), dtype=torch.bfloat16)
     kept = {}

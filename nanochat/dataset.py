@@ -6,7 +6,7 @@ Which files are used for training and for validation, and how a run pins them; n
                  `pin_files` does both when a run starts, for RUN/data_manifest.json
                  `check_files` compares that file with the disk when the run resumes
 
-A file's path decides whether it is used for training or validation, and its suffix decides its format:
+A file's path decides whether it is used for training or validation, and --data-format its suffix:
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one

@@ -13,7 +13,7 @@ that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-From token files, the halting step and all rehearsed counts are exact. Text has no lengths before it is
+For token files, the halting step and all rehearsed counts are exact. Text has no lengths before it is
 tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate. A bucket that cannot
 run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
 thousand rows.
@@ -65,7 +65,7 @@ class BucketPlan:
     @property
     def passes(self) -> float:
         """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, divided by
-        `tokens`. Only ratios in the account matter."""
+        `tokens`. Uses ratios only."""
         account = self.account
         if not account["rows"]:
             return 0.0
@@ -284,7 +284,7 @@ def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int,
 # ---- reports -------------------------------------------------------------------------------------
 
 def rehearse(start: Any, data: Any) -> Plan:
-    """Make and print the plan of a run that is about to start. ValueError if the run would halt, unless --plan=warn."""
+    """Make and print the plan of a run that is about to start. ValueError if an exact plan halts, unless --plan=warn."""
     plan = make_run_plan(start, data)
     print0("\n".join(describe(plan)))
     why = problem(plan)

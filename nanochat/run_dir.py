@@ -312,7 +312,7 @@ class RowLosses:
 
         record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: numbers of live targets
 
-    R is the number of rows per step, and a live target is one with a loss. Their numbers are uint32 if T is above
+    R is the number of rows per step, and a live target is one with a loss. Their counts are uint32 if T is above
     65,535. The checksum covers the number of the step, too. A record that a crash truncated is overwritten when its
     step is repeated.
     """

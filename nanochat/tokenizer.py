@@ -155,7 +155,7 @@ class _Opens(type):
 
 
 class Tokenizer(metaclass=_Opens):
-    """The interface of every tokenizer. A subclass implements the members up to `contents`; the others use them.
+    """The interface of every tokenizer. A subclass implements `from_saved` and the members up to `contents`.
     `Tokenizer(name)` is `get_tokenizer(name)`.
 
     One id, `bos_token_id`, separates documents: the stream puts it before each document, and token files put it

@@ -65,7 +65,7 @@ class BucketPlan:
     @property
     def passes(self) -> float:
         """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, divided by
-        `tokens`. Uses ratios only."""
+        `tokens`. Only ratios of the account are used, so a sample will do."""
         account = self.account
         if not account["rows"]:
             return 0.0
@@ -284,7 +284,7 @@ def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int,
 # ---- reports -------------------------------------------------------------------------------------
 
 def rehearse(start: Any, data: Any) -> Plan:
-    """Make and print the plan of a run that is about to start. ValueError if an exact plan halts, unless --plan=warn."""
+    """Make and print the plan of a run that is starting. ValueError if an exact plan halts, unless --plan=warn."""
     plan = make_run_plan(start, data)
     print0("\n".join(describe(plan)))
     why = problem(plan)

@@ -4,7 +4,7 @@ Sources: the files of a bucket behind one small interface.
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
     Source.read(group, rows)    documents `rows` of a group as token ids, each as [BOS] + ids
 
-A group is a run of documents stored together: a parquet row group, or about a thousand entries of a token file. To add a
+A group is a run of documents stored together: a parquet row group, or some 1,000 entries of a token file. To add a
 kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
 nanochat/tokens.py for an example.
 

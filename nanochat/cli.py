@@ -42,7 +42,7 @@ from nanochat.common import LAUNCH, WRITABLE_BASE, StopAsked, get_dist_info, pub
 EXIT_FAILED = 1  # exit code after an error that one sentence explains
 EXIT_HALTED = 3  # the user must decide how the run continues
 
-MAX_BYTES = 1 << 19  # PyYAML takes about five seconds for this much
+MAX_BYTES = 1 << 19  # PyYAML takes five to ten seconds for this much
 MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
 MAX_LEVELS = 20  # of nested lists and mappings
 TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"

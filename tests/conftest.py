@@ -34,7 +34,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 LONG_FILES = ("state_machine", "gpu_check", "bitwise", "optim", "watchdog", "repeat", "object_storage", "gpu_smoke",
-              "remote_runs", "find_runs", "stream_laws", "multi_node")
+              "remote_runs", "inspect_data", "stream_laws", "multi_node")
 
 
 def pytest_collection_modifyitems(items):

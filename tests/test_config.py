@@ -9,7 +9,7 @@ import pytest
 from nanochat import config
 from nanochat.cli import Parser
 from nanochat.common import write_json
-from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, resume_settings
+from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, resume_settings, settings_table
 
 RUN_DIR = Path("/runs/d4")
 RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=5, total_batch_size=32_768,
@@ -189,6 +189,12 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
     else:
         settings, notices = resume_settings(run, RUN, run_dir=RUN_DIR)
         assert settings == RUN and len(notices) == 1 and rule["note"] in notices[0]
+
+
+def test_the_table_of_settings_has_a_row_for_each_rule():
+    """tests/test_docs.py compares the rows with the docs, but would not miss those at the end."""
+    rows = [line.split("`")[1] for line in settings_table().splitlines()[2:]]
+    assert rows == [flag(name) for name, f in FIELDS.items() if f.metadata["fixed"] or f.metadata["note"]]
 
 
 def test_a_refusal_lists_the_differences_and_the_remedies(tmp_path):

@@ -150,6 +150,12 @@ def run_stages(base, profile, *, download="true", failing="nothing", fail="exit 
     return result, re.findall(r"-m (\S+)", (base / "calls").read_text())
 
 
+def test_the_stages_of_the_cpu_profile_have_a_working_order(tmp_path):
+    result, called = run_stages(tmp_path, "cpu")
+    assert result.returncode == 0 and called == ["dev.make_sample_corpus", "scripts.tok_train", "scripts.base_train",
+                                                 "scripts.base_eval", "scripts.sample", "scripts.report"]
+
+
 def test_a_failed_stage_stops_the_script_and_its_time_is_recorded(tmp_path):
     result, called = run_stages(tmp_path, "cpu", failing="base_train")
     assert result.returncode == 7 and "stage 'training' failed (7)" in result.stderr

@@ -1,5 +1,5 @@
 """
-Compare the tokens that `crop` and nanochat's loader drop from the same documents.
+Compare the tokens that `crop` and nanochat's loader drop from the same documents, and measure the loader's memory.
 
     python -m dev.compare_packing --work DIR --nanochat CHECKOUT [--data-path DATA]
 
@@ -11,8 +11,8 @@ all tokens that were read:
     floor      tokens that no packer of whole rows can keep: all after the first T + 1 of a document
 
 nanochat's loader keeps the longest documents in its buffer of 1,000 forever, so counting only documents that left the
-buffer would flatter it. The last line is one JSON object. The exit code is 1 if we drop over 0.2 percentage points more
-than nanochat.
+buffer would flatter it. Memory is the anonymous memory of a process with 64 lanes, minus that of the bare process. The
+last line is one JSON object. The exit code is 1 if we drop over 0.2 percentage points more than nanochat.
 """
 
 import argparse
@@ -30,16 +30,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.measure import SHARED, print_setup
+from dev.measure import SHARED, anonymous_mb, in_process, print_setup
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
-from nanochat.dataset import find_buckets
+from nanochat.dataloader import DataLoader
+from nanochat.dataset import find_buckets, find_files, scan
+from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
+from nanochat.sources import open_source
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 VOCABULARIES, LENGTHS = (2048, 32_768), (512, 1024, 2048, 4096)
-BUFFER = 128
+BUFFER, LANES, STEPS = 128, 64, 40
 ALLOWED = 0.002  # share of all tokens, above nanochat's
 
 # The beginning of a program that runs nanochat's loader. Files in NANOCHAT_BASE_DIR contain document numbers instead of
@@ -130,6 +133,19 @@ def nanochat_share(args: argparse.Namespace, lengths: list[int], T: int) -> floa
     return 1 - (counts["emitted"] + counts["pending"]) / counts["read"]
 
 
+def memory(args: argparse.Namespace, vocab_size: int, mix: Sequence[str], T: int) -> float:
+    """The loader's peak memory in MB, without that of the bare process."""
+    tokenizer = RustBPETokenizer.from_directory(args.work / f"tokenizer-{vocab_size}")
+    files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
+    manifest, before, peak = scan(args.data_path, files), anonymous_mb(), 0.0
+    with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
+                    rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
+        for _ in range(STEPS * LANES // 16):
+            next(loader)
+            peak = max(peak, anonymous_mb())
+    return peak - before
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Pack everything on both sides and print a table. Exit code 1 if we drop more."""
     p = Parser(description=__doc__)
@@ -137,7 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--data-path", type=Path, default=SHARED, help="a folder of buckets")
     p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
     p.add_argument("--passes", type=whole(1), default=3, help="passes over the documents")
+    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # vocabulary, T, buckets: measured in its own process
     args = p.parse_args(argv)
+    if args.memory:
+        vocab_size, T, *mix = args.memory
+        print(json.dumps({"mb": memory(args, int(vocab_size), mix, int(T))}))
+        return 0
     print_setup()
     args.work.mkdir(parents=True, exist_ok=True)
     rows, worst = [], 0.0
@@ -148,9 +169,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
         ours = our_share(lengths, T, args.passes)
         theirs = nanochat_share(args, lengths, T)
-        rows.append([vocab_size, "+".join(mix), T, *(f"{100 * share:.2f}" for share in (floor, ours, theirs))])
+        took = in_process("dev.compare_packing", f"--work={args.work}", f"--nanochat={args.nanochat}",
+                          f"--data-path={args.data_path}", "--memory", str(vocab_size), str(T), *mix)["mb"]
+        percent = [f"{100 * share:.2f}" for share in (floor, ours, theirs)]
+        rows.append([vocab_size, "+".join(mix), T, *percent, f"{took:.0f}"])
         worst = max(worst, ours - theirs)
-    print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %"], rows)))
+    print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
     print(json.dumps({"worst_points": 100 * worst, "rows": rows}))
     return int(worst > ALLOWED)
 

@@ -462,8 +462,8 @@ def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
-    """The settings of a parsed command line. A curriculum file's two switches become settings of their own, apart
-    from its mix. ValueError or FileNotFoundError for invalid values."""
+    """The settings of a parsed command line. A curriculum file's two switches become settings, separate from its
+    mix. ValueError or FileNotFoundError for invalid values."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if args.order == "megatron" and args.data_path:
         from nanochat.tokens import split_weights

@@ -58,7 +58,8 @@ NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 def _show(value: Any) -> str:
     """A value for a message, shortened if necessary."""
-    text = repr(value)
+    huge = isinstance(value, int) and value.bit_length() > 1000  # Python refuses to print 4,300 digits
+    text = "a whole number of more than 300 digits" if huge else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

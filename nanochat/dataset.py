@@ -6,7 +6,7 @@ Which files are used for training and for validation, and how a run pins them; n
                  `pin_files` does both when a run starts, for RUN/data_manifest.json
                  `check_files` compares that file with the disk when the run resumes
 
-A file's path decides whether it is used for training or validation, and --data-format its suffix:
+A file's path decides whether it is used for training or validation, and --data-format decides which suffixes are read:
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
@@ -21,8 +21,8 @@ each start would take hours on large data sets. The footer holds offsets, sizes 
 a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
 storage service gives the same bytes a different ETag.
 
-**Known data sets.** The last shard of a download is used for validation and is fixed by name: it is always downloaded,
-and a missing one is an error. Otherwise a failed download would silently change all validation results.
+**Known data sets.** The last shard of the data set is used for validation: it is always downloaded, and it is an error
+if it is missing. Otherwise a failed download would silently change all validation results.
 
     python -m nanochat.dataset -n 8 -w 4      # 8 training shards and the validation shard, 4 at a time
     python -m nanochat.dataset --verify       # read everything on disk and name corrupt files
@@ -362,9 +362,9 @@ def read_manifests(path: Path) -> Manifests:
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """Turn off the targets of the documents that a text file lists: the training manifests get "without": {file: rows},
-    where None means all rows. Blank lines and lines that begin with # are skipped. ValueError names a line without a
-    valid document."""
+    """Turn off the targets of the documents that a text file lists: the training manifests get "without": {file:
+    numbers of documents}, where None means all of them. Blank lines and lines that begin with # are skipped. ValueError
+    names a line without a valid document."""
     counts = {(bucket, entry["name"]): sum(entry["groups"])
               for bucket, manifest in buckets.items() for entry in manifest["files"]}
     listed: dict[tuple[str, str], set[int] | None] = {}

@@ -7,7 +7,7 @@ From a document to the rows that contain it.
 
 The order gives the lane that reads a document in an epoch. The cursors of the run's saves show between which two saves
 the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
-The cost does not depend on the length of the run, and training need not record anything for it.
+The cost does not depend on the length of the run, and training records only the cursors of its saves.
 
 In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list
 the documents of each sample.
@@ -90,7 +90,7 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. If several epochs in a row lie ahead, only the first one is
+        """The uses of a document, epoch by epoch. Of several epochs that lie ahead, only the first is
         returned."""
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:

@@ -18,9 +18,9 @@ tokenized, so lengths are drawn from a few hundred documents, and the plan is ca
 run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
 thousand rows.
 
-Only runs with a curriculum (otherwise epochs are unlimited) or `binned` rows make a plan. They keep it in RUN/plan.json
-for a resume. scripts.validate plans every run except one in Megatron's order, where too few samples are an error when
-it starts.
+Only runs with a curriculum (others have unlimited epochs), or with `binned` rows (to find entries that are too long),
+make a plan. They keep it in RUN/plan.json for a resume. scripts.validate plans every run except those in Megatron's
+order, which refuse to start with too few samples.
 """
 
 import logging

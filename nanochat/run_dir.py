@@ -310,7 +310,7 @@ class RowLosses:
     """The loss of every row of every step, in logs/rows/: one file per 10,000 steps, in which each step has a fixed
     place, so that a repeated step overwrites its record.
 
-        record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: numbers of live targets
+        record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: counts of live targets
 
     R is the number of rows per step, and a live target is one with a loss. Their counts are uint32 if T is above
     65,535. The checksum covers the number of the step, too. A record that a crash truncated is overwritten when its

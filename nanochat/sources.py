@@ -4,16 +4,16 @@ Sources: the files of a bucket behind one small interface.
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
     Source.read(group, rows)    documents `rows` of a group as token ids, each as [BOS] + ids
 
-A group is a run of documents stored together: a parquet row group, or some 1,000 entries of a token file. To add a
-kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
+A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of a token file. To
+add a kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
 nanochat/tokens.py for an example.
 
 **Parquet.** A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64 much
-later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each unit would cost sixteen
-times the work. So a group is decoded once, and the units that the lane will read soon are kept compressed. A *small*
-bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded once in the whole
-run, and its documents stay in memory, each compressed individually. (Compressing several together saved no memory, and
-took 20 % longer per document.)
+later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each unit would decode a group
+of 1,024 documents sixteen times. So a group is decoded once, and the units that the lane will read soon are kept
+compressed. A *small* bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded
+once in the whole run, and its documents stay in memory, each compressed individually. (Compressing several together
+saved no memory, and took 20 % longer per document.)
 """
 
 import functools

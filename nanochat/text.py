@@ -250,7 +250,7 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
     corrupt, or if a text is null, too large or not UTF-8.
 
     At the end, freed memory is returned to the system. Otherwise Arrow's pool would keep the memory of the largest
-    group, and glibc the holes that units of many sizes leave (after 960 steps of 64 lanes: 158 MB and growing, instead
+    group, and units of many sizes would fragment glibc's heap (after 960 steps of 64 lanes: 158 MB and growing, instead
     of 130).
     """
     num_bytes = 0

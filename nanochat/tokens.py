@@ -23,8 +23,8 @@ Megatron's format is a document, and its sequences may be anywhere in the .bin. 
 formats come from gpt-simple 0.1.2 and megatron-core: this module reads files of both programs, and both read ours. A
 manifest.json in a folder of pairs names the tokenizer that made them.
 
-**Opening** checks the header, the sizes and both ends of the tables, so it takes as long for a billion entries as for
-ten. The rest is checked when it is used.
+**Opening** checks the header, the sizes, and the first and last offset (or boundary), so it takes as long for a billion
+entries as for ten. The rest is checked when it is used.
 
 **Which entries end a document?** If the manifest shows that every later window has a prefix, no ids are read: an entry
 ends its document when the next one has no prefix. Otherwise an entry ends its document if its last id is E.
@@ -167,7 +167,7 @@ class MappedReader(Reader):
 
 class PlainReader(Reader):
     """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
-    modification time must not change meanwhile."""
+    modification time must not change while the reader exists."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -431,7 +431,7 @@ class TokenFile:
             blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
             contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
         text_bytes = record.get("text_bytes")
-        # estimated as for the text itself, so that both give equal rows
+        # the estimate used for text, so that text and its token files give equal rows
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
         return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
                 **contents}
@@ -469,8 +469,8 @@ RECORD_SHAPE = {"input": dict, "documents": int, "entries": int, "tokens": int, 
 def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
                  shards: Mapping[str, Any], *, data_format: str = "shards") -> dict[str, Any]:
     """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards` maps each
-    pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in each) unless all but the last
-    have GROUP_ENTRIES."""
+    pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in each) if they differ from the
+    default of `record_groups`."""
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
             "tokenizer": tokenizer, "arguments": arguments, "shards": shards}

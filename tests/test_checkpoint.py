@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -265,7 +266,9 @@ def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_d
 
 # ---- saving while training continues ---------------------------------------------------------------------------------
 
-def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path):
+def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(ckpt, "time", SimpleNamespace(perf_counter=iter((100.0, 102.5)).__next__))
+
     def write():
         assert go.wait(60)
         return ckpt.save_checkpoint(tmp_path, "checkpoint-1", step=1, **{**live, "states": {ckpt.MODEL_NAME: held}})
@@ -288,6 +291,7 @@ def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path):
     closing.join(60)
     outcome = saver.take()
     assert outcome.path == tmp_path / "checkpoints/checkpoint-1" and outcome.fatal is None and saver.take() is None
+    assert outcome.seconds == 2.5 and outcome.message == f"saved {outcome.path} in 2.5 s"
     assert as_bytes(ckpt.load_checkpoint(outcome.path).model_state()) == as_bytes(
         dict(states(1)["states"][ckpt.MODEL_NAME]))
 

@@ -28,15 +28,15 @@ A model uses one of four modes:
 - `flex`: FlexAttention with a block mask, which skips the blocks that no query sees. It is for CUDA; on a CPU only the
   forward pass runs, uncompiled, for tests.
 
-Rejected: `flex` for everything. It is fast only when compiled, and compiling it for an unusual shape, such as those of
+Rejected: `flex` for everything. It is fast only when compiled, and compiling it for unusual shapes, such as those of
 generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 
 `flash` and `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it with version 3 or 4 from a
 separate package.
 
-Exactness: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
-`torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU is exact for a fixed number of
-threads.
+Repeatability: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
+`torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the same bits
+for the same number of threads.
 """
 
 import functools
@@ -156,7 +156,7 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 # ---- flash ---------------------------------------------------------------------------------------
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
-    """`varlen_attn` on rows, or on the documents between `edges`. Its only layout is sequences laid end to end."""
+    """`varlen_attn` on rows, or on the documents between `edges`. That takes only sequences laid end to end."""
     from torch.nn.attention.varlen import varlen_attn  # lazy: it imports all of dynamo
 
     B, T, H, D = q.shape
@@ -181,8 +181,8 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
     """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process. ValueError if its package
-    is missing, if it does not run on this GPU or, in deterministic mode, if repeating a backward pass changes its bits
-    (as with windows in FlashAttention-3 before September 2025)."""
+    is missing, if it does not run on this GPU or, in deterministic mode, if repeated backward passes give different
+    bits (as with windows in FlashAttention-3 before September 2025)."""
     if device_type != "cuda":
         if kernel != "wheel":
             raise ValueError(f"--attention-kernel={kernel}: this kernel needs a GPU; omit the flag")
@@ -204,8 +204,8 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
         raise ValueError(f"--attention-kernel={kernel}: its package is not installed or too old ({e}); run "
                          f"{PACKAGES[kernel]}") from e
     if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
-        raise ValueError(f"--attention-kernel={kernel}: repeating a backward pass changes its bits, so runs are not "
-                         f"reproducible; install a newer package ({PACKAGES[kernel]}) or add --no-deterministic")
+        raise ValueError(f"--attention-kernel={kernel}: repeated backward passes give different bits, so runs are "
+                         f"not reproducible; install a newer package ({PACKAGES[kernel]}) or add --no-deterministic")
 
 
 def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:

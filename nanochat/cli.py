@@ -7,7 +7,7 @@ The command line of every script: flags, settings, flags from a file, and how a 
     read_yaml(path)      a small YAML file from an untrusted author: plain values only
     run_main(main)       the last line of a script: exit codes, and one sentence for bad input
 
-A file of flags becomes words of the command line, placed before the user's own words, which take precedence:
+A file of flags becomes command-line arguments, placed before the user's own, which take precedence:
 
     depth: 12                                    --depth=12
     matrix-lr: 0.01                              --matrix-lr=0.01
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
-        """The words of a command line, preceded by those of its --config file, if it names one."""
+        """Command-line arguments, preceded by those of their --config file, if they name one."""
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config", nargs="?")
         if path := finder.parse_known_args(given)[0].config:
@@ -136,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _words_of(self, path: str) -> list[str]:
-        """A file of flags as words of a command line. A null value counts as absent. Exits with one sentence if the
+        """A file of flags as command-line arguments. A null value counts as absent. Exits with one sentence if the
         file cannot be read or names an unknown flag."""
         try:
             if Path(path).suffix.lower() == ".toml":
@@ -161,7 +161,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}")
             if is_switch:
                 name = name if value else f"--no-{name[2:]}"
-                words += [name] if name in action.option_strings else []  # a switch that stays off needs no word
+                words += [name] if name in action.option_strings else []  # a switch that stays off needs no argument
             elif isinstance(value, list) and action.nargs is not None:
                 words += [name, *map(str, value)]
             else:

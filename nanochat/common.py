@@ -58,7 +58,7 @@ MAY_BE_SECRET = re.compile(rf"(^|[=,]|^-\w){SCHEME}([^/]*@|[^@]*:[^@]*@|[^?]*\?)
 
 
 def public(text: str) -> str:
-    """A text in which the user information and queries of URLs are masked."""
+    """`text`, with the user information and queries of its URLs masked."""
     if "@" not in text and "?" not in text:
         return text
     return URL.sub(lambda url: f"{url[1]}{'***@' * bool(url[2])}{url[3]}{'?***' * bool(url[4])}", text)
@@ -67,7 +67,7 @@ def public(text: str) -> str:
 def refuse_secrets(word: str) -> None:
     """ValueError, which does not show the secret, for a path or command-line word that is a URL with user information
     or a query, or contains one after a comma or an equals sign."""
-    # the first test is fast for lists of a thousand prefixes
+    # the first test is fast, even for a word that lists a thousand paths
     if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
         flag = re.match(r"--[\w-]+(?==)", word)
         where = f"{flag[0]}: " if flag else ""
@@ -134,7 +134,7 @@ def local_copy(path: Path) -> Path:
 
 
 def make_local_copies(paths: Iterable[Path]) -> None:
-    """Make local copies of the existing objects among some paths, several at once."""
+    """Make local copies of those `paths` that are existing objects, several at once."""
     for _ in each(local_copy, (path for path in paths if is_remote(path) and path.is_file())):
         pass
 
@@ -225,7 +225,7 @@ def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None
 
 
 def read_json(path: Path | str, shape: Any = None, *,
-              remedy: str = "delete it and run the command that wrote it again") -> Any:
+              remedy: str = "delete it and rerun the command that wrote it") -> Any:
     """The JSON value in a file. FileNotFoundError if the file does not exist. ValueError, which names the file, the
     field and the remedy, if it is corrupt or does not have the shape (see `parse_json`)."""
     return parse_json(Path(path).read_bytes(), path, shape, remedy=remedy)
@@ -337,7 +337,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: str) -> str:
-    """A text that is safe to print on a terminal: control characters other than tabs and newlines, and marks that
+    """`text`, made safe to print on a terminal: control characters other than tabs and newlines, and marks that
     reverse the direction of writing, become escapes such as \\u001b, which JSON reads as the same characters."""
     return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
@@ -382,7 +382,7 @@ def block(j: int, m: int, V: int) -> range:
 
 def words(n: int, *key: Any) -> np.ndarray:
     """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's Philox counter
-    generator, which are the same in all versions and on all machines; `Generator.permutation` has no such promise."""
+    generator, which are the same in all versions and on all machines; `Generator.permutation` makes no such promise."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Philox(key=np.frombuffer(digest, "<u8")).random_raw(n)
 

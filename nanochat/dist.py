@@ -1,7 +1,7 @@
 """
 The processes of one launch: their device and group, and how they exchange values and errors.
 
-    on_rank0(f)        rank 0: f() --value or error--> all         reads and writes the run directory
+    on_rank0(f)        rank 0: f() --value or error--> all         for work on the run directory
     agree(f)           all: f() --who failed?--> all               for work that may fail on any rank
     same(d)            all: d == rank 0's d?                       for settings that all ranks must share
     gather_all(x)      all: x --list--> all
@@ -64,7 +64,7 @@ def unseen_gpus() -> str:
         return ""
     name, _, driver = listed[0].partition(", ")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return (f"nvidia-smi lists {counted(len([*filter(None, listed)]), 'GPU')}, the first {name} with driver {driver}, "
+    return (f"nvidia-smi lists {counted(len([*filter(None, listed)]), 'GPU')} ({name}, driver {driver}), "
             f"but this PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver")
 
 
@@ -97,7 +97,7 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
 
 def prepare_cuda(deterministic: bool) -> None:
     """Set the options that CUDA and the compiler read when they start. Memory segments can grow, which wastes less
-    memory between tensors. If `deterministic`, repeated work gives the same bits: cuBLAS uses one workspace, backward
+    memory between tensors. If `deterministic`, repeated work gives the same bits: cuBLAS uses fixed buffers, backward
     passes add in a fixed order, and Inductor chooses no kernel by timing it."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
@@ -105,7 +105,7 @@ def prepare_cuda(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
         # Inductor decides by a benchmark whether to pad matrices, and its deterministic mode forbids benchmarks: a
-        # dimension that is not a multiple of 8 would end the first compilation.
+        # dimension that is not a multiple of 8 would break compilation.
         os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
         torch.use_deterministic_algorithms(True)
         # otherwise PyTorch fills every new tensor before we do
@@ -289,7 +289,7 @@ def log_ranks(run: Any, began: float) -> None:
     device, state = run.loader.device, dict[str, float]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        with contextlib.suppress(Exception):  # no nvidia-ml-py, or an older driver
+        with contextlib.suppress(Exception):  # no nvidia-ml-py, or an old driver
             state = {"clock_mhz": torch.cuda.clock_rate(device), "power_w": torch.cuda.power_draw(device) / 1000}
     run.journal.event("ranks", ranks=gather_all({"own_s": time.perf_counter() - began, **state}))
 
@@ -305,7 +305,7 @@ def write_memory(run_dir: Path, rank: int) -> str:
 
 
 def write_collectives(run_dir: Path, rank: int) -> None:
-    """Write NCCL's flight recorder, if this launch has one."""
+    """Write the records of NCCL's flight recorder, if this launch has one."""
     with contextlib.suppress(Exception):  # this must not hide why the run ends
         if dist.get_backend() == "nccl":
             backend: Any = torch._C._distributed_c10d

@@ -1,5 +1,5 @@
 """
-Generation with a KV cache: each token costs one position of compute, because earlier keys and values are kept.
+Generation with a KV cache: each new token computes one position, because earlier keys and values are kept.
 
     prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens per step
 
@@ -64,7 +64,7 @@ class Engine:
 
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
-        # Avoid cuDNN's kernel: it makes a plan for every length, which takes longer than the token. Avoid the plain
+        # Avoid cuDNN's kernel: planning for each new length takes it longer than a token. Avoid the plain
         # kernel, which writes all scores to memory; but if 8 does not divide the head size, CUDA has no other.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with sdpa_kernel(kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels):

@@ -11,7 +11,7 @@ fill about the same number of rows. In epoch e, lane (reader) l of V reads share
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
 A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group
-(such as a row group of a parquet file), permuted. So one lane (or two neighbours) reads each group once, unit by unit.
+(such as a row group of a parquet file), permuted. So one lane (or a few neighbours) reads each group, unit by unit.
 A lane may then see one kind of document for as long as a group lasts, which evens out if it reads many groups. In a
 small bucket it would not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled
 document by document.
@@ -40,7 +40,7 @@ UNITS = 8  # minimum number of units in a lane's share of an epoch, if the share
 UNIT_TOKENS = 1 << 16  # approximate maximum number of tokens in a large bucket's unit
 MAX_LANES = 64  # maximum of the default V
 MIN_LANES = 8  # minimum of the default V, however small the data is
-PLENTY = 10  # a lane's share of an epoch is at least this many times the documents that it keeps pending
+PLENTY = 10  # a lane's share of an epoch has at least this many times its pending documents
 
 
 @dataclass(frozen=True)
@@ -105,15 +105,15 @@ class StreamConfig:
 
 def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: int = StreamConfig.buffer_size,
               unit_size: int = StreamConfig.unit_size) -> int:
-    """How many lanes a bucket can feed: each lane's share of an epoch is at least `PLENTY` times the documents that the
-    lane keeps pending.
+    """How many lanes a bucket can feed: each lane's share of an epoch has at least `PLENTY` times as many documents
+    as the lane keeps pending.
 
     documents, means (G,) int64: the number of documents in each group, and their estimated mean length in tokens. A
     lane reads a unit at a time, and `buffer_size` documents that are shorter than a row stay pending. Longer documents
     stay pending, too, up to the packer's token limit. Lengths are assumed to be exponentially
     distributed around the mean.
     """
-    shorter = -np.expm1(-(T + 1) / means)  # the share of documents that are shorter than a row
+    shorter = -np.expm1(-(T + 1) / means)  # the fraction of documents shorter than a row
     all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
     pending = min((buffer_size + unit_size) * all_documents / float((documents * shorter).sum()),
                   unit_size + token_limit(buffer_size, T + 1) * all_documents / counted)
@@ -191,8 +191,8 @@ class Order:
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
-        int64 are its documents in the order of use. In a large bucket, the lane will soon read the group's next rows up
-        to row `keep`, too."""
+        int64: the group of each document and its number in the group, in the order of use. In a large bucket, the lane
+        will soon read the group's next documents, up to number `keep`, too."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]

@@ -30,10 +30,10 @@ an older pair is unchanged or has lost its .idx.
     writer.written                                                  web.bin, then web.idx
 
 Several processes may write the same pair at once, since they write the same bytes. An old .idx with different contents
-is deleted before the new .bin appears, so that the two never belong to different data. An identical one stays, so the
-pair never seems to be missing.
+is deleted before the new .bin appears, so that a .bin and its .idx always match. An identical one stays, so the pair
+never seems to be missing.
 
-Rejected: converting jsonl to the cached parquet that streaming reads. The text would be written twice.
+Rejected: converting jsonl to parquet first, as training from text does. The text would be written once more.
 """
 
 import contextlib
@@ -238,7 +238,7 @@ class MegatronWriter(TokenWriter):
         n, documents = len(self.lengths), len(self._boundaries) - 1
         if self._boundaries[-1] != n:
             raise ValueError(f"{self.bin_path}: {counted(n - self._boundaries[-1], 'sequence')} after the last "
-                             f"document; call end_document() before finalize()")
+                             f"document; end the document before closing the file")
         lengths = np.frombuffer(self.lengths, np.int64)
         if lengths.max(initial=0) > MAX_SEQUENCE:
             raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, which Megatron's format "
@@ -255,9 +255,9 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardW
 
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: into windows of at most `max_length` ids (0: documents stay whole). Later windows repeat
-    `overlap_size` ids; an overlap above half a window is lowered to half, with a warning. ValueError for impossible
-    values."""
+    """How documents are cut: into windows of at most `max_length` ids and an EOD (0: documents stay whole). Later
+    windows repeat `overlap_size` ids; an overlap above half a window is lowered to half, with a warning. ValueError for
+    impossible values."""
 
     max_length: int = 2048
     overlap_size: int = 256
@@ -276,7 +276,7 @@ class Windows:
                              f"the index can hold")
 
     def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut documents as `encode_flat` returns them: ids (num_tokens,) and the documents' offsets
+        """Cut documents from `encode_flat`: ids (num_tokens,) and the documents' offsets
         (num_documents + 1,); each document begins with BOS, the same id as `eod`.
 
         Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
@@ -403,7 +403,7 @@ class Pretokenizer:
             return self._write(i, tokenizer, writer)
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
-        """Write the pair, which has not appeared yet, and its record."""
+        """Write the pair under temporary names, and its record."""
         documents, text_bytes, source, selection = 0, 0, i.describe(), self.selection.for_split(i.split)
         skipped: Record = {}
         texts_of_input = read_documents(i.path, selection, skipped)
@@ -423,7 +423,7 @@ class Pretokenizer:
             del skipped["short"]
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
-        if self.windows.max_length == 0:  # keep the text's groups and size, so that training gives the same rows
+        if self.windows.max_length == 0:  # keep the text's groups and size, so that rows equal those of text
             if i.path.name.endswith(".parquet") and not selection.skips_some:
                 _, counts, text_bytes = read_footer(i.path, selection.text_field)
                 if (groups := [n for n in counts if n]) != record_groups(None, documents):
@@ -435,8 +435,8 @@ class Pretokenizer:
 
     def make_all(self, todo: Sequence[Input], *, num_workers: int
                  ) -> Generator[tuple[Input, Record | str], None, None]:
-        """Yield (input, its record or the error message) as inputs finish. Two or more workers are processes. They
-        end when the caller ends, for whatever reason, and may be killed at any time."""
+        """Yield (input, its record or the error message) as inputs finish. If there are two or more workers, they are
+        processes, which end when the caller ends and may be killed at any time."""
         if min(num_workers, len(todo)) < 2:
             for i in todo:
                 yield i, _record_or_error(functools.partial(self.make, i))
@@ -472,7 +472,7 @@ class Pretokenizer:
                       for key in {**old, **new} if old.get(key) != new.get(key)]
             if differ:
                 raise ValueError(f"{pair}: made with {', '.join(differ)}; name another --output-dir, or delete "
-                                 f"this one")
+                                 f"the pair")
 
     def finish(self) -> list[Input]:
         """Write the manifest of each bucket whose pairs are all finished, and return the unfinished inputs."""

@@ -15,8 +15,8 @@ How a run starts or resumes: the path from the command line to the first step.
     claim_run -------------- make the plan, become the owner, clean up, write config.json,   rank 0
                              tokenizer/, data_manifest.json, plan.json
 
-The result is a `Start`; from then on, only its settings count. Everything before `claim_run` only reads, so a refused
-command leaves no trace. scripts.validate runs everything before `claim_run`.
+`inspect_run` returns a `Start`, whose settings alone count afterwards. Everything before `claim_run` only reads, so a
+refused command leaves no trace. scripts.validate runs everything before `claim_run`.
 """
 
 import contextlib
@@ -111,8 +111,8 @@ class Start:
         return record if record is not None and record["step"] == self.step else None
 
     def over(self) -> tuple[int, str] | None:
-        """(exit code, sentence) for a run that has ended; None for one that can continue, such as one that saved
-        `final` but was killed during its last evaluation."""
+        """(exit code, sentence) for a run that has ended; None for one that can continue, such as one that was
+        killed in its last evaluation, after its final checkpoint."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
@@ -293,8 +293,8 @@ def is_tight(settings: Settings, device: torch.device) -> bool:
 def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
     """The number of rows per forward pass: the largest power of two that is at most a leaf's rows and fits into `room`
     bytes (None: at most 32 rows), not counting pending sums of leaves, which may be on the host. The largest also
-    keeps a GPU busiest: the deterministic attention kernel runs (rows x heads) blocks in waves of one per
-    multiprocessor, and doubling the blocks never increases the idle share."""
+    keeps a GPU busiest: the deterministic attention kernel runs rows x heads thread blocks in waves, one
+    block per multiprocessor, and doubling the blocks never increases the idle share."""
     rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
 
     def fits(B: int) -> bool:
@@ -399,7 +399,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
-    """The cursors of all lanes where this launch begins to read, None for the beginning of the data. For
+    """Where this launch begins to read: the cursors of all lanes, or None for the beginning of the data. For
     --init-data=continue, they come from the other run; for --skip-steps, the skipped rows are packed here. ValueError
     if the data or the other run does not fit the settings."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
@@ -437,7 +437,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
 
 
 def after_halt(tag: str, *, all_dry: bool) -> str:
-    """What the user can do after the run `tag` has halted. all_dry: every bucket is dry, not only the one due."""
+    """What the user can do after the run `tag` has halted. all_dry: all buckets are used up, not just one."""
     others = "" if all_dry else "use --allow-bucket-exhaustion to continue with the other buckets, or "
     return (f"{others}start a new run with {'more data' if all_dry else 'a different curriculum'} (--model-tag=NAME "
             f"--init-from={tag} --init-data=continue)")
@@ -458,7 +458,7 @@ def claim_run(start: Start, data: RunData) -> Owner:
         plan = rehearse(start, data)
     elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
         print_passes(start, data)
-    # shuffles Megatron's order once for all ranks, which then read its tables from the index cache
+    # in Megatron's order, this shuffles once; all ranks then read the tables from the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
     owner = claim(run_dir, start.last_owner)
     if settings.resume == "scratch" and is_run_dir(run_dir):
@@ -582,7 +582,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
                f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf")
     if start.settings.data_format in ("shards", "megatron") and not is_remote(start.settings.data_path or ""):
         print0(f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
-               f"scripts.status {start.run_dir.name} and the next launch name the file. NANOCHAT_READER=pread turns "
+               f"scripts.status {start.run_dir.name} or the next launch names it. NANOCHAT_READER=pread turns "
                f"the signal into an ordinary error")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")

@@ -152,7 +152,7 @@ def test_another_attention_kernel_must_reproduce_its_bits(activated, monkeypatch
     activate("wheel", "cpu")
     activate("fa3")
     monkeypatch.setattr(attention_module, "repeats", lambda *_: False)
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: repeating a backward .*newer.*--no-deterministic"):
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: repeated backward .*newer.*--no-deterministic"):
         activate("fa4")
     activate("fa3", deterministic=False)
     assert activated == ["FA3", "FA4", "FA3"]

@@ -224,7 +224,7 @@ def test_gpus_that_pytorch_does_not_see_are_an_error(tmp_path, monkeypatch):
     assert autodetect_device_type() == "cpu", "no nvidia-smi"
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
-    message = (rf"2 GPUs, the first NVIDIA H100 80GB HBM3 with driver 580.95.05.*sees none: "
+    message = (rf"2 GPUs \(NVIDIA H100 80GB HBM3, driver 580.95.05\).*sees none: "
                rf"{re.escape(torch.__version__)}, built .*; install a build that .*--device-type.cpu")
     with pytest.raises(ValueError, match=message):
         autodetect_device_type()

@@ -1,14 +1,14 @@
 """
 FP8: a model's matrix products in eight bits, for GPUs that compute them twice as fast.
 
-    forward    y  = x W^T      x, W in e4m3 (more digits)
-    backward   dx = g W        g in e5m2 (more range), W in e4m3
+    forward    y  = x W^T      x, W in e4m3 (precision)
+    backward   dx = g W        g in e5m2 (range), W in e4m3
                dW = g^T x      g in e5m2, x in e4m3
 
 Each tensor has one scale, which maps its largest magnitude to the largest number of its dtype (tensorwise scaling). A
 scale depends only on the tensors of one micro-batch, and a maximum is the same in any order, so a step has the same
-bits for every number of ranks that divides the number of leaves. Master weights, sums and the optimizer are unchanged,
-as are evaluation and generation, which need no gradients. Only runs with --fp8 import this module.
+bits for every number of ranks that divides the number of leaves. Master weights, gradient sums and the optimizer are
+unchanged, as are evaluation and generation, which need no gradients. Only runs with --fp8 import this module.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(Linear):
-    """A `Linear` that multiplies in FP8 when gradients are enabled."""
+    """A `Linear` that multiplies in FP8 if gradients are enabled and 16 divides the number of rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)

@@ -110,7 +110,7 @@ class RunReader:
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
-        """{file: rows} of the documents that --without-documents listed when the run began; None for a whole file."""
+        """{file: numbers of the documents that --without-documents listed when the run began, or None for all}."""
         return {name: rows for manifest in self.manifests.get("train", {}).values()
                 for name, rows in manifest.get("without", {}).items()}
 
@@ -329,7 +329,7 @@ class RunReader:
                            "heartbeat_age_s": heartbeat_age_s(state),
                            "checkpoint": self.newest_checkpoint() or state["checkpoint"]}
         if alive == "dead":
-            remedy = self.damaged_tokens() or "the command that started it resumes it"
+            remedy = self.damaged_tokens() or "the same command resumes the run"
             status |= {"shown": "dead", "reason": f"its status is {state['status']}, but its process is gone; {remedy}"}
         return status
 
@@ -383,6 +383,7 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
     text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} Emitted tokens are in rows, pending ones not yet; 'bos' were inserted; 'repeated' "
-            f"are overlap. 'cropped %' is a share of emitted + cropped; 'epochs': completed by at least one lane.")
+            f"overlap. {verdict} Emitted tokens are in rows, pending ones not yet; 'bos' counts inserted tokens, and "
+            f"'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped; 'epochs': completed by "
+            f"at least one lane.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

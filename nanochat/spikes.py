@@ -1,17 +1,17 @@
 """
-Spikes: steps that are not applied because their loss or gradient norm is far above that of recent steps.
+Spikes: steps with a loss or gradient norm far above recent ones. With --skip-spikes, they are not applied.
 
     loss    3.1  3.0  3.1  9.7  3.0  2.9 ...
-                           ^ more than SIGMA deviations above the median of the last 128 applied steps
+                           ^ more than --skip-spikes deviations above the median of 128 applied steps
 
 The median and the median absolute deviation replace the mean and the standard deviation, which a spike would distort.
 For normal values, 1.4826 times the median absolute deviation is the standard deviation. A value far *below* the median
 is not a spike.
 
 All ranks have the same totals of every step, so they have the same window and the same limits. The limits are known
-before the step, so the device decides, and the host waits only once. The window is saved in checkpoints, so a resumed
-run decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high, every step is
-skipped, until the run ends because it has diverged.
+before the step, so the device applies them, and the host waits for it only once. The window is saved in checkpoints,
+so a resumed run decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high,
+every step is skipped, until the run ends because it has diverged.
 """
 
 import math

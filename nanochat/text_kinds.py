@@ -131,7 +131,7 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
             try:
                 yield _document(line, selection.text_field)
             except (ValueError, RecursionError) as e:
-                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON with a text'}: {e}"[:200]
+                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'usable JSON'}: {e}"[:200]
                 if selection.strict:
                     raise ValueError(f"{path}: line {number}: {problem}; fix the line, or drop --strict to skip "
                                      f"such lines") from None
@@ -195,8 +195,8 @@ def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> Va
     """The error for a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
-    return ValueError(f"{path}: no document{part} ({counted(skipped['count'], 'broken line')}{why}), and "
-                      f"{skipped['short']:,} shorter than --min-chars; fix the file, or remove it")
+    return ValueError(f"{path}: no document is left{part} ({counted(skipped['count'], 'broken line')}{why}; "
+                      f"{skipped['short']:,} shorter than --min-chars); fix the file, or remove it")
 
 
 @functools.cache

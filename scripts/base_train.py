@@ -237,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (over := start.over()) is not None:
                 print0(over[1])
                 if start.notices:
-                    print0(f"warning: ignored settings that differ from its config.json: {'; '.join(start.notices)}")
+                    print0(f"warning: ignored settings that differ from the run's config.json: "
+                           f"{'; '.join(start.notices)}")
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)
@@ -282,7 +283,7 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
             num_leaves=settings.leaves, cursors=start.cursors, start_step=progress.step,
             num_threads=settings.tokenizer_threads, with_doc_ids=settings.attention_mode != "causal",
             drop_dry=settings.allow_bucket_exhaustion))
-        stack.callback(stop.ignore_stores)  # runs before the loader closes, because closing waits for its threads
+        stack.callback(stop.ignore_stores)  # before the loader closes, which waits for its threads
         saver = Saver(start.checkpoint.path if start.checkpoint else None)
         stack.callback(saver.close)
         print_summary(start, loader.layout, device, launch["typed"])

@@ -88,8 +88,8 @@ class Opened:
 
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
-        """The stream of all lanes after `step` steps. A ValueError, also one raised while the caller reads, names the
-        saved cursors that packing began with, because they may be the damaged part."""
+        """The stream of all lanes after `step` steps. A ValueError, even one raised while the caller reads, names the
+        saved cursors that packing began with, because they may be damaged."""
         saved = self.run.nearest_cursors(step)
         done, cursors = saved or (0, self.begin)
         try:
@@ -140,8 +140,8 @@ def warn_untrained(opened: Opened, last: int) -> None:
     """Warn if the run has not trained step `last` yet."""
     trained = max(opened.run.digests, default=-1) + 1
     if is_run_dir(opened.run.run_dir) and last >= trained:
-        log.warning("%s has trained %s steps; step %s lies ahead and is computed from the data",
-                    opened.run.run_dir, f"{trained:,}", f"{last:,}")
+        log.warning("%s has trained %s; step %s lies ahead and is computed from the data",
+                    opened.run.run_dir, counted(trained, "step"), f"{last:,}")
 
 
 # ---- digests ------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ def deviations(values: np.ndarray) -> np.ndarray:
 
 
 def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
-    """The rows of a step whose losses are furthest above their bucket's median over this step and AROUND before."""
+    """The rows of a step whose losses are furthest above their bucket's median in the AROUND + 1 steps up to it."""
     usual: dict[str, list[float]] = {}
     worst: list[dict[str, Any]] = []
     first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
@@ -305,9 +305,9 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
     if not chosen and not args.json:
         before = min(WINDOW, len(steps) - 1)
         print(f"no spike in {counted(len(steps), 'step')}: " + (
-            f"no loss and no gradient norm lies {OUTLIER} robust deviations above the median of the steps before it "
+            f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps before it "
             f"(at least {ENOUGH}, at most {before})" if before >= ENOUGH else
-            f"a step can be compared only with {ENOUGH} steps or more before it"))
+            f"a comparison needs at least {ENOUGH} earlier steps"))
     recorded = True
     for i in chosen:
         step, rows = steps[i]["step"], []
@@ -351,7 +351,7 @@ def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
 
 
 def fate(opened: Opened, one_pass: Pass) -> str:
-    """What became of the tokens that are in no row; empty if all of them are in rows."""
+    """What became of a document's tokens that are in no row; empty if every token is in a row."""
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
     if opened.run.outcome == "completed" and (one_pass.pending or one_pass.expected is not None):
         if not one_pass.uses:
@@ -371,11 +371,11 @@ def fate(opened: Opened, one_pass: Pass) -> str:
 
 
 def remark(split: str, left_out: bool, passes: Sequence[Any]) -> str:
-    """Why a run does not learn from a document; empty if it does, or if its passes tell."""
+    """Why a run does not learn from a document; empty if it does, or if the passes give the reason."""
     if split != "train":
         return "a validation document: the run never trains on it"
     if left_out:
-        return "its targets are off (--without-documents), so the model never learned to predict it"
+        return "its targets are masked (--without-documents), so the model never learned to predict it"
     return "" if passes else "the curriculum does not use its bucket"
 
 
@@ -406,12 +406,12 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str,
     more = next(matches, None) is not None
     if not args.json:
         print(f"{visible(args.text)!r}: the run trained on {len(used)} of the {'first ' * more}"
-              f"{counted(len(used + others), 'document')} that contain it{'; the search stopped there' * more}")
+              f"{counted(len(used + others), 'document')} containing it{'; the search stopped there' * more}")
     return (used + others)[:DOCUMENTS]
 
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
-    """Print every row that trained on tokens of a document, epoch by epoch."""
+    """Print every training row with tokens of a document, epoch by epoch."""
     @lru_cache(None)
     def losses(step: int) -> list[float | None] | None:
         try:
@@ -450,7 +450,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
             print(*table(columns, lines), sep="\n")
             legend = True
-        if opened.run.outcome == "completed":  # epochs that it may never have begun
+        if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
             passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
         for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
             first, *more = (of_epoch["epoch"] for of_epoch in same)
@@ -499,12 +499,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     spikes = commands.add_parser("spikes", help="show steps with an unusual loss or gradient norm, and their rows")
     spikes.add_argument("--top", type=whole(1), default=5, metavar="N",
                         help="show at most N steps, largest spike first")
-    find = commands.add_parser("find", help="show every step and row that trained on a document")
+    find = commands.add_parser("find", help="show the steps and rows that used a document")
     named = find.add_mutually_exclusive_group(required=True)
-    named.add_argument("--document", metavar="FILE:DOC", help="the document, as `rows` prints it; DOC counts "
-                       "from 0")
+    named.add_argument("--document", metavar="FILE:DOC", help="a file and a document of it, as in the columns "
+                       "that `rows` prints; DOC counts from 0")
     named.add_argument("--text", help=f"find up to {DOCUMENTS} documents that contain this text, "
-                       "trained ones first")
+                       "those trained on first")
     accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
     accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
     for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):

@@ -131,7 +131,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
     missing = next((step for step in range(steps) if step not in digests), None)
     if steps == 0 or missing is not None:
         raise ValueError(f"{run.log_path}: it has no digest for step {missing or 0}, but a receipt needs those "
-                         f"of all steps; train the run, or restore the log")
+                         f"of all steps; resume the run, or restore the log")
     data, config, settings = open_run(run.run_dir)
     marks, link = {}, ""
     for step in range(steps):
@@ -150,7 +150,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
 
 
 def next_link(link: str, digest: str) -> str:
-    """The chain of digests, extended by one; the first link is empty."""
+    """The chain of digests, extended by one; it starts from an empty link."""
     return hash_bytes(link.encode(), digest.encode())
 
 
@@ -226,10 +226,10 @@ def hash_contents(lines: Sequence[FileLine]) -> str:
 def open_receipt(path: Path, given: Settings, last: int) -> tuple[RunData, Any, int, list[dict[str, Any]] | None]:
     """Open the stream of a receipt without the run, from the data and the tokenizer that flags name. Returns (data,
     settings of the stream, rows per step, cursors of step 0 or None for the beginning of the data). ValueError or
-    FileNotFoundError for other flags, if the run did not train step `last`, for a different tokenizer, and for a file
-    that is missing or differs."""
+    FileNotFoundError for flags beyond these, a step `last` that the run did not train, a different tokenizer, or a
+    file that is missing or differs."""
     begin_launch()
-    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # here, --run is not a flag
+    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # RUN is an argument here, not a setting
     if refused := [flag(name) for name in given.differing() if name not in allowed]:
         raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out")
     if given.data_path is None:

@@ -1,5 +1,5 @@
 """
-Compare runs of many sizes: tables, power laws of size and data in compute, and plots.
+Compare runs of many sizes: tables, size and data as power laws of compute, and plots.
 
     python -m scripts.sweep --prefix=miniseries_ --out=results
     python -m scripts.sweep d12 d16 d20 --out=results
@@ -16,7 +16,7 @@ tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped 
            |   '-'                         |    .            log N = a log C + b,  a +- its standard error
            |____^______ N                  |_____________ C
 
-A power law of parameters or tokens in FLOPs is a straight line, fitted to the logarithms of the points by
+A power law of FLOPs, for parameters or for tokens, is a straight line, fitted to the logarithms of the points by
 least squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more.
 Scaling laws count the parameters in the layers' matrices and the output head. Runs of fewer than three sizes, with only
 one budget, or on different data get tables and pictures, but no laws.
@@ -69,7 +69,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 def read_row(run_dir: Path) -> Row | None:
-    """The row of a run; None if the run is not completed."""
+    """The row of a run; None if the run has not completed."""
     run = RunReader(run_dir)
     if run.outcome != "completed":
         return None
@@ -109,7 +109,7 @@ def best_of_budget(rows: Sequence[Row]) -> Row:
     a, b, c = np.polyfit(x, [row["val_bpb"] for row in rows], 2)
     lowest = -b / (2 * a) if a > 0 else math.inf
     if not x.min() <= lowest <= x.max():
-        return best | {"how": "the best run, at the edge of the sizes: no minimum lies between them"}
+        return best | {"how": "the best run: the parabola has no minimum between the sizes"}
     tokens = np.exp(np.interp(lowest, np.sort(x), np.log([row["tokens"] for row in rows])[np.argsort(x)]))
     return {"flops": float(np.mean([row["flops"] for row in rows])), "params_scaling": float(np.exp(lowest)),
             "tokens": float(tokens), "val_bpb": float(np.polyval((a, b, c), lowest)), "how": "minimum of a parabola"}
@@ -211,9 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (row := read_row(run_dir)) is not None:
             rows.append(row)
         else:
-            print0(f"skipped: {run_dir.name} is not completed; the command that started it resumes it")
+            print0(f"skipped: {run_dir.name} has not completed; the command that started it resumes it")
     if not rows:
-        raise ValueError("none of the runs is completed; repeat the commands that started them")
+        raise ValueError("no run has completed; repeat the commands that started them")
     rows.sort(key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
     points = points_of(rows)
     why = why_no_laws(rows, points)

@@ -8,9 +8,9 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
 Everything except a run's data is opened as in training and read to the end; whatever training would refuse is a
 problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
 
-    pairs         .bin and .idx, ids with an index (shards or Megatron's): no empty entries, prefixes and windows within
-                  their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and nowhere
-                  else, and the records of manifest.json. Then a table of the lengths of entries
+    pairs         .bin and .idx, ids with an index (see nanochat/tokens.py): no empty entries, prefixes and windows
+                  within their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and
+                  nowhere else, and the records of manifest.json. Then a table of the lengths of entries
     checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
     cursors       all those that a run keeps in logs/
     row losses    the checksum of every logged step's record in logs/rows
@@ -140,7 +140,7 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
     if first == 0 and prefixes[0] > 0:
         report(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but it is the first entry")
     if max_length:
-        report(lengths > max_length + 1, f"is longer than a window of {max_length:,} and the end-of-document id")
+        report(lengths > max_length + 1, f"is longer than a window of {max_length:,} plus an end-of-document id")
     ids, edges = pair.read_flat(first, last)
 
     def count(mask: np.ndarray) -> np.ndarray:
@@ -291,8 +291,8 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     opened = Opened(RunReader(path), *open_receipt(path, given, max(steps)))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
     last = min(step for step in marks if step >= max(steps))
-    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first from "
-           f"step {max(steps):,} on whose digest is in the receipt")
+    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
+           f"at or after step {max(steps):,} with a digest in the receipt")
     link, good, began = "", -1, time.monotonic()
     for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
                              desc="recomputed", leave=False, disable=None):

@@ -112,7 +112,7 @@ def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(se
     assert capsys.readouterr().err == ""  # no progress bar without a terminal
     num_requests = len(server.requests)
     run(server, "--verify")
-    assert "3 shards are complete" in capsys.readouterr().out and len(server.requests) == num_requests
+    assert "complete: 3 shards" in capsys.readouterr().out and len(server.requests) == num_requests
     run(server, "-n", "-1")
     assert [r[0] for r in server.requests[num_requests:]] == ["shard_00002.parquet"], "others are not requested again"
 

@@ -328,7 +328,7 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
 def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
     text = opened("text")[0].data.train["code"].texts(0)[3]
     out = run("find", "text", f"--text={text}")
-    assert re.search("the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? that contain it", out)
+    assert re.search("the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? containing it", out)
     assert "code/0.parquet:3 (code)" in out and "epoch  step" in out and out.endswith(inspect_data.FIND_LEGEND + "\n")
     assert re.search("\nepochs? 0(: | to )", out)
     for words in (text[:9], text[40:49]):
@@ -351,7 +351,7 @@ def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypat
     text.data.train["code"].without = {0: np.arange(12) == 3}
     monkeypatch.setattr(inspect_data, "open_named_stream", lambda args: text)
     for number, listed in ((3, True), (4, False)):
-        assert ("its targets are off" in run("find", "--document", f"code/0.parquet:{number}")) == listed
+        assert ("its targets are masked" in run("find", "--document", f"code/0.parquet:{number}")) == listed
 
 
 def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):

@@ -255,7 +255,7 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_e
     assert len(digests()) == 4 and status.main(["run", "--exit-code"]) == 0
     outcome = succeed(data_path="mistyped", **settings)
     assert "nothing to do" in outcome.out and len(events("val")) == 3
-    assert "warning: ignored settings that differ from its config.json: --data-path: the run has " in outcome.out
+    assert "warning: ignored settings that differ from the run's config.json: --data-path: the run has " in outcome.out
 
 
 @pytest.mark.parametrize(("function", "flags", "what", "failures"), [

@@ -139,9 +139,9 @@ def test_impossible_flags_are_one_sentence(tmp_path):
             Selection.of(values)
     with pytest.raises(ValueError, match="--val-fraction: the data already has validation files"):
         split_train_val(path, path, shared=True)
-    with pytest.raises(ValueError, match=r"a\.jsonl: no document in .*--val-fraction 0\.1"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: no document is left in .*--val-fraction 0\.1"):
         scan(path, selection=Selection(val_fraction=0.1, part="val"))
-    with pytest.raises(ValueError, match=r"a\.jsonl: no document .*and 2 shorter than --min-chars"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: no document .*; 2 shorter than --min-chars"):
         scan(path, selection=Selection(min_chars=5))
     with pytest.raises(ValueError, match="or divide its documents with --val-fraction"):
         split_train_val(path)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from urllib3.util import Retry
 
 from nanochat.cli import Parser, setup_logging
-from nanochat.common import each, fsync_dir, get_base_dir, public, write_json
+from nanochat.common import counted, each, fsync_dir, get_base_dir, public, write_json
 from nanochat.dataset import (
     DATASETS,
     HUB,
@@ -70,7 +70,7 @@ class Downloader:
         try:
             copy(url, part, self.token)
         except OSError as e:
-            raise OSError(f"{url}: {e}; check the network, --base-url and HF_ENDPOINT (HF_TOKEN if it is "
+            raise OSError(f"{url}: {e}; check the network, --base-url and HF_ENDPOINT (HF_TOKEN for a "
                           f"401 or 403)") from e
         try:
             open_parquet(part).close()
@@ -159,7 +159,7 @@ def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers
 
 
 def download(job: Downloader, indices: Sequence[int], *, num_workers: int) -> list[str]:
-    """Download shards in parallel. Waits until no other process downloads to this folder. Returns each error, or ''."""
+    """Download shards in parallel, once no other process downloads to this folder. Returns a shard's error or ''."""
     with open(job.data_dir / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return problems(job.fetch, indices, num_workers=num_workers)
@@ -239,11 +239,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         last = DATASETS[args.dataset].last_shard
         num_train = last if args.num_files == -1 else min(args.num_files, last)
         indices = [last, *range(num_train)]  # validation first, because every run needs it
-        print(f"{args.dataset}: {num_train} training shards and {index_to_filename(last)} for validation -> "
-              f"{job.data_dir}")
+        print(f"{args.dataset}: {counted(num_train, 'training shard')} and {index_to_filename(last)} for validation "
+              f"-> {job.data_dir}")
         errors = download(job, indices, num_workers=args.num_workers)
         advice = "Finished shards are kept: run the same command again to continue."
     if failed := sorted(filter(None, errors)):
         lines = "".join(f"  {error}\n" for error in failed)
         raise OSError(f"{len(failed)} of {len(errors)} shards failed:\n{lines}{advice}")
-    print(f"{len(errors)} shards are complete")
+    print(f"complete: {counted(len(errors), 'shard')}")

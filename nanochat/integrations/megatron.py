@@ -15,8 +15,8 @@ module through `stream.open_stream`, with --order=megatron; your own code may im
 so do all tensors of a sample. The indices are computed when the first sample is read, and stored in
 `path_to_cache` if they are large.
 
-Three differences avoid bugs of megatron-core: the mask of a padded sample does not leak into other samples, a split
-without tokens is an error, not an endless loop, and a cached index is used only if it was built from the same numbers.
+Three differences avoid bugs of megatron-core: the mask of a padded sample does not leak into other samples; a split
+without tokens is an error, not an endless loop; a cached index is used only for the same inputs.
 `attention_mask`, T * T bytes per sample, is made only on request.
 """
 
@@ -475,7 +475,7 @@ def pad_id(config: GPTDatasetConfig) -> int:
     if pad not in (others or [getattr(tokenizer, "eos", None), getattr(tokenizer, "eod", None)]):
         return int(pad)
     log.warning("the tokenizer's padding token, %s, is also another special token; %s", pad,
-                "its tokens are masked in the loss" if keep else "it does not count as padding")
+                "it is masked in the loss" if keep else "it does not count as padding")
     return int(pad) if keep else NO_PAD
 
 

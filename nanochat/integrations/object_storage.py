@@ -8,7 +8,7 @@ at the first path like s3://bucket/folder; a program with only local files never
     RemoteReader(path)         reads ranges of ids from a .bin
         lanes read each file in order, 256 KiB at a time; the last 1,024 parts stay in memory
             file  |----|----|####|----|
-        the samples of a shuffle are scattered over the file: exactly their bytes are fetched
+        shuffled samples are scattered over the file: exactly their bytes are fetched
             file  .#....##..........#.#.#.
 
 **Pinning.** One listing per launch gives the size and ETag of every object. Each range is requested with If-Match, and
@@ -20,16 +20,16 @@ only 9 s if the bucket has never answered, because then the endpoint is probably
 thread, while the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a
 signal nor Python's exit. If an answer does not fit the request, the request is repeated up to four times.
 
-**Secrets.** obstore's error messages may contain an access key or a signed URL. None of their text is passed on: we
-write every message and take at most the HTTP status and the S3 code from theirs. A path that may hold credentials is
+**Secrets.** obstore's error messages may contain an access key or a signed URL. None of that text is passed on:
+each message is ours, with at most the HTTP status and the S3 code from obstore's. A path that may hold credentials is
 refused and never shown.
 
 **Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, gets its own clients and its own copy of
 obstore. A fork copies obstore's sockets but not its threads, so a child that used the parent's obstore would wait
 forever or crash its parent.
 
-obstore reads s3://, gs:// and az://. It was chosen because it sends If-Match with a range and reports ETag, size and
-range of the answer. multi-storage-client reads msc://PROFILE/KEY; its configuration defines the profiles.
+obstore reads s3://, gs:// and az://. It was chosen because it sends If-Match with a range and reports an answer's ETag,
+size and range. multi-storage-client reads msc://PROFILE/KEY; its configuration defines the profiles.
 """
 
 import atexit
@@ -64,7 +64,7 @@ REQUEST_BYTES = 4 << 20  # the largest range of one request
 PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 256 MB in total
 TRIES = 5  # attempts to get an answer that fits the request
 ADVICE = "restore the old object, or start a new run (--model-tag)"
-PROXY = "bypass the proxy between this machine and object storage, which changes requests"
+PROXY = "bypass the proxy that changes requests between this machine and object storage"
 # The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
@@ -191,8 +191,8 @@ class Bucket:
             stats, keys = {}, self._all_keys(prefix)
         usable = [key for key in keys if not UNUSABLE_KEY.search(key.rstrip("/"))]
         if len(usable) < len(keys):
-            log.warning("%s/%s: skipping %d objects that no path can name (a part of the key is empty, . or .., or "
-                        "might be a secret)", self.name, prefix, len(keys) - len(usable))
+            log.warning("%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
+                        "or might be a secret)", self.name, prefix, len(keys) - len(usable))
         return [stat for key in usable if (stat := stats.get(key) or self.head(key))]
 
     def _all_keys(self, prefix: str) -> list[str]:
@@ -238,7 +238,7 @@ class Bucket:
             (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
             (name == "PreconditionError", Changed, f"it has changed since this run began (its ETag differs); {ADVICE}"),
             (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
-             "the key, or one below it, has an empty, . or .. part; rename the object"),
+             "the key, or one below it, has an empty part, '.' or '..'; rename the object"),
             (not status and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text), Garbled,
              f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}"),
             (code == "RequestTimeout", Garbled,
@@ -270,8 +270,8 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def load_obstore() -> Any:
-    """The package obstore. A forked process loads its library from a copy of the file and so gets its own threads
-    and sockets: for the same file, the linker returns the library that the parent loaded. ImportError or OSError."""
+    """The package obstore. A forked process loads a copy of obstore's library, to get its own threads and sockets: for
+    the same file, the linker returns the library that the parent loaded. ImportError or OSError."""
     with _loading, contextlib.ExitStack() as stack:
         if _parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -284,7 +284,7 @@ def load_obstore() -> Any:
 
 
 class Msc:
-    """A profile of multi-storage-client, with obstore's functions. Its answers have neither range nor ETag, so `get`
+    """A profile of multi-storage-client behind obstore's interface. Its answers have neither range nor ETag, so `get`
     asks for the object's description after each read."""
 
     def __init__(self, profile: str):
@@ -328,7 +328,7 @@ _last_warning = [-math.inf]  # time of the last warning about a wait
 
 def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", upload: bool = False) -> T:
     """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the caller waits here.
-    StopAsked if the program should stop meanwhile. `what` names the request in messages."""
+    StopAsked if a stop is requested meanwhile. `what` names the request in messages."""
     scheme, name, key = split(path)
     bucket_name, start, what = (scheme, name), time.monotonic(), what or path
 
@@ -355,7 +355,7 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", uplo
         now = time.monotonic()
         if now - max(start, _last_warning[0]) > PATIENCE.log_every_s:
             _last_warning[0] = now  # one warning for all pending requests
-            log.warning("%s: waiting for object storage for %.0f s", what, now - start)
+            log.warning("%s: still waiting for object storage (%.0f s)", what, now - start)
 
     return next(each(call_until_valid, [None], poll=check_stop))
 

@@ -175,9 +175,10 @@ class StopWatch:
     def _on_signal(self, number: int, frame: object) -> None:
         """The handler: no locks, no buffered output, no exception."""
         if not self._signals and os.environ.get("RANK", "0") == "0":  # one rank reports it
-            hint = ("; to exit without saving, press Ctrl-C again after one second"
-                    if number == signal.SIGINT else "")
-            os.write(2, f"\n{signal.Signals(number).name}: finishing the step, then saving{hint}\n".encode())
+            line = f"{signal.Signals(number).name}: stopping after the current step, if any, and saving"
+            if number == signal.SIGINT:
+                line += "; to exit without saving, press Ctrl-C again after one second"
+            os.write(2, f"\n{line}\n".encode())
         if number == signal.SIGINT:
             now = time.monotonic()
             if self._first_int is not None and now - self._first_int >= SAME_CTRL_C_S:

@@ -62,7 +62,7 @@ def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd
         os.kill(os.getpid(), signal.SIGUSR2)
         assert [stop.requested(), stop.check(), stop.check()] == [number.name] * 3
     err = capfd.readouterr().err
-    assert err.startswith(f"\n{number.name}: finishing the step, then saving") and err.count("finishing") == 1
+    assert err.startswith(f"\n{number.name}: stopping after the current step") and err.count("stopping") == 1
 
 
 def test_previous_handlers_return_even_after_an_error_and_other_threads_leave_them_alone():
@@ -100,7 +100,7 @@ def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
         assert ended == [130]
     err = capfd.readouterr().err
     assert "; to exit without saving, press Ctrl-C again after one second\n" in err
-    assert err.count("finishing the step") == 1
+    assert err.count("stopping after") == 1
     assert err.endswith("\nsecond SIGINT: exiting immediately without saving\n")
 
 

@@ -31,8 +31,8 @@ A model uses one of four modes:
 Rejected: `flex` for everything. It is fast only when compiled, and compiling it for unusual shapes, such as those of
 generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 
-`flash` and `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it with version 3 or 4 from a
-separate package.
+On CUDA, `flash` and unmasked `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it with
+version 3 or 4 from a separate package.
 
 Repeatability: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
 `torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the same bits
@@ -156,7 +156,7 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 # ---- flash ---------------------------------------------------------------------------------------
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
-    """`varlen_attn` on rows, or on the documents between `edges`. That takes only sequences laid end to end."""
+    """`varlen_attn`, which takes only sequences laid end to end, on rows or on the documents between `edges`."""
     from torch.nn.attention.varlen import varlen_attn  # lazy: it imports all of dynamo
 
     B, T, H, D = q.shape

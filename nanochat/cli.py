@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
 
     instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects the flags from a run's config.json
-    example = ""  # of a file for --config, in --help
+    example = ""  # an example of a --config file, shown in --help
     where = ""  # beginning of every error
 
     def __init__(self, **kwargs: Any):
@@ -344,8 +344,8 @@ def _base_hint(e: Exception) -> str:
 
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a script and exit with the code that `main()` returns. The last line of every script calls this. Bad input
-    (ValueError, OSError) becomes one sentence on stderr and exit code 1. The script exits quietly if the pipe is closed
-    by its reader (as with `head`). Any other exception is a bug and keeps its traceback."""
+    (ValueError, OSError) becomes one sentence on stderr and exit code 1. It exits quietly if the reader closes the pipe
+    (as with `head`), and with one line after a stop or Ctrl-C. Any other exception is a bug and keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")

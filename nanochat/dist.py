@@ -5,7 +5,7 @@ The processes of one launch: their device and group, and how they exchange value
     agree(f)           all: f() --who failed?--> all               for work that may fail on any rank
     same(d)            all: d == rank 0's d?                       for settings that all ranks must share
     gather_all(x)      all: x --list--> all
-    gather_results(f)  all: f() --list, or the first error--> all  for work that may fail without ending the run
+    gather_results(f)  all: f() --list, or one error--> all        for work that may fail without ending the run
     share(t)           rank 0: a tensor --> all                    for tensors that only rank 0 can read
 
 Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0, whose output users read, prints

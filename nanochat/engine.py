@@ -1,5 +1,5 @@
 """
-Generation with a KV cache: each new token computes one position, because earlier keys and values are kept.
+Generation with a KV cache: each new token costs one position, because earlier keys and values are kept.
 
     prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens per step
 
@@ -64,7 +64,7 @@ class Engine:
 
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
-        # Avoid cuDNN's kernel: planning for each new length takes it longer than a token. Avoid the plain
+        # Avoid cuDNN's kernel: its plan for each new length takes longer than computing a token. Avoid the plain
         # kernel, which writes all scores to memory; but if 8 does not divide the head size, CUDA has no other.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with sdpa_kernel(kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels):
@@ -126,7 +126,7 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
     """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint` finds for `path`.
 
     compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path, step, model_config,
-    trainer_state. Raises ValueError for a corrupt checkpoint, an architecture that differs from the saved one or is
+    trainer_state. Raises ValueError for a corrupt checkpoint, a model_config that differs from its saved hash or is
     unknown to this code, or a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
     """
     device = torch.device(device)
@@ -156,8 +156,8 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
 # ---- between the steps of a run ------------------------------------------------------------------
 
 def log_samples(run: Any) -> None:
-    """Print and log the most likely continuation of each validation prompt by the model of a `trainer.Trainer`. Call it
-    on rank 0 only."""
+    """Print and log how the model of a `trainer.Trainer` most likely continues each validation prompt. Call it on
+    rank 0 only."""
     from nanochat.dataloader import validation_prompts
 
     engine, texts, decode = Engine(run.model, run.data.tokenizer), [], run.data.tokenizer.decode

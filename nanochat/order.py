@@ -180,8 +180,9 @@ class Order:
         return range(self._cut(epoch, number), self._cut(epoch, number + 1))
 
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) of a document in an epoch: the lane that reads it, and its position in the sequence. In a large
-        bucket the place is exact only to within a unit, because the documents of a unit are permuted."""
+        """(lane, place) of document number `row` of a group: the lane that reads it in an epoch, and its position in
+        the sequence. In a large bucket the place is exact only to within a unit, because the documents of a unit are
+        permuted."""
         sequence, places, _ = self._epoch(epoch)
         shuffled = self.first[group] + row if self.small else group
         at = int(np.flatnonzero(sequence == shuffled)[0])
@@ -191,8 +192,8 @@ class Order:
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
-        int64: the group of each document and its number in the group, in the order of use. In a large bucket, the lane
-        will soon read the group's next documents, up to number `keep`, too."""
+        int64: the group of each document and its number in the group, in the order of use. keep: in a
+        large bucket, the lane will soon also read the group's documents below this number."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]

@@ -9,8 +9,8 @@ the window before it, and EOD ends the last one. With max_length 6 and overlap_s
 
     a b c d e f g h i j k EOD  ->  a b c d e f | e f g h i j | i j k EOD      prefixes 0, 2, 2
 
-The tokenizer returns documents with BOS in front, and BOS and EOD are one id. Shifted by one place, its output is
-already what is stored, and windows are slices of it. So no Python code handles single tokens.
+The tokenizer returns documents with BOS in front, and BOS and EOD are one id. Its output, shifted by one
+place, is exactly what is stored, and windows are slices of that. So no Python code handles single tokens.
 
 **Which inputs are finished?** A process may be killed at any point, and several machines may work at once. A list of
 finished inputs would need a lock, so there is no list: an input is finished when its .idx exists. A record beside it
@@ -19,7 +19,8 @@ was made from. If these have changed, the pair is made again.
 
 The names and bytes of pairs and manifests depend only on RAW, the tokenizer and the arguments, so two processes may
 make the same pair. A manifest appears when all its pairs exist, and is deleted before one of them is made again. An
-input that cannot be read to its end has no pair. At most 256 documents or two million characters of text are in memory.
+input that cannot be read to its end has no pair. A batch in memory ends at 256 documents or two
+million characters.
 
 **Writing a pair.** Ids go to a temporary file as they arrive. When the `with` block ends without an exception, the .bin
 is renamed first and the .idx last: a pair without a good .idx counts as missing. An exception leaves no new file, and
@@ -255,9 +256,9 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardW
 
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: into windows of at most `max_length` ids and an EOD (0: documents stay whole). Later
-    windows repeat `overlap_size` ids; an overlap above half a window is lowered to half, with a warning. ValueError for
-    impossible values."""
+    """How documents are cut: into windows of at most `max_length` ids (0: one window), and EOD follows the last one.
+    Later windows repeat `overlap_size` ids; an overlap above half a window is lowered to half, with a warning.
+    ValueError for impossible values."""
 
     max_length: int = 2048
     overlap_size: int = 256
@@ -423,7 +424,7 @@ class Pretokenizer:
             del skipped["short"]
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
-        if self.windows.max_length == 0:  # keep the text's groups and size, so that rows equal those of text
+        if self.windows.max_length == 0:  # keep the text's groups and size: rows then equal those made from text
             if i.path.name.endswith(".parquet") and not selection.skips_some:
                 _, counts, text_bytes = read_footer(i.path, selection.text_field)
                 if (groups := [n for n in counts if n]) != record_groups(None, documents):

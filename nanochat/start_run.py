@@ -198,7 +198,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     if not scratch:
         is_auto = settings.resume == "auto"
         checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
-        own_names = (None, run_dir.name, run_dir.resolve().name)  # None: a copy elsewhere; the folder may be a link
+        own_names = (None, run_dir.name, run_dir.resolve().name)  # None: a copy outside its run; run_dir may be a link
         if checkpoint is not None and describe_origin(checkpoint)["run"] not in own_names:
             raise ValueError(f"--resume={settings.resume}: the checkpoint does not belong to {run_dir}; to start a new "
                              f"run from it, use --init-from={settings.resume}")
@@ -486,7 +486,7 @@ def claim_run(start: Start, data: RunData) -> Owner:
 
 def print_passes(start: Start, data: RunData) -> None:
     """For a run without a curriculum: print the size of its data in tokens and its passes over them, estimated from a
-    few hundred documents. Such a run has no plan, because its data cannot run dry."""
+    few hundred documents. Its data cannot run dry, so only `binned` rows need a plan."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row
@@ -498,10 +498,10 @@ def print_passes(start: Start, data: RunData) -> None:
         repeated = again / (again + float(lengths.sum()))
     mean = float(lengths.mean()) - 1  # without BOS
     tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
-    # --no-pack: one entry per row
-    taken = trained * (1 - repeated) / (1 - cropped) if settings.pack else trained / T * mean
-    passes = f"about {taken / tokens:.2g} passes" if taken > tokens / 2 else "less than half a pass"
-    print0(f"data: about {tokens:,} tokens; this run makes {passes} over them")
+    taken = trained * (1 - repeated) / (1 - cropped)
+    passes = f"{taken / tokens:.2g}"
+    often = "less than half of them" if taken < tokens / 2 else "them once" if passes == "1" else f"them {passes} times"
+    print0(f"data: about {tokens:,} tokens; this run reads {often}")
     for line in reading_notes("its data", trained=trained, tokens=tokens, passes=taken / tokens, cropped=cropped,
                               repeated=repeated):
         log.warning("%s", line)

@@ -131,7 +131,7 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
             try:
                 yield _document(line, selection.text_field)
             except (ValueError, RecursionError) as e:
-                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'usable JSON'}: {e}"[:200]
+                problem = f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON with text'}: {e}"[:200]
                 if selection.strict:
                     raise ValueError(f"{path}: line {number}: {problem}; fix the line, or drop --strict to skip "
                                      f"such lines") from None

@@ -110,7 +110,7 @@ DATA = [  # (command line, files, words)
     ("base_train --data-path=data --val-path=blank.jsonl", {"blank.jsonl": '{"text": ""}\n' * 9},
      ("blank.jsonl", "only empty documents")),
     ("base_train --data-path=data --val-path=torn.jsonl --strict", {"torn.jsonl": '{"text": "one"}\n{torn\n'},
-     ("torn.jsonl", "line 2: not usable JSON", "--strict")),
+     ("torn.jsonl", "line 2: not JSON", "--strict")),
     ("base_train", {"tokenizer": GONE}, ("tokenizer", "scripts.tok_train")),
     ("base_train --curriculum=gone.yaml", {}, ("gone.yaml: no such curriculum file",)),
     ("base_train --curriculum=mix.yaml", {"mix.yaml": MIX % "dat"}, ("'dat'", "did you mean data?")),

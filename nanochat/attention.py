@@ -156,7 +156,7 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 # ---- flash ---------------------------------------------------------------------------------------
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
-    """`varlen_attn`, which takes only sequences laid end to end, on rows or on the documents between `edges`."""
+    """Apply `varlen_attn`, which needs sequences laid end to end, to rows or to the documents between `edges`."""
     from torch.nn.attention.varlen import varlen_attn  # lazy: it imports all of dynamo
 
     B, T, H, D = q.shape
@@ -283,7 +283,7 @@ class KVCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k, v (B, T, kv heads, head_dim) to a layer, and return views of all its keys and values. Call
-        `advance` after the last layer. Raises ValueError if the cache is full."""
+        `advance` after the last layer. Raises ValueError if they do not fit."""
         end = self.pos + k.size(1)
         if end > self.seq_len:
             raise ValueError(f"KVCache: {end:,} tokens do not fit into {self.seq_len:,}; create it with a larger "

@@ -52,7 +52,7 @@ TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"
 
 def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
     """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry of config.json and
-    a rule for resuming. The module that owns a default declares the field.
+    a rule for resuming. Declare a field there, or in the module that uses it.
 
     help: the text in --help. fixed: why a resume must not change the setting; empty if it may. note: the
     effect of a change, printed when a resume changes the setting. Further keywords:
@@ -232,7 +232,7 @@ class _PlainLoader(yaml.SafeLoader):
         if problem:
             raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are allowed",
                                        problem_mark=event.start_mark)
-        event.anchor = None  # without aliases, an anchor may appear twice
+        event.anchor = None  # without aliases, a repeated anchor is harmless
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -246,7 +246,7 @@ class _PlainLoader(yaml.SafeLoader):
         return mapping
 
 
-_PlainLoader.yaml_implicit_resolvers = {}  # SafeLoader's also read octal numbers, times and dates
+_PlainLoader.yaml_implicit_resolvers = {}  # SafeLoader also reads octal numbers, times and dates
 for _kind, _pattern in {
         "null": r"~|null|Null|NULL|",
         "bool": r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
@@ -315,7 +315,7 @@ def setup_logging() -> None:
 
 
 def quiet_gc() -> None:
-    """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs only once there are
+    """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs only when there are
     100,000 more. Call this before a loop that creates no reference cycles: the search for cycles took a tenth of the
     loader's time."""
     gc.collect()
@@ -344,8 +344,9 @@ def _base_hint(e: Exception) -> str:
 
 def run_main(main: Callable[[], int | None]) -> None:
     """Run a script and exit with the code that `main()` returns. The last line of every script calls this. Bad input
-    (ValueError, OSError) becomes one sentence on stderr and exit code 1. It exits quietly if the reader closes the pipe
-    (as with `head`), and with one line after a stop or Ctrl-C. Any other exception is a bug and keeps its traceback."""
+    (ValueError, OSError) becomes one sentence on stderr and exit code 1. The script exits quietly if the reader closes
+    the pipe (as with `head`), and with one line after a stop or Ctrl-C. Any other exception is a bug and keeps its
+    traceback."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")

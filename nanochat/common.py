@@ -66,7 +66,7 @@ def public(text: str) -> str:
 
 def refuse_secrets(word: str) -> None:
     """ValueError, which does not show the secret, for a path or command-line word that is a URL with user information
-    or a query, or contains one after a comma or an equals sign."""
+    or a query, or contains one after a comma, an equals sign or a short flag."""
     # the first test is fast, even for a word that lists a thousand paths
     if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
         flag = re.match(r"--[\w-]+(?==)", word)
@@ -196,7 +196,7 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     except BaseException as e:
         if isinstance(e, OSError) and e.filename is None:
-            e.filename = str(path)  # the error of a full disk names no file
+            e.filename = str(path)  # the error for a full disk names no file
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise

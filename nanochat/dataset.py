@@ -267,7 +267,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     """
     def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
         known = [file.documents for file in files if file.documents is not None]
-        return f"{before}{sum(known):,} documents{after}" if len(known) == len(files) else ""
+        return f"{before}{counted(sum(known), 'document')}{after}" if len(known) == len(files) else ""
 
     def summary(files: Sequence[DataFile]) -> str:
         if len(files) > 3:
@@ -283,6 +283,7 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     share = val_bytes / max(1, all_bytes)
     lines = [f"validation: {summary(val)}, {share:.1%} of all bytes", f"training: {summary(train)}{end}"]
     odd = [f"it is {share:.1%} of all bytes"] if share > 0.1 else []
+    odd += ["it is a single document"] if [file.documents for file in val] == [1] else []
     kinds, folders = {"".join(Path(f.name).suffixes) for f in train}, {Path(f.name).parent for f in train}
     for file in val:
         if (kind := "".join(Path(file.name).suffixes)) not in kinds:
@@ -419,15 +420,16 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         """The entry of a file in its present state."""
         path = folder / old["name"]
         if not path.exists():
-            raise FileNotFoundError(f"{path}: this run reads it, but it is gone; restore it, or start a new run with "
-                                    f"other data (--model-tag)")
+            began = "" if new_root == manifest["root"] else f" (when the run began, the data was in {manifest['root']})"
+            raise FileNotFoundError(f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
+                                    f"folder with --data-path, or start a new run with other data (--model-tag)")
         if "etag" in compared and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
         new = pin(path, old["name"], Selection.of({**manifest, "strict": strict}))
         sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
         for key in (*compared, *sampled):
             if old.get(key) != new.get(key):
-                raise ValueError(f"{path}: has changed since this run began ({key}: {old.get(key)} then, "
+                raise ValueError(f"{path}: it has changed since this run began ({key}: {old.get(key)} then, "
                                  f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)")
         return new
 

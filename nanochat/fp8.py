@@ -55,7 +55,7 @@ class _Product(torch.autograd.Function):
 
 
 class Float8Linear(Linear):
-    """A `Linear` that multiplies in FP8 if gradients are enabled and 16 divides the number of rows."""
+    """A `Linear` that multiplies in FP8 if gradients are enabled and 16 divides the number of tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)

@@ -100,7 +100,7 @@ def log_validation(run: Any) -> None:
     settings, layout, progress = run.settings, run.loader.layout, run.progress
     run.dog.beat(progress.step, "evaluation", LONG_S)
     if progress.step == run.start.step:
-        print0(f"start: the first evaluation, {settings.eval_tokens:,} tokens")
+        print0(f"start: the first evaluation, up to {settings.eval_tokens:,} tokens")
     batches = {bucket: validation_loader(
         source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
         num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,

@@ -111,7 +111,7 @@ def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: 
     documents, means (G,) int64: the number of documents in each group, and their estimated mean length in tokens. A
     lane reads a unit at a time, and `buffer_size` documents that are shorter than a row stay pending. Longer documents
     stay pending, too, up to the packer's token limit. Lengths are assumed to be exponentially
-    distributed around the mean.
+    distributed with this mean.
     """
     shorter = -np.expm1(-(T + 1) / means)  # the fraction of documents shorter than a row
     all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
@@ -193,7 +193,7 @@ class Order:
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
         int64: the group of each document and its number in the group, in the order of use. keep: in a
-        large bucket, the lane will soon also read the group's documents below this number."""
+        large bucket, the lane soon reads the group's next documents, below this number."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]

@@ -5,7 +5,7 @@ Spikes: steps with a loss or gradient norm far above recent ones. With --skip-sp
                            ^ more than --skip-spikes deviations above the median of 128 applied steps
 
 The median and the median absolute deviation replace the mean and the standard deviation, which a spike would distort.
-For normal values, 1.4826 times the median absolute deviation is the standard deviation. A value far *below* the median
+For a Gaussian, 1.4826 times the median absolute deviation is the standard deviation. A value far *below* the median
 is not a spike.
 
 All ranks have the same totals of every step, so they have the same window and the same limits. The limits are known
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 WINDOW = 128  # recent applied steps in the window
 ENOUGH = 16  # with fewer steps in the window, no step counts as a spike
 MOST_IN_A_ROW = 10  # after this many skipped steps in a row the run ends
-NORMAL = 1.4826  # standard deviation / median absolute deviation of normal values
+NORMAL = 1.4826  # standard deviation / median absolute deviation of a Gaussian
 
 Window = list[list[float]]  # [loss, gradient norm] of applied steps, oldest first
 

@@ -146,7 +146,7 @@ def _document(line: bytes, field: str) -> str:
     for name in field.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     if not isinstance(value, str):
-        raise ValueError(f"not an object with a string in its field `{field}` (--text-field names another)")
+        raise ValueError(f"not an object with a string in its field `{field}` (set it with --text-field)")
     value.encode()  # fails for half a surrogate pair, which is not a character
     return value
 

@@ -181,7 +181,7 @@ RESUMED = [  # an unfinished run that is not resumed
     ("base_train --model-tag=run", {**UNFINISHED, "data/shard_1.parquet": TEXTS},
      ("data/shard_1.parquet", "changed since this run began", "--model-tag")),
     ("base_train --model-tag=run", {**UNFINISHED, "data/shard_1.parquet": GONE},
-     ("data/shard_1.parquet", "gone", "--model-tag")),
+     ("data/shard_1.parquet", "does not exist", "--model-tag")),
     ("base_train --model-tag=run --resume=runs/run/checkpoints/checkpoint-5", UNFINISHED,
      ("checkpoint-5", "trainer_state.json: missing")),
     ("base_train --model-tag=run --resume=runs/run/logs", UNFINISHED, ("no run", "runs/run/logs")),
@@ -421,7 +421,7 @@ def test_an_error_ends_all_processes_and_is_printed_once(copied, half_done):
     assert not run_dir("new").exists()
     fail("--seed", "--model-tag", seed=1)
     (copied / "data" / "shard_0.parquet").unlink()
-    fail("shard_0.parquet", "gone")
+    fail("shard_0.parquet", "does not exist")
     assert fingerprint(half_done) == before
 
 

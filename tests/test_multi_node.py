@@ -142,7 +142,7 @@ def lose_data():
 @pytest.mark.parametrize(("lacks", "message"), [
     ("the tokenizer", "rank 1 on host {host}: {other}/tokenizer"),
     ("our flags", "rank 1 on host {host}: started differently: warmup_steps is 3, on rank 0 it is 2; "),
-    ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it is gone; .*; every machine of "
+    ("the data", "rank 1 on host {host}: {other}/copy/shard_1.parquet: .* it does not exist.*; every machine of "
                  "a launch reads the data itself: copy or mount the same files under the same path on this machine"),
 ])
 def test_a_machine_that_lacks_something_is_named(workplace, lacks, message):

@@ -149,7 +149,7 @@ def test_an_object_swapped_between_launches_is_named(prepared, bucket, kind, key
     at = len(data) // 3
     bucket.put(key, data[:at] + bytes([data[at] ^ 1]) + data[at + 1:])
     error = refuse(**command(kind, "s3://bucket"))
-    assert error.startswith(f"s3://bucket/{key}: has changed since this run began (etag: ") and "\n" not in error
+    assert error.startswith(f"s3://bucket/{key}: it has changed since this run began (etag: ") and "\n" not in error
     assert checkpoints() == before
     bucket.put(key, data)
     succeed(**command(kind, "s3://bucket"))

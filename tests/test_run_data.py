@@ -117,7 +117,7 @@ def test_verify_of_a_run_names_changed_and_missing_data(workplace, capsys):
     (workplace / "data/shard_2.parquet").unlink()
     assert verify.main(["run"]) == 1
     output = capsys.readouterr().out
-    assert f"PROBLEM {path}: has changed since this run began" in output
+    assert f"PROBLEM {path}: it has changed since this run began" in output
     assert "shard_2.parquet: this run reads it" in output
 
 

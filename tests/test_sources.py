@@ -79,8 +79,9 @@ PLAIN = {"compression": "none", "use_dictionary": False}
 @pytest.mark.parametrize("damage, what", [
     (lambda path: path.write_bytes(path.read_bytes()[:-20]), "truncated or not a parquet file"),
     (lambda path: path.write_bytes(b"PAR1"), "truncated or not a parquet file"),
-    (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"has changed since this run began \("),
-    (same_size, r"has changed since this run began \(footer"), (lambda path: path.unlink(), ".*gone.*--model-tag")])
+    (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"it has changed since this run began \("),
+    (same_size, r"it has changed since this run began \(footer"),
+    (lambda path: path.unlink(), ".*does not exist.*--model-tag")])
 def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     path = write_parquet(folder / "s1.parquet", some_texts(20, seed=1), GROUP, **PLAIN)
     manifest, source, size = scan(folder), open_source(folder), path.stat().st_size
@@ -223,7 +224,7 @@ def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_agai
     assert [path.stat().st_mtime_ns for path in source.paths] == stamps, "not converted again"
     (tmp_path / "data" / "b1.txt").write_text("another")
     assert all_texts(open_source(tmp_path / "data"))[2] == ["another"]
-    with pytest.raises(ValueError, match=r"b1\.txt: has changed since this run began"):
+    with pytest.raises(ValueError, match=r"b1\.txt: it has changed since this run began"):
         check(manifest)
 
 

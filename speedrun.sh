@@ -78,7 +78,10 @@ stage() { # name, command: run the command, and return its exit code
 DOWNLOAD=
 on_exit() {
     local code=$?
-    if [[ -n "$RUNNING" ]]; then record $code; fi
+    if [[ -n "$RUNNING" ]]; then
+        echo "speedrun: stopped in stage '$RUNNING'; to continue, run this script again" >&2
+        record $code
+    fi
     if [[ -n "$DOWNLOAD" ]]; then kill "$DOWNLOAD" 2>/dev/null || true; fi
 }
 trap on_exit EXIT
@@ -162,7 +165,7 @@ if [[ "$PROFILE" == gpu && "$NGPU" == 0 ]]; then
         echo "speedrun: PROFILE=gpu, but nvidia-smi lists no GPU; use PROFILE=cpu or set NGPU" >&2
         exit 2
     fi
-    NGPU=8
+    NGPU=8 ASSUMED=" (assumed)"
 fi
 STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
 
@@ -176,7 +179,7 @@ warn_if_shared() { # busy cores slow everything down, especially threads that wa
     fi
 }
 
-echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo ", GPUs: $NGPU"; fi); output: $NANOCHAT_BASE_DIR"
+echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo ", GPUs: $NGPU${ASSUMED:-}"; fi); output: $NANOCHAT_BASE_DIR"
 warn_if_shared
 if [[ -z "$DRY_RUN" ]]; then mkdir -p "$NANOCHAT_BASE_DIR"; fi
 stage "set-up" bash dev/setup.sh

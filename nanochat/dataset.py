@@ -429,7 +429,8 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
         for key in (*compared, *sampled):
             if old.get(key) != new.get(key):
-                raise ValueError(f"{path}: it has changed since this run began ({key}: {old.get(key)} then, "
+                what = "hash" if key == "footer" else key
+                raise ValueError(f"{path}: it has changed since this run began ({what}: {old.get(key)} then, "
                                  f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)")
         return new
 

@@ -352,9 +352,9 @@ def sample_lengths(source: Source) -> np.ndarray:
 def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,
                   about: str = "about ") -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is overlap. One
-    sentence if it reads all `tokens` of the data more than once, and one if many tokens are cropped."""
+    sentence if it reads all `tokens` of the data clearly more than once, and one if many tokens are cropped."""
     notes = []
-    if passes > 1:
+    if passes > 1.05:
         twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""
         lost = f", {cropped:.0%} of them cropped" if cropped > 0.005 else ""
         notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "

@@ -178,7 +178,8 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
             print0(f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05")
     smallest = results["smallest_difference"]
     rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
-    print0("", "the smallest difference that this many seeds can show, for unpaired runs and for runs paired by seed:",
+    assumed = "" if base else ", as if pairing gained nothing"
+    print0("", f"the smallest difference that this many seeds can show, for unpaired and for paired runs{assumed}:",
            *table(["seeds", "unpaired", "paired"], rows), sep="\n")
     if record.get("rerun_difference") is not None:
         print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")

@@ -105,6 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"warning: {line}")
     if why := problem(plan):
         print(f"error: {why}")
+    if not refused and not why:
+        ok("training can start")
     return EXIT_FAILED if refused or why else 0
 
 

@@ -169,18 +169,7 @@ if [[ "$PROFILE" == gpu && "$NGPU" == 0 ]]; then
 fi
 STAGES="$NANOCHAT_BASE_DIR/$TAG-stages.tsv"
 
-warn_if_shared() { # busy cores slow everything down, especially threads that wait for each other
-    local cores load
-    cores=$(nproc --all 2>/dev/null || getconf _NPROCESSORS_ONLN)
-    load=$(cut -d ' ' -f 1 /proc/loadavg 2>/dev/null || echo 0)
-    if [[ "${OMP_NUM_THREADS:-}" != 1 ]] && awk -v load="$load" -v cores="$cores" 'BEGIN { exit !(load > cores) }'; then
-        echo "# warning: the load of this machine is $load on $cores cores: other programs slow this down. Try"
-        echo "# OMP_NUM_THREADS=1 bash speedrun.sh: then no thread waits for another"
-    fi
-}
-
 echo "# profile $PROFILE$(if [[ "$PROFILE" == gpu ]]; then echo ", GPUs: $NGPU${ASSUMED:-}"; fi); output: $NANOCHAT_BASE_DIR"
-warn_if_shared
 if [[ -z "$DRY_RUN" ]]; then mkdir -p "$NANOCHAT_BASE_DIR"; fi
 stage "set-up" bash dev/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"

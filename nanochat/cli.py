@@ -145,7 +145,9 @@ class Parser(argparse.ArgumentParser):
             else:
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
-            self.error(f"{e.strerror}; expected a file of flags")
+            folder = Path(path).parent
+            similar = did_you_mean(Path(path).name, os.listdir(folder) if folder.is_dir() else ())
+            self.error(f"{e.strerror}{similar or '; expected a file of flags'}")
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
         if not isinstance(values, dict):

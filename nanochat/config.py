@@ -484,11 +484,11 @@ def from_flags(args: argparse.Namespace) -> Settings:
 
 # ---- a later launch -----------------------------------------------------------------------------
 
-def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, list[str]]:
-    """(settings, notices) for a command that resumes the run in `run_dir`, whose config.json holds `run`. Automatic
-    settings of the command take the run's values. ValueError lists the changes that are not allowed."""
+def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, dict[str, str]]:
+    """(settings, {change: its effect}) for a command that resumes the run in `run_dir`, whose config.json holds `run`.
+    Automatic settings of the command take the run's values. ValueError lists the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
-    notices: list[str] = []
+    notices: dict[str, str] = {}
     refused: list[str] = []
     fits = True  # whether the run's weights fit the settings of the command
     for name, f in FIELDS.items():
@@ -499,12 +499,11 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
             fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
-            # the positive form of a switch, because values follow
-            change = f"{flag(name).replace('--no-', '--')}: the run has {before!r}, this launch {after!r}"
+            what = flag(name).replace("--no-", "--")  # the positive form of a switch, because values follow
             if f.metadata["fixed"]:
-                refused.append(f"{change} ({f.metadata['fixed']})")
+                refused.append(f"{what}: the run has {before!r}, this launch {after!r} ({f.metadata['fixed']})")
             else:
-                notices.append(change + (f" ({note})" if (note := f.metadata["note"]) else ""))
+                notices[f"{what}: the run started with {before!r}, this launch has {after!r}"] = f.metadata["note"]
     unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last: now --tokenizer
     refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]

@@ -349,7 +349,7 @@ def validation_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, T: i
     prompts = []
     for batch in validation_loader(source, tokenizer=tokenizer, T=T, device="cpu", device_batch_size=NUM_PROMPTS,
                                    num_tokens=NUM_PROMPTS * T):
-        for row in batch.inputs.tolist():
+        for row in batch.inputs[(batch.targets >= 0).any(dim=1)].tolist():  # without padding rows
             tokens = row[:min(PROMPT_TOKENS, T // 2)]
             prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # cut before the second document
     return prompts[:NUM_PROMPTS]

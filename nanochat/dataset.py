@@ -291,8 +291,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
         elif Path(file.name).parent not in folders:
             odd.append(f"no training file is in its folder ({file.name})")
     if odd and chosen:
-        lines.append(f"warning: the last file is used for validation, and {' and '.join(odd)}: name validation data "
-                     f"with --val-path, or use 1% of the documents of every file with --val-fraction=0.01")
+        lines.append(f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation data "
+                     f"with --val-path, or use 5% of the documents of every file with --val-fraction=0.05")
     return lines
 
 

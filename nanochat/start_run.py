@@ -22,6 +22,7 @@ refused command leaves no trace. scripts.validate runs everything before `claim_
 import contextlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,7 @@ class Start:
     origin: Checkpoint | None  # of another run: the one that --init-from names, for a new run at step 0
     cursors: list[dict[str, Any]] | None  # where the data continues, None for the beginning of the data
     skip: int  # number of steps whose rows `find_data` skips from there
-    notices: tuple[str, ...]  # one sentence for each changed setting
+    notices: Mapping[str, str]  # {changed setting: effect of the change}
     last_owner: bytes  # the record of the launch that last owned the run
     manifests: Manifests  # the files of a new run with --order=lanes, else {}
     events: dict[str, dict[str, Any]]  # newest event of each name; "completed" only if the last launch logged it
@@ -116,7 +117,8 @@ class Start:
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
-            return 0, f"{self.run_dir}: completed ({where}), nothing to do; use --model-tag=NAME to start another run"
+            return 0, (f"{self.run_dir}: completed ({where}), nothing to do; to train further, raise "
+                       f"--num-iterations; to start another run, use --model-tag=NAME")
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
             remedy = after_halt(self.run_dir.name, all_dry=self.state.get("all_dry", False))
@@ -191,7 +193,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         from nanochat.integrations.core_eval import read_bundle
 
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
-    config, notices, checkpoint, origin = dict[str, Any](), list[str](), None, None
+    config, notices, checkpoint, origin = dict[str, Any](), dict[str, str](), None, None
     if exists and not scratch:
         config = read_config(run_dir)
         settings, notices = resume_settings(config, settings, run_dir=run_dir)
@@ -216,7 +218,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
     start = Start(
         run_dir=run_dir, settings=settings, horizon=horizon, config=config, checkpoint=checkpoint, origin=origin,
         cursors=None if continued is None else continued.cursors,
-        skip=settings.skip_steps if checkpoint is None else 0, notices=tuple(notices), last_owner=last_owner,
+        skip=settings.skip_steps if checkpoint is None else 0, notices=notices, last_owner=last_owner,
         manifests=manifests, events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {})
     if settings.order == "megatron":
         from nanochat.integrations.megatron_order import settle
@@ -559,8 +561,8 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     settings that differ from those of the run."""
     if start.config:
         print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
-        for notice in start.notices:
-            print0(f"changed: {notice}")
+        for change, effect in start.notices.items():
+            print0(f"changed: {change}{effect and f' ({effect})'}")
     else:
         settings = start.settings.differing()
         print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
@@ -571,6 +573,10 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
            f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
+        print0(f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for each "
+               f"other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that")
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB available")
     if layout.num_leaves % layout.world_size:

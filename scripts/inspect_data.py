@@ -60,12 +60,12 @@ OUTLIER = 4  # robust deviations above the preceding steps
 AROUND = 8  # steps before a spike that define the usual loss of a bucket
 WORST = 3  # rows shown per spike, and documents shown per row
 LEGEND = """\
-lane_row: the row's number in its lane; loss: the row's mean; at: position in the row; tokens: how many are in the row
+lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
-epoch: pass over the data; start, stop: which of the document's tokens; of: how many it has; numbers count from 0"""
+epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 FIND_LEGEND = """\
-epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: which of the document's
-tokens are in the row; loss: the row's mean; numbers count from 0"""
+epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
+to before stop are in the row; loss: the row's mean; numbers count from 0"""
 WORDS = 60  # characters shown from the beginning of a document
 
 
@@ -237,9 +237,9 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     for i, line in enumerate(body if whole_row else body[:LINES]):
         print(line, *(texts[i][:None if whole_row else 1] if args.text else ()), sep="\n    | ")
     if not whole_row:
-        print(f"{min(LINES, len(body))} of the step's {len(body):,} documents; --row=N shows all of one row, --json "
-              f"everything")
-    print(LEGEND)
+        print(f"{min(LINES, len(body))} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
+              f"--json everything")
+    print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
     return 0
 
 
@@ -370,10 +370,11 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
 
 
-def remark(split: str, left_out: bool, passes: Sequence[Any]) -> str:
+def remark(split: str, left_out: bool, passes: Sequence[Any], shared: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the reason."""
     if split != "train":
-        return "a validation document: the run never trains on it"
+        what = "a part of this file that --val-fraction holds out for validation" if shared else "a validation document"
+        return f"{what}: the run never trains on it"
     if left_out:
         return "its targets are masked (--without-documents), so the model never learned to predict it"
     return "" if passes else "the curriculum does not use its bucket"
@@ -440,12 +441,14 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                     use["has_text"] = args.text in part
             passes.append({**asdict(one_pass), "uses": uses, "cropped_after": one_pass.cropped_after,
                            "fate": fate(opened, one_pass)})
+        shared = any(document.name.rpartition(":")[0] == file["name"] for file in
+                     opened.data.manifests["train"].get(document.bucket, {}).get("files", ()))
         head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
                 "without": left_out}
         if args.json:
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
-        print(f"{visible(document.name)} ({document.bucket}): {visible(words)}")
+        print(f"{visible(document.name)} ({document.bucket}{', validation' * (split != 'train')}): {visible(words)}")
         columns = ("epoch", "step", "row", "lane", "start", "stop", "loss", *(["has_text"] if args.text else []))
         if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
             print(*table(columns, lines), sep="\n")
@@ -456,7 +459,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             first, *more = (of_epoch["epoch"] for of_epoch in same)
             if ending:
                 print(f"epochs {first} to {more[-1]}: {ending}" if more else f"epoch {first}: {ending}")
-        if line := remark(split, left_out, passes):
+        if line := remark(split, left_out, passes, shared):
             print(line)
     if legend:
         print(FIND_LEGEND)

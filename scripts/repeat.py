@@ -177,10 +177,10 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
         if 2 / 2**n > 0.05:
             print0(f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05")
     smallest = results["smallest_difference"]
-    rows = [[k, f"{smallest[k]['unpaired']:.6f}", f"{smallest[k]['paired']:.6f}"] for k in smallest]
-    assumed = "" if base else ", as if pairing gained nothing"
-    print0("", f"the smallest difference that this many seeds can show, for unpaired and for paired runs{assumed}:",
-           *table(["seeds", "unpaired", "paired"], rows), sep="\n")
+    ways = ["unpaired", "paired"] if base else ["unpaired"]  # paired: by seed
+    rows = [[k, *(f"{smallest[k][way]:.6f}" for way in ways)] for k in smallest]
+    print0("", "the smallest difference that this many seeds can show between runs:",
+           *table(["seeds", *ways], rows), sep="\n")
     if record.get("rerun_difference") is not None:
         print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")
 
@@ -214,6 +214,8 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
     at = words.index("--") if "--" in words else len(words)
     p = Parser(description="Train one configuration with several seeds.", epilog=__doc__, usage="%(prog)s [flags] -- "
                "FLAGS OF base_train")
+    if words and "--" not in words and not {"-h", "--help"} & {*words}:
+        p.error("no flags of scripts.base_train: they follow --, as in --seeds=3 -- --depth=4 --num-iterations=100")
     p.add_argument("--name", default="base", help="name of this configuration; its runs are called NAME-seedS")
     p.add_argument("--seeds", type=whole(2), default=5, metavar="N", help="number of seeds: seeds 1 to N are used")
     p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="which seeds differ")

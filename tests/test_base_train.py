@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -193,6 +194,13 @@ assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 
 
 # ---- on one process and on several ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("load", "threads", "noted"), [(99.0, 2, True), (99.0, 1, False), (0.0, 2, False)])
+def test_threads_on_a_busy_machine_are_noted(load, threads, noted):
+    with mock.patch("os.getloadavg", lambda: (load, load, load)):
+        torch.set_num_threads(threads)
+        assert ("OMP_NUM_THREADS=1" in succeed(num_iterations=1).out) == noted
+
 
 def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
     """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows. Neither

@@ -13,7 +13,15 @@ import torch
 
 import nanochat.dataloader as module
 from nanochat.common import block, permutation
-from nanochat.dataloader import DataLoader, Dry, StepLayout, default_leaves, validation_config, validation_loader
+from nanochat.dataloader import (
+    DataLoader,
+    Dry,
+    StepLayout,
+    default_leaves,
+    validation_config,
+    validation_loader,
+    validation_prompts,
+)
 from nanochat.order import StreamConfig
 from nanochat.stream import Stream
 from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
@@ -212,6 +220,15 @@ def val_rows(source, T, **kwargs):
         for i in torch.nonzero(alive(batch)).flatten().tolist():
             rows[(*batch.inputs[i].tolist(), *batch.targets[i].tolist())] += 1
     return rows, len(batches)
+
+
+def test_prompts_begin_like_documents_however_few_there_are():
+    """Regression: with little validation data, padding rows became empty prompts."""
+    for num_groups in (1, 40):
+        source = fixed_source(num_groups=num_groups, group_size=2)
+        prompts = validation_prompts({"b": source}, ByteTokenizer(), 32)
+        assert 0 < len(prompts) <= module.NUM_PROMPTS and (num_groups == 1) == (len(prompts) < module.NUM_PROMPTS)
+        assert all(prompt[0] == BOS and len(prompt) > 1 for prompt in prompts)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 600, 10**9])

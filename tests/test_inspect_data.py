@@ -354,6 +354,19 @@ def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypat
         assert ("its targets are masked" in run("find", "--document", f"code/0.parquet:{number}")) == listed
 
 
+def test_the_part_of_a_file_that_is_held_out_is_named_as_such(tmp_path):
+    """Regression: the last lines of a .txt file were called a validation document with the name of the training one."""
+    with training.workplace(tmp_path / "base", **training.SMALL, num_iterations=2):
+        (tmp_path / "notes").mkdir()
+        lines = [f"{i} {text}\n" for i, text in enumerate(some_texts(400, seed=4))]
+        (tmp_path / "notes" / "a.txt").write_text("".join(lines))
+        training.succeed(data_path=tmp_path / "notes", val_fraction=0.1)
+        first, last = (run("find", training.SETTINGS["model_tag"], f"--text={lines[i][:30]}") for i in (0, -1))
+    assert "a.txt:0 (data, validation): " in last and "a.txt:0 (data): " in first
+    assert last.splitlines()[-1] == ("a part of this file that --val-fraction holds out for validation: the run never "
+                                     "trains on it")
+
+
 def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
     log = training.log_file("text")
     log.write_text("".join(json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10))

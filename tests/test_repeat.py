@@ -68,6 +68,12 @@ def test_seeds_of_weights_and_data_vary_separately_and_a_rerun_is_equal(warm_pro
     assert training.losses("d-seed1") != training.losses("w-seed1")
 
 
+def test_flags_of_a_run_without_their_separator_are_explained(capfd):
+    with pytest.raises(SystemExit):
+        repeat.parse_args(["--seeds=3", "--depth=1"])
+    assert "they follow --, as in --seeds=3 -- --depth=4" in capfd.readouterr().err
+
+
 def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reused(capfd, request):
     base, _ = command(capfd, "--name=base", "--seeds=2", "--jobs=2")  # the real processes
     repeats = training.run_dir().parents[1] / "repeats"

@@ -99,8 +99,8 @@ def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_los
     start(2, hook=partial(die_after_step, 6), save_every=2).wait_for_death()
     shutil.copytree(training.run_dir(), training.run_dir("on-four"))
     on_one, on_four = finish(), finish(4, model_tag="on-four")
-    assert "world_size: the run has 2, this launch 1" in on_one and "do not divide" not in on_one
-    assert "world_size: the run has 2, this launch 4" in on_four
+    assert "world_size: the run started with 2, this launch has 1" in on_one and "do not divide" not in on_one
+    assert "world_size: the run started with 2, this launch has 4" in on_four
     assert on_four.count("4 processes do not divide 2 leaves: same data, but results are rounded") == 1
     for tag in ("run", "on-four"):
         assert digests(tag) == reference["digests"]
@@ -183,8 +183,8 @@ def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, wor
         data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,
         sync_save=True, keep_last_k=9, keep_milestone_every=7, max_runtime_seconds=1e5, walltime_reserve_seconds=1,
         collective_timeout_seconds=300, plan="warn", tokenizer=training.run_dir() / "tokenizer")
-    assert "changed: --eval-tokens: the run has 1024, this launch 512" in outcome.out
-    assert outcome.out.count("changed: ") == 14 and "changed: --save-every: the run has" in outcome.out
+    assert "changed: --eval-tokens: the run started with 1024, this launch has 512" in outcome.out
+    assert outcome.out.count("changed: ") == 14 and "changed: --save-every: the run started with" in outcome.out
     assert f"settings: those in {training.run_dir() / 'config.json'}\nchanged: " in outcome.out
     assert "params_total" not in outcome.out, "the settings themselves are printed only when a run starts"
     assert digests() == reference["digests"] and losses() == reference["losses"]
@@ -255,7 +255,7 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_e
     assert len(digests()) == 4 and status.main(["run", "--exit-code"]) == 0
     outcome = succeed(data_path="mistyped", **settings)
     assert "nothing to do" in outcome.out and len(events("val")) == 3
-    assert "warning: ignored settings that differ from the run's config.json: --data-path: the run has " in outcome.out
+    assert "warning: ignored settings: --data-path: the run started with " in outcome.out
 
 
 @pytest.mark.parametrize(("function", "flags", "what", "failures"), [

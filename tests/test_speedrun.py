@@ -250,12 +250,3 @@ def test_the_lock_file_fits_the_project_and_names_only_public_hosts():
     required = {Requirement(line) for lines in (project["dependencies"], *project["optional-dependencies"].values())
                 for line in lines}
     assert locked == {(canonicalize_name(r.name), tuple(r.extras), str(r.specifier)) for r in required}
-
-
-@pytest.mark.parametrize(("cores", "warns"), [(-1, True), (10**6, False)])
-def test_speedrun_warns_on_a_busy_machine(tmp_path, cores, warns):
-    """The load is above the number of cores that nproc prints."""
-    executable(tmp_path / "nproc", f"#!/bin/sh\necho {cores}\n")
-    result = speedrun(DRY_RUN="1", PROFILE="cpu", OMP_NUM_THREADS="2", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert result.returncode == 0 and ("OMP_NUM_THREADS=1" in result.stdout) == warns
-    assert not warns or re.search(r"# warning: the load of this machine is [\d.]+ on -1 cores", result.stdout)

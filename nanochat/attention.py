@@ -31,8 +31,8 @@ A model uses one of four modes:
 Rejected: `flex` for everything. It is fast only when compiled, and compiling it for unusual shapes, such as those of
 generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 
-On CUDA, `flash` and unmasked `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it with
-version 3 or 4 from a separate package.
+On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it
+with version 3 or 4 from a separate package.
 
 Repeatability: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
 `torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the same bits
@@ -190,8 +190,8 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     capability = torch.cuda.get_device_capability()
     if kernel == "wheel":
         if deterministic and capability[0] == 9:
-            log.info("note: the deterministic attention kernel of PyTorch's wheel costs 6 to 9 %% of a step on this "
-                     "GPU; a new run with --attention-kernel=fa3 avoids that (%s)", PACKAGES["fa3"])
+            log.info("note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: by calculation, "
+                     "--attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)", PACKAGES["fa3"])
         return
     if capability[0] not in {"fa3": (9,), "fa4": (9, 10)}[kernel]:
         raise ValueError(f"--attention-kernel={kernel}: this kernel does not run on {torch.cuda.get_device_name()} "
@@ -201,7 +201,7 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     try:
         activate_flash_attention_impl(kernel.upper())
     except (ImportError, RuntimeError, AttributeError) as e:
-        raise ValueError(f"--attention-kernel={kernel}: its package is not installed or too old ({e}); run "
+        raise ValueError(f"--attention-kernel={kernel}: its package is missing or too old ({e}); run "
                          f"{PACKAGES[kernel]}") from e
     if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
         raise ValueError(f"--attention-kernel={kernel}: repeated backward passes give different bits, so runs are "

@@ -81,7 +81,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 class Parser(argparse.ArgumentParser):
     """The command line of every script. Flags cannot be abbreviated; `-` and `_` are interchangeable. --help shows the
-    defaults. An error is one line, which suggests the flag that was probably meant."""
+    defaults. An error is one line; for an unknown flag, it suggests a similar one."""
 
     instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects the flags from a run's config.json
@@ -258,8 +258,8 @@ for _kind, _pattern in {
 
 
 def read_yaml(path: Path | str) -> Any:
-    """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence without the name of
-    the file, if it is too large, not YAML, or holds more than plain values."""
+    """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence without the file's
+    name, if it is too large, is not YAML, or holds more than plain values."""
     data = _read_small(path, MAX_BYTES)
     try:
         values = list(yaml.load_all(data, Loader=_PlainLoader))

@@ -1,5 +1,5 @@
 """
-Shared by every module: the base directory, secrets, paths of data, files that a crash cannot leave half-written, JSON,
+Widely shared: the base directory, masking of secrets, data paths, files that a crash cannot leave half-written, JSON,
 hashes, formatting of output, and random permutations.
 
 Importing it is fast and has no side effects. Environment variables are read when a function is called
@@ -65,8 +65,8 @@ def public(text: str) -> str:
 
 
 def refuse_secrets(word: str) -> None:
-    """ValueError, which does not show the secret, for a path or command-line word that is a URL with user information
-    or a query, or contains one after a comma, an equals sign or a short flag."""
+    """ValueError, without showing the secret, if a path or command-line word is a URL with user information or a query,
+    or has such a URL after a comma, an equals sign or a short flag."""
     # the first test is fast, even for a word that lists a thousand paths
     if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
         flag = re.match(r"--[\w-]+(?==)", word)
@@ -77,7 +77,7 @@ def refuse_secrets(word: str) -> None:
 
 # ---- paths of data ------------------------------------------------------------------------------
 #
-# Data is in local folders or in object storage, below a path such as s3://bucket/train. Only `as_path` imports
+# Data is in local folders or in object storage, below a path such as s3://bucket/train. `as_path` imports
 # nanochat/integrations/object_storage.py, for the first such path.
 
 @dataclass
@@ -120,7 +120,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """A local path. ValueError, which begins with `what` and shows no secret, for a path in object storage."""
+    """A local path. For a path in object storage, a ValueError that begins with `what` and shows no secret."""
     refuse_secrets(os.fspath(path))
     if is_remote(path):
         raise ValueError(f"{what} {as_path(path)}: expected a local folder; download the data first, or write "
@@ -140,7 +140,7 @@ def make_local_copies(paths: Iterable[Path]) -> None:
 
 
 def etag_of(path: Path) -> dict[str, str]:
-    """{"etag": ...} for an object, {} for a file. An object is pinned by its ETag together with its size and footer."""
+    """{"etag": ...} for an object, {} for a file. A changed object is recognized by its ETag, size or footer."""
     return {"etag": path.pinned().etag} if is_remote(path) else {}  # type: ignore[attr-defined]
 
 
@@ -179,7 +179,7 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
-    """Open for writing a file that appears under `path` only when it is complete: temporary name in the same folder,
+    """Open for writing a file that appears at `path` only when it is complete: temporary name in the same folder,
     fsync, rename, fsync of the folder. An exception removes the temporary file and leaves `path` unchanged. The
     temporary file is locked while it is written (see `remove_leftovers`)."""
     path = Path(path)

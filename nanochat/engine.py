@@ -126,8 +126,8 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
     """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint` finds for `path`.
 
     compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path, step, model_config,
-    trainer_state. Raises ValueError for a corrupt checkpoint, a model_config that differs from its saved hash or is
-    unknown to this code, or a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
+    trainer_state. Raises ValueError for a corrupt checkpoint, a model_config that does not match its saved hash or
+    has unknown fields, or a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
     """
     device = torch.device(device)
     checkpoint = find_checkpoint(path)
@@ -156,8 +156,8 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
 # ---- between the steps of a run ------------------------------------------------------------------
 
 def log_samples(run: Any) -> None:
-    """Print and log how the model of a `trainer.Trainer` most likely continues each validation prompt. Call it on
-    rank 0 only."""
+    """Print and log the greedy continuation of each validation prompt by the model of a `trainer.Trainer`. Call it
+    on rank 0 only."""
     from nanochat.dataloader import validation_prompts
 
     engine, texts, decode = Engine(run.model, run.data.tokenizer), [], run.data.tokenizer.decode

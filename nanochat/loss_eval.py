@@ -31,8 +31,8 @@ from nanochat.lifecycle import join_reasons
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
     """Bits per byte of `model` over the batches of all ranks together: the first `steps` of each rank (None: all).
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`
-    also with masks=model.masks(doc_ids). batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T)
+    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`,
+    also masks=model.masks(doc_ids, num_docs). batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T)
     int64, where a target of -100 does not count. token_bytes: (vocab_size,) integers, the bytes of each token's text, 0
     for special tokens; a negative entry is added to the bytes of the next target.
 

@@ -10,10 +10,10 @@ fill about the same number of rows. In epoch e, lane (reader) l of V reads share
     large    group 7         group 2         group 0            groups in a seeded permutation
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
-A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a run of documents of one group
-(such as a row group of a parquet file), permuted. So one lane (or a few neighbours) reads each group, unit by unit.
-A lane may then see one kind of document for as long as a group lasts, which evens out if it reads many groups. In a
-small bucket it would not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled
+A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a permuted run of documents of
+one group (such as a row group of a parquet file). So each group is read by one lane (or a few neighbours), unit by
+unit. A lane may then see one kind of document for as long as a group lasts, which evens out if it reads many groups. In
+a small bucket it would not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled
 document by document.
 
 The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
@@ -40,7 +40,7 @@ UNITS = 8  # minimum number of units in a lane's share of an epoch, if the share
 UNIT_TOKENS = 1 << 16  # approximate maximum number of tokens in a large bucket's unit
 MAX_LANES = 64  # maximum of the default V
 MIN_LANES = 8  # minimum of the default V, however small the data is
-PLENTY = 10  # a lane's share of an epoch has at least this many times its pending documents
+PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending ones
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Order:
         self.counts = np.ones(total, np.int64) if small else documents
         usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable
-        # Units have about equal numbers of tokens, and are small enough that a lane's share has several. In a
+        # Units of a large bucket have about equal numbers of tokens, and a lane's share has several. In a
         # small bucket they are even smaller, so that a lane reads about as many documents as its packer wants.
         self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
         unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
@@ -192,8 +192,8 @@ class Order:
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
-        int64: the group of each document and its number in the group, in the order of use. keep: in a
-        large bucket, the lane soon reads the group's next documents, below this number."""
+        int64: the group of each document and its number in the group, in the order of use. keep: the lane
+        will soon read the group's next documents below this number; 0 in a small bucket."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]

@@ -8,7 +8,7 @@ The median and the median absolute deviation replace the mean and the standard d
 For a Gaussian, 1.4826 times the median absolute deviation is the standard deviation. A value far *below* the median
 is not a spike.
 
-All ranks have the same totals of every step, so they have the same window and the same limits. The limits are known
+All ranks have the same loss and norm of every step, so they have the same window and limits. The limits are known
 before the step, so the device applies them, and the host waits for it only once. The window is saved in checkpoints,
 so a resumed run decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high,
 every step is skipped, until the run ends because it has diverged.

@@ -373,7 +373,7 @@ def fate(opened: Opened, one_pass: Pass) -> str:
 def remark(split: str, left_out: bool, passes: Sequence[Any], shared: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the reason."""
     if split != "train":
-        what = "a part of this file that --val-fraction holds out for validation" if shared else "a validation document"
+        what = "a part of this file that is held out for validation" if shared else "a validation document"
         return f"{what}: the run never trains on it"
     if left_out:
         return "its targets are masked (--without-documents), so the model never learned to predict it"

@@ -363,7 +363,7 @@ def test_the_part_of_a_file_that_is_held_out_is_named_as_such(tmp_path):
         training.succeed(data_path=tmp_path / "notes", val_fraction=0.1)
         first, last = (run("find", training.SETTINGS["model_tag"], f"--text={lines[i][:30]}") for i in (0, -1))
     assert "a.txt:0 (data, validation): " in last and "a.txt:0 (data): " in first
-    assert last.splitlines()[-1] == ("a part of this file that --val-fraction holds out for validation: the run never "
+    assert last.splitlines()[-1] == ("a part of this file that is held out for validation: the run never "
                                      "trains on it")
 
 

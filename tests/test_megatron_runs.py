@@ -197,7 +197,7 @@ def test_find_names_the_steps_of_a_document_that_rows_names(capsys):
         found = json.loads(inspect(capsys, "find", path, f"--document={document}", "--json"))
         uses = {tuple(use.values())[1:] for of_epoch in found["passes"] for use in of_epoch["uses"]}
         assert uses == table[document] and found["split"] == "train" and found["text"]
-    assert "a validation document: the run never" in inspect(capsys, "find", path, "--document=a.bin:59")
+    assert "held out for validation: the run never" in inspect(capsys, "find", path, "--document=a.bin:59")
     log = training.log_file("whole")
     log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if json.loads(line)["step"] < 2))
     document = next(name for name in table if {use[0] for use in table[name]} == {2})

@@ -573,10 +573,11 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
            f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}")
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
-        print0(f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for each "
-               f"other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that")
+    with contextlib.suppress(OSError):  # a system may not know its load
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
+            print0(f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
+                   f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that")
     if (room := device_memory(device, start.settings.world_size)) is not None:
         print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB available")
     if layout.num_leaves % layout.world_size:

@@ -237,8 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (over := start.over()) is not None:
                 print0(over[1])
                 if start.notices:
-                    print0(f"warning: ignored settings: "
-                           f"{'; '.join(start.notices)}")
+                    print0(f"warning: ignored settings: {'; '.join(start.notices)}")
                 return over[0]
             start, data = find_data(start, tokenizer, rank)
             print_split(start, data)

@@ -370,9 +370,11 @@ def fate(opened: Opened, one_pass: Pass) -> str:
     return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
 
 
-def remark(split: str, left_out: bool, passes: Sequence[Any], shared: bool) -> str:
+def remark(opened: Opened, document: Any, split: str, left_out: bool, passes: Sequence[Any]) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the reason."""
     if split != "train":
+        files = opened.data.manifests["train"].get(document.bucket, {}).get("files", ())
+        shared = any(document.name.rpartition(":")[0] == file["name"] for file in files)
         what = "a part of this file that is held out for validation" if shared else "a validation document"
         return f"{what}: the run never trains on it"
     if left_out:
@@ -441,8 +443,6 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                     use["has_text"] = args.text in part
             passes.append({**asdict(one_pass), "uses": uses, "cropped_after": one_pass.cropped_after,
                            "fate": fate(opened, one_pass)})
-        shared = any(document.name.rpartition(":")[0] == file["name"] for file in
-                     opened.data.manifests["train"].get(document.bucket, {}).get("files", ()))
         head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
                 "without": left_out}
         if args.json:
@@ -459,7 +459,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             first, *more = (of_epoch["epoch"] for of_epoch in same)
             if ending:
                 print(f"epochs {first} to {more[-1]}: {ending}" if more else f"epoch {first}: {ending}")
-        if line := remark(split, left_out, passes, shared):
+        if line := remark(opened, document, split, left_out, passes):
             print(line)
     if legend:
         print(FIND_LEGEND)

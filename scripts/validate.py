@@ -81,9 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"{describe_memory(estimate_memory(start.settings))}, with --device-batch-size="
            f"{start.settings.device_batch_size}")
     if not refused:
-        beginning = "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"
-        ok(f"run directory {start.run_dir}{default}: "
-           + (f"resumes from {start.checkpoint.path}" if start.checkpoint else beginning))
+        ok(f"run directory {start.run_dir}{default}: " + (
+            f"resumes from {start.checkpoint.path}" if start.checkpoint else
+            "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"))
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")
     # float32 weights, and two more float32 per weight in the optimizer
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"warning: {line}")
     if why := problem(plan):
         print(f"error: {why}")
-    if not refused and not why:
+    elif not refused:
         ok("training can start")
     return EXIT_FAILED if refused or why else 0
 

@@ -156,6 +156,13 @@ def test_the_stages_of_the_cpu_profile_have_a_working_order(tmp_path):
                                                  "scripts.base_eval", "scripts.sample", "scripts.report"]
 
 
+def test_a_signal_names_the_stage_and_the_way_on(tmp_path):
+    """The stage sends the signal to the script, its parent."""
+    result, called = run_stages(tmp_path, "cpu", failing="base_train", fail="kill -TERM $PPID")
+    assert result.returncode == 143 and called[-1] == "scripts.base_train"
+    assert "speedrun: stopped in stage 'training'; to continue, run this script again" in result.stderr
+
+
 def test_a_failed_stage_stops_the_script_and_its_time_is_recorded(tmp_path):
     result, called = run_stages(tmp_path, "cpu", failing="base_train")
     assert result.returncode == 7 and "stage 'training' failed (7)" in result.stderr

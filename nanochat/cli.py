@@ -286,7 +286,7 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
 
 
 def _check_levels(values: Iterable[Any], level: int = 0) -> None:
-    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in some values."""
+    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in `values`."""
     if level > MAX_LEVELS:
         raise ValueError(TOO_DEEP)
     for value in values:
@@ -309,8 +309,8 @@ class _Aside(logging.StreamHandler):
 
 
 def setup_logging() -> None:
-    """Send these to stderr: warnings and errors from every rank, information from rank 0, and the stacks of a process
-    that a signal kills, such as SIGBUS when a mapped file is truncated. Scripts call this once."""
+    """Send log records to stderr: warnings and errors from every rank, information from rank 0. A process killed by a
+    signal (SIGBUS when a mapped file is truncated) also prints its stack traces. Scripts call this once."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])

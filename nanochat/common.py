@@ -1,6 +1,6 @@
 """
-Widely shared: the base directory, masking of secrets, data paths, files that a crash cannot leave half-written, JSON,
-hashes, formatting of output, and random permutations.
+Helpers that many modules share: the base directory, masking of secrets, data paths, files that a crash cannot leave
+half-written, JSON, hashes, formatting of output, and random permutations.
 
 Importing it is fast and has no side effects. Environment variables are read when a function is called
 (`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`). Functions that need
@@ -78,7 +78,7 @@ def refuse_secrets(word: str) -> None:
 # ---- paths of data ------------------------------------------------------------------------------
 #
 # Data is in local folders or in object storage, below a path such as s3://bucket/train. `as_path` imports
-# nanochat/integrations/object_storage.py, for the first such path.
+# nanochat/integrations/object_storage.py when it first sees such a path.
 
 @dataclass
 class Launch:
@@ -109,7 +109,7 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A path of data: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which behaves like one.
+    """A data path: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which behaves like one.
     ValueError for a URL that may hold credentials; the error does not show them."""
     refuse_secrets(os.fspath(path))
     if not is_remote(path):

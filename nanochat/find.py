@@ -9,8 +9,8 @@ The order gives the lane that reads a document in an epoch. The cursors of the r
 the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
 The cost does not depend on the length of the run, and training records only the cursors of its saves.
 
-In Megatron's order, lanes have no share of the data. There, `SampleStream.samples_with` inverts the tables that list
-the documents of each sample.
+In Megatron's order, the data is not divided into shares for lanes. There, `SampleStream.samples_with` inverts the
+tables that list the documents of each sample.
 
 A document has the name FILE:DOC, where DOC is its number, from 0, among the documents that are read from the file. In
 pretokenized files, each entry is a document.
@@ -141,8 +141,8 @@ class History:
             return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
-        """The approximate step at which a stream's only lane will have used a bucket's pending documents and
-        `first` more, if rows hold as many documents as before. The curriculum decides the bucket of each row."""
+        """The approximate step at which a stream's only lane will have used a bucket's pending documents and the next
+        `first` ones, if rows hold as many documents as before. The curriculum decides the bucket of each row."""
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
         pending = len(feed.packer.waiting())
@@ -184,7 +184,7 @@ def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
 # ---- names of documents --------------------------------------------------------------------------
 
 def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
-    """(file, number of its first document in the file, number of documents) of each group of a source."""
+    """(file, index of the group's first document in the file, document count) for each group of a source."""
     manifest = source.manifest
     for entry in manifest["files"]:
         first, counts = 0, entry["groups"]

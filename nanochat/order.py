@@ -148,7 +148,7 @@ class Order:
         usable = np.minimum(means, config.new_packer().max_tokens or means.max())
         self.means = np.repeat(usable, documents) if small else usable
         # Units of a large bucket have about equal numbers of tokens, and a lane's share has several. In a
-        # small bucket they are even smaller, so that a lane reads about as many documents as its packer wants.
+        # small bucket, units are smaller than that, so that a lane reads about as many documents as its packer wants.
         self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
         unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
         self.sizes = self.counts if small else np.clip(unit_tokens // means, 1, config.unit_size)
@@ -193,7 +193,7 @@ class Order:
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
         int64: the group of each document and its number in the group, in the order of use. keep: the lane
-        will soon read the group's next documents below this number; 0 in a small bucket."""
+        will soon read the group's documents up to this number (exclusive); 0 in a small bucket."""
         sequence, places, _ = self._epoch(epoch)
         if self.small:
             numbers = sequence[place:min(place + self.batch, stop)]

@@ -8,8 +8,8 @@ The plan: what a run will take from each bucket, and the step at which a bucket 
     bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
     code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,544
 
-Lengths alone decide what a row holds. So a stream of mere lengths packs exactly the rows of the run, and a plan follows
-that stream step by step:
+Lengths alone decide what a row holds. So a stream of lengths alone packs exactly the rows of the run, and a plan
+follows that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
@@ -50,7 +50,7 @@ DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (ma
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a run takes from a bucket, in tokens. The run trains on rows * T of them."""
+    """What a run takes from a bucket, in tokens. A row trains on T tokens."""
 
     documents: int  # in one pass; the stored windows of a text count once
     tokens: int  # in one pass, without BOS and repeated tokens
@@ -59,7 +59,7 @@ class BucketPlan:
     trained: int  # tokens that the run receives
     usable: int | None  # tokens available until the first lane is dry; None: more than requested
     dry_step: int | None  # the step at which the first lane is dry
-    account: dict[str, int]  # as in nanochat.stream.ledger: of the run's rows if `exact`, otherwise of some rows
+    account: dict[str, int]  # as in nanochat.stream.ledger: of the run's rows if `exact`, else of a sample
     exact: bool
 
     @property
@@ -119,7 +119,7 @@ def read_plan(path: Path) -> Plan:
     """The plan in a file. FileNotFoundError if it does not exist, ValueError if it is corrupt."""
     phase = {"first_step": int, "tokens": int, "asked": dict}
     value = read_json(path, get_type_hints(Plan) | {"phases": [phase], "buckets": dict})
-    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # what a plan uses of it
+    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the fields that a plan uses
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(account, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
     try:
@@ -268,7 +268,7 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
 
 def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:
     """Each phase with its first step, its tokens, and the tokens that its mix requests from each bucket (to within two
-    rows of each lane). A lane's rows of the run are `first` to `stop` - 1, n per step."""
+    rows of each lane). In this run, each lane packs its rows `first` to `stop` - 1, n per step."""
     mix = config.curriculum
     lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
     shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
@@ -335,7 +335,7 @@ def warnings(plan: Plan) -> list[str]:
         line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
                 f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes")
         if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
-            line += f"; {cropped:.1%} are cropped, which --long-docs=split would use"
+            line += f"; {cropped:.1%} are cropped (--long-docs=split would use them)"
         dry.append(f"{line}; fewer --lanes may use more of it")
     if plan.estimate and plan.halt:
         dry.append(f"the run would halt at the first such step; {DRY_WAYS}")

@@ -48,7 +48,7 @@ Table = list[tuple[Any, ...]]
 
 @dataclass
 class Launch:
-    """One launch of a run, from its lines of the log."""
+    """One launch of a run, built from its lines in the log."""
 
     started: dict[str, Any]  # its first event; older logs lack some fields
     first: int  # number of steps done when it began
@@ -383,7 +383,7 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
     text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} Emitted tokens are in rows, pending ones not yet; 'bos' counts inserted tokens, and "
+            f"overlap. {verdict} Emitted tokens are in rows; pending ones are not yet. 'bos' counts inserted tokens, "
             f"'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped; 'epochs': completed by "
             f"at least one lane.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

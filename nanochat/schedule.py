@@ -21,8 +21,8 @@ The scaling rules and their constants are those of nanochat's scripts/base_train
     D_ref / D (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts, because D is a multiple of the
     count.
 
-If warmup and warmdown overlap (short runs), the lower curve applies. If warmup won until its last step, the curve would
-jump there, and a run shorter than its warmup would end at a high rate.
+If warmup and warmdown overlap (short runs), the lower curve applies. With the warmup alone until its last step, the
+curve would jump there, and a run shorter than its warmup would end at a high rate.
 
 **Another schedule.** Add a field to `ScheduleSettings`, and use it in `Schedule.lr`. The field becomes a flag of
 scripts.base_train and a setting of the run; runs that began without it use its default.
@@ -73,7 +73,7 @@ def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_da
     """
     size_ratio = scaling_params / reference_scaling_params
     if total_batch_size == -1:
-        # rows: the nearest power of two on a log scale, so that the usual numbers of lanes divide it
+        # rows per step: the nearest power of two on a log scale, so that the usual numbers of lanes divide them
         tokens = REFERENCE_BATCH_TOKENS * size_ratio**BATCH_EXPONENT
         total_batch_size = sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
     if total_batch_size <= 0 or total_batch_size % sequence_len:

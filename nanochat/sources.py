@@ -2,7 +2,7 @@
 Sources: the files of a bucket behind one small interface.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
-    Source.read(group, rows)    documents `rows` of a group as token ids, each as [BOS] + ids
+    Source.read(group, rows)    the documents of a group with the indices `rows`, each as [BOS] + token ids
 
 A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of a token file. To
 add a kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
@@ -102,7 +102,7 @@ class Source:
         return [self.tokenizer.decode(ids.tolist()) for ids in documents]
 
     def file_of(self, group: int) -> tuple[int, int]:
-        """A group's (number of its file, number within that file)."""
+        """(index of a group's file, index of the group within that file)."""
         file = int(np.searchsorted(self._first_group, group, side="right")) - 1
         return file, group - int(self._first_group[file])
 
@@ -195,7 +195,7 @@ def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = F
     ValueError for text, which has no stored entries."""
     name = manifest["files"][0]["name"]
     if as_stored and not name.endswith(".bin"):
-        raise ValueError("--packing binned: packs documents stored as tokens, but this data is text; convert it with "
+        raise ValueError("--packing=binned packs documents stored as tokens, but this data is text; convert it with "
                          "python -m scripts.tok_shards, or use --packing bestfit")
     kind = ParquetSource if name.endswith(SUFFIXES) else reader_class(name)
     return kind(manifest, tokenizer, **({"as_stored": True} if as_stored else {}))

@@ -8,8 +8,8 @@ Text files: which of their documents are read, and how parquet is read.
 
 The last three kinds are converted once, by `as_parquet` (nanochat/text_kinds.py).
 
---text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A cached parquet file has one
-column of that name. Every command that reads text uses this module, so all commands accept the same files and report
+--text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A converted file has that one
+column. Every command that reads text uses this module, so all commands accept the same files and report
 the same errors.
 
 **Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each file has training and
@@ -134,11 +134,11 @@ ALL = Selection()
 
 @contextlib.contextmanager
 def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
-    """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors of object storage pass
-    unchanged, because they name the object, and the file is not at fault."""
+    """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors from object storage are
+    not changed: they name the object, and the file is not at fault."""
     try:
         yield
-    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as e:  # the last two: corrupt sizes, names
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as e:  # last two: a corrupt size, name
         if is_remote(path) and str(e).startswith(str(path)):
             raise
         raise ValueError(f"{path}: {problem} ({e}); delete the file and download or create it again (python -m "
@@ -199,7 +199,7 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
 
 def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
     """(raw footer, documents of each row group, bytes of all texts before compression) of a parquet file of text. Files
-    converted by nanochat record the bytes of their texts in metadata. Raises the errors of `open_parquet`, and
+    converted by nanochat record this number of bytes in their metadata. Raises the errors of `open_parquet`, and
     ValueError if the footer reports nulls."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
@@ -223,7 +223,7 @@ def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
 
 
 def text_tokens(text_bytes: int, documents: int) -> int:
-    """The estimated number of tokens of texts: one per 4 bytes, and a BOS per document."""
+    """The estimated number of tokens in texts: one per 4 bytes, plus a BOS per document."""
     return text_bytes // 4 + documents
 
 

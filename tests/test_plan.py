@@ -165,7 +165,7 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
     _, much = warnings(plan)
     assert "25% of the tokens of its data are cropped" in much and "--long-docs=split" in much
     little = {"web": dataclasses.replace(bucket, account={**bucket.account, "cropped": 30})}
-    assert "8.9% are cropped, which --long-docs=split would use" in warnings(
+    assert "8.9% are cropped (--long-docs=split would use them)" in warnings(
         dataclasses.replace(plan, buckets=little))[0]
     assert "--long-docs=split" not in warnings(dataclasses.replace(plan, crops=False))[0]
     unlimited = dataclasses.replace(bucket, max_epochs=0, dry_step=None, trained=3000)

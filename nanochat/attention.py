@@ -190,8 +190,8 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     capability = torch.cuda.get_device_capability()
     if kernel == "wheel":
         if deterministic and capability[0] == 9:
-            log.info("note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: by calculation, "
-                     "--attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)", PACKAGES["fa3"])
+            log.info("note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: we estimate "
+                     "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)", PACKAGES["fa3"])
         return
     if capability[0] not in {"fa3": (9,), "fa4": (9, 10)}[kernel]:
         raise ValueError(f"--attention-kernel={kernel}: this kernel does not run on {torch.cuda.get_device_name()} "

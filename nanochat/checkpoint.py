@@ -35,8 +35,8 @@ except the newest two. For `keep_last_k` = 2 and `keep_milestone_every` = 400, j
     checkpoint-  100   200   300   400   500   600   700   800(corrupt)   final
                   x     x     x     M     x     L     L     ?              F
 
-x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`. Files of other programs, `final`, and checkpoints
-that are corrupt or newer than the one just written are never touched."""
+x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`, which counts only good checkpoints. Files of other
+programs, `final`, and checkpoints newer than the one just written are never deleted."""
 
 import contextlib
 import errno
@@ -342,14 +342,16 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
 
 # ---- retention -------------------------------------------------------------------------------------------------------
 
-def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
-          keep_milestone_every: int | None = None) -> list[str]:
+def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None, keep_milestone_every: int | None = None,
+          known: dict[str, bool] | None = None) -> list[str]:
     """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns their names.
     `good_step`: the step of a checkpoint that this process has just written. With `keep_last_k` None, only timed
-    checkpoints are deleted, except the newest TIMED_KEPT of them.
+    checkpoints are deleted, except the newest TIMED_KEPT of them. `known`: {name: whether the checkpoint is good};
+    the others that would be kept are verified, which reads them whole, and added to it. Corrupt ones do not count.
 
     Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a file of another
     program stays. A checkpoint that cannot be deleted stays, with a warning."""
+    known = {} if known is None else known
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):
@@ -358,8 +360,19 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None,
             own = name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown") and not path.is_symlink()
             if own and step <= good_step and (keep_last_k is not None or seal.get("by_time")):
                 numbered.append((step, name, path))
+    older, kept = sorted(numbered), 0
+    while older and kept < (keep_last_k or TIMED_KEPT):
+        _, name, path = older.pop()
+        if name not in known:
+            known[name] = True
+            try:
+                verify_checkpoint(path)
+            except (OSError, ValueError) as e:
+                known[name] = False
+                log.warning("%s is kept, but not counted by --keep-last-k: %s", name, e)
+        kept += known[name]
     deleted = []
-    for step, name, path in sorted(numbered)[:-(keep_last_k or TIMED_KEPT)]:
+    for step, name, path in older:
         if step == good_step or (keep_milestone_every and step % keep_milestone_every == 0):
             continue
         try:
@@ -387,8 +400,8 @@ class Saver:
     """Writes checkpoints on rank 0, one at a time, in a thread, and decides whether the run continues after an error.
 
     A full disk is no reason to lose a week while an older good checkpoint exists. So the run survives an OSError,
-    except the third in a row, one while no good checkpoint exists, and one in the run's last save. Any other error is
-    a bug, and ends the run at once. `good`: a checkpoint of the run that is known to be good, if one exists."""
+    unless it is the third in a row, no good checkpoint exists, or it is in the run's last save. Any other error is a
+    bug, and ends the run at once. `good`: a checkpoint of the run that is known to be good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
         self._good, self._errors = good, 0  # errors in a row

@@ -76,7 +76,7 @@ def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> 
         number = int(number)
     if type(number) not in ((int,) if whole else (int, float)) or not minimum <= number < 2**63:
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{what}: got {_show(value)}, expected {kind} of {minimum} or more")
+        raise ValueError(f"{what}: got {_show(value)}, expected {kind} >= {minimum}")
     return number
 
 

@@ -8,8 +8,8 @@ The processes of one launch: their device and group, and how they exchange value
     gather_results(f)  all: f() --list, or one error--> all        for work that may fail without ending the run
     share(t)           rank 0: a tensor --> all                    for tensors that only rank 0 can read
 
-Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0, whose output users read, prints
-the error, with rank and host unless it happened on rank 0 alone or on all ranks:
+Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0 prints the
+error, with rank and host unless it happened on rank 0 alone or on all ranks:
 
     rank 0   the file exists         "rank 1 on host b: x.bin: no such file"      exit 1
     rank 1   the file is missing     prints nothing                               exit 1
@@ -82,8 +82,8 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
     if on_cuda and not available["cuda"] and (unseen := unseen_gpus()):
         raise ValueError(f"--device-type cuda: {unseen}; or use --device-type cpu")
     if not available.get(device_type):
-        raise ValueError(f"--device-type: got {device_type!r}, expected cuda, mps or cpu; this PyTorch offers "
-                         f"{' and '.join(name for name in available if available[name])}")
+        raise ValueError(f"--device-type: got {device_type!r}, expected one that this PyTorch offers: "
+                         f"{', '.join(name for name in available if available[name])}")
     distributed, rank, local_rank, world_size = get_dist_info()
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
     if on_cuda:

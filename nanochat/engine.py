@@ -37,7 +37,7 @@ def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: 
     tokens. Raises ValueError for a negative temperature or a top_k below 1.
     """
     if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"sampling: got temperature={temperature}, top_k={top_k}, expected >= 0 and >= 1")
+        raise ValueError(f"sampling: got temperature={temperature}, top_k={top_k}, expected at least 0 and 1")
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is None:

@@ -184,7 +184,7 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
 
     def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
         """A `Reduce` that starts the exchange across nodes only when its result is requested."""
-        # for each rank of this node, the chunks of all ranks with the same position in their nodes
+        # for each rank of this node, the chunks of the ranks at its position in every node
         sent = message.view(nodes, L, -1).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=inside, async_op=True)

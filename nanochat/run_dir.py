@@ -87,8 +87,8 @@ def _has_run(path: Path) -> bool:
 
 
 def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
-    """The run directory with this tag (tried first) or path; None stands for the only run. FileNotFoundError and, for
-    None, ValueError list the existing runs."""
+    """The run directory with this tag (tried first) or path; None stands for the only run. Raises
+    FileNotFoundError, or ValueError for None."""
     runs, root = list_runs(), get_base_dir() / "runs"
     known = ", ".join(runs) or "none"
     if tag_or_path is None:
@@ -139,7 +139,7 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a folder with its content, or a symbolic link, but never the target of a link."""
+    """Remove a file, a folder and its contents, or a symbolic link, but never the target of a link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -158,13 +158,13 @@ def open_folders(run_dir: Path) -> None:
             try:
                 remove_tree(path)
             except OSError as e:
-                log.warning("%s: this unfinished save or deletion cannot be removed (%s); delete it", path, e.strerror)
+                log.warning("%s: this unfinished save or deletion is in the way (%s); delete it", path, e.strerror)
     for name in ("", *FOLDERS):
         remove_leftovers(run_dir / name, fresh_s=0.0)
 
 
 def remake_folder(run_dir: Path, name: str) -> Path:
-    """Recreate a removed folder of a run, such as logs/rows, with a warning for each. Returns its path.
+    """Recreate a removed folder of a run, such as logs/rows, and warn. Returns its path.
     FileNotFoundError if the run directory was removed, too."""
     folder = run_dir
     for part in name.split("/"):

@@ -195,7 +195,7 @@ def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = F
     ValueError for text, which has no stored entries."""
     name = manifest["files"][0]["name"]
     if as_stored and not name.endswith(".bin"):
-        raise ValueError("--packing=binned packs documents stored as tokens, but this data is text; convert it with "
+        raise ValueError("--packing binned: this data is text, but binned packs stored tokens; convert it with "
                          "python -m scripts.tok_shards, or use --packing bestfit")
     kind = ParquetSource if name.endswith(SUFFIXES) else reader_class(name)
     return kind(manifest, tokenizer, **({"as_stored": True} if as_stored else {}))

@@ -244,6 +244,7 @@ class Trainer:
     saver: Saver
     saved_at: float = field(default_factory=time.monotonic)  # last save, or the launch, on this rank's clock
     all_agreed_to_save: bool = False  # the totals of the last step had `save` set
+    known_checkpoints: dict[str, bool] = field(default_factory=dict)  # name: whether it is good, for retention
 
     @property
     def settings(self) -> Settings:
@@ -317,8 +318,9 @@ class Trainer:
                     raise ValueError(lost)
                 path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
                                        cursors=cursors, trainer_state=trainer_state)
+                self.known_checkpoints[path.name] = True
                 prune(run_dir, step, keep_last_k=settings.keep_last_k,
-                      keep_milestone_every=settings.keep_milestone_every)
+                      keep_milestone_every=settings.keep_milestone_every, known=self.known_checkpoints)
                 return path
 
             self.saver.start(write, last=last)

@@ -1,5 +1,5 @@
 """
-A rank that hangs or dies takes the others down within a stated time, with an error that names it.
+If a rank hangs or dies, the others end within a stated time, with an error that names it.
 
 Without this, the others wait in a collective: forever, or until the library gives up with an error that names no
 rank. Here each rank's main thread reports where it is, and two threads do the rest:
@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from nanochat.common import counted
 from nanochat.lifecycle import is_alive_here
 
 log = logging.getLogger(__name__)
@@ -154,8 +155,8 @@ class Watchdog:
         return self._left
 
     def _exchange(self, store: Any) -> bool:
-        """`_round` with a store. This rank reads another's record only if that process is gone, if this rank is
-        rank 0, waiting for the others to leave, or if this rank is late and it or the other is rank 0."""
+        """`_round` with a store. This rank reads another's record only if that process is gone; if this rank is
+        rank 0 and waits for the others to leave; or if this rank is late and it or the other is rank 0."""
         ours, num_present = self._published[self.rank][0], 0
         left, late = ours["left"], ours["late"]
         store.set(f"rank/{self.rank}", json.dumps({**ours, "clock": time.monotonic()}))
@@ -179,7 +180,7 @@ class Watchdog:
         return left and (self.rank > 0 or not num_present)
 
     def _judge(self) -> str:
-        """The verdict: which rank is to blame; '' if rank 0 waits for ranks that work. Only rank 0 judges, and only
+        """The verdict: which rank is to blame; '' if rank 0 waits for ranks at work. Only rank 0 judges, and only
         after its main thread has been over its limit for `silence_s`, while it listened to the others."""
         now, idle, world_size = self._clock, self._idle(), len(self.ranks)
         if self.rank > 0 or idle <= self._limit() + self.silence_s or (self._store is None and world_size > 1):
@@ -201,8 +202,8 @@ class Watchdog:
             more = ", and its process does not answer" if silent else ", and has left" if record["left"] else ""
             parts.append(f"{self._name(rank)} was last seen at {record['at']}{more}")
         if waiting := [record["at"] for rank, (record, _) in enumerate(published) if rank not in stuck]:
-            parts.append(f"the other {len(waiting)} wait at {waiting[0]}")
-        return f"{'; '.join(parts)}, for {idle:,.0f} s now"
+            parts.append(f"waiting at {waiting[0]}: {counted(len(waiting), 'other rank')}")
+        return f"{'; '.join(parts)}; no progress for {idle:,.0f} s"
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} on host {self.ranks[rank]['host']} (pid {self.ranks[rank]['pid']})"
@@ -246,7 +247,7 @@ class Watchdog:
         return verdict
 
     def _leave(self, within_s: float) -> None:
-        """Wait until the heartbeat has published that this rank leaves, or until the heartbeat hangs."""
+        """Wait until the heartbeat has published that this rank is leaving, or hangs."""
         self._left = True
         self._wake.set()
         self._wait(within_s, lambda: not self._heart.is_alive() or time.monotonic() >= self._last_round + ANSWER_S)

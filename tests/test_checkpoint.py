@@ -334,15 +334,17 @@ def names(run):
 
 @settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(steps=st.sets(st.integers(0, 9)), good=st.integers(0, 9), k=st.none() | st.integers(1, 4),
-       m=st.none() | st.integers(1, 4))
-def test_retention_keeps_what_its_rule_names(tmp_path, steps, good, k, m):
+       m=st.none() | st.integers(1, 4), corrupt=st.sets(st.integers(0, 9)))
+def test_retention_keeps_what_its_rule_names_and_counts_only_good_checkpoints(tmp_path, steps, good, k, m, corrupt):
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     for step in steps:
-        small(tmp_path, step)
+        path = small(tmp_path, step)
+        if step in corrupt:
+            (path / "a.bin").write_bytes(b"corrupt")
     gone = ckpt.prune(tmp_path, good, keep_last_k=k, keep_milestone_every=m)
     assert gone == sorted(gone)
     for step in steps:
-        newer = sum(step < other <= good for other in steps)
+        newer = sum(step < other <= good for other in steps - corrupt)
         stays = k is None or step >= good or newer < k or (m is not None and step % m == 0)
         assert (f"checkpoint-{step}" in gone) != stays
 

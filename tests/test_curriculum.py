@@ -156,7 +156,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     ("curriculum:\n- web\n", "phase 1: expected an object, got a string"),
     (ONE + "- mix: {web: 1}\n", "phase 2: duration_tokens: expected a whole number or a number or a string, got"),
     (ONE + "  duration_token: 4\n", r"phase 1 has an unknown key 'duration_token'; .*; did you mean duration_tokens\?"),
-    (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number of 1 or more"),
+    (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number >= 1"),
     (FOR + "0.5\n", "duration_tokens: got 0.5"), (FOR + "1e19\n", "duration_tokens: got"),
     (FOR + ".inf\n", "got inf"), (FOR + "true\n", "got true or false"),
     (FOR + "2020-01-01\n", "duration_tokens: got '2020-01-01', expected a whole number"),

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanochat import lifecycle, start_run, trainer
-from nanochat.checkpoint import load_checkpoint
+from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.integrations import core_eval
 from nanochat.run_dir import read_log
 from scripts import inspect_data, status
@@ -300,6 +300,17 @@ def test_saves_by_time_keep_the_saves_of_an_earlier_launch_with_save_every(monke
     monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
     succeed(save_every=-1, num_iterations=7)
     assert checkpoints() == [*(f"checkpoint-{step}" for step in (1, 2, 3, 5, 6)), "final"]
+
+
+def test_retention_does_not_count_corrupt_checkpoints():
+    """Regression: with --keep-last-k=2, one good and one corrupt checkpoint were left."""
+    succeed(save_every=1, num_iterations=4)
+    for name in ("checkpoint-3", "final"):
+        path = training.run_dir() / "checkpoints" / name / MODEL_NAME
+        path.write_bytes(path.read_bytes()[:-1])
+    output = succeed(save_every=4, num_iterations=5, keep_last_k=2)
+    assert checkpoints() == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "final"]
+    assert "checkpoint-3 is kept, but not counted by --keep-last-k: " in output.err
 
 
 def test_all_ranks_save_when_a_save_is_due_on_one():

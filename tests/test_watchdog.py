@@ -97,7 +97,8 @@ def test_slow_work_a_slow_save_and_a_slow_exit_end_no_launch(tmp_path):
 def test_a_rank_that_hangs_is_named_with_its_stack_and_all_ranks_end(tmp_path):
     group = start(tmp_path, "sleep")
     assert group.wait() == [1, 1, 1]
-    verdict = f"{who(group, 2)} was last seen at step {BAD_STEP}; the other 2 wait at step {BAD_STEP} (reduction), for "
+    verdict = (f"{who(group, 2)} was last seen at step {BAD_STEP}; waiting at step {BAD_STEP} (reduction): 2 other "
+               "ranks; no progress for ")
     state, outputs = read_state(tmp_path / "run"), [path.read_text() for path in group.outputs]
     assert state["status"] == "failed" and state["reason"].startswith(verdict)
     assert verdict in outputs[0] and verdict in outputs[2]
@@ -143,13 +144,13 @@ def record(count=10, *, late=True, left=False):
 
 
 JUDGED = {  # rank 0 has waited too long at step 9: the records of ranks 1 and 2, and its verdict
-    "fewest beats": (record(), record(9), "rank 2 on host node2 (pid 102) was last seen at step 8; the other 2 wait at "
-                                          "step 9, for 700 s now"),
+    "fewest beats": (record(), record(9), "rank 2 on host node2 (pid 102) was last seen at step 8; waiting at step 9: "
+                                          "2 other ranks; no progress for 700 s"),
     "behind, and works": (record(), record(9, late=False), ""),
     "silent": ("silent", record(), "rank 1 on host node1 (pid 101) was last seen at step 9, and its process does not "
-                                   "answer; the other 2 wait at step 9"),
+                                   "answer; waiting at step 9: 2 other ranks"),
     "has left": (record(), record(4, left=True),
-                 "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; the other 2 wait"),
+                 "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; waiting at step 9: 2"),
     "all at one point": (record(), record(), "all 3 ranks have been at step 9 for 700 s: the network between them"),
     "never published": (record(), None, "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does"),
 }
@@ -255,7 +256,7 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert open_store(1) is None
     group = training.launch(hang_alone, [[]], [{}])
     assert group.wait() == [1]
-    assert re.search(r"error: rank 0 on host .* was last seen at step 4 \(forward\), for \d s now", group.text())
+    assert re.search(r"error: rank 0 .* was last seen at step 4 \(forward\); no progress for \d s", group.text())
     assert "in hang_alone" in group.text()
 
 

@@ -114,7 +114,7 @@ class ModelSettings:
         64, "model width divided by depth; the width is rounded up to whole heads", fixed=SHAPE, least=1, most=10**4)
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
     max_seq_len: int = setting(
-        2048, "T: number of tokens that a row trains on", fixed="decides the length of a row", least=1, most=10**8)
+        2048, "T: tokens per row that are trained on", fixed="decides the length of a row", least=1, most=10**8)
     attention_mode: str = setting(
         "causal", "how attention is masked; all but causal confine it to one document", choices=tuple(MODES),
         fixed="decides which tokens a token attends to")
@@ -200,8 +200,8 @@ class MegatronSettings:
         "documents are used for training)", auto=True,
         fixed="decides which documents are used for training and which for validation", of_order="megatron")
     blend_weights: list | None = setting(
-        None, "weight of each path in --data-path (default: each sample once; a single path repeats as "
-        "needed)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
+        None, "weight of each path in --data-path (default: every sample is used once; a single path is "
+        "repeated as needed)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
     eod_mask_loss: bool = setting(
         False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
     num_samples: int = setting(

@@ -89,7 +89,7 @@ class StepLayout:
             raise ValueError(f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
                              f"one. Raise --lanes, or start fewer processes.")
         if not 1 <= self.num_leaves <= self.V or self.num_leaves & (self.num_leaves - 1):
-            raise ValueError(f"--leaves: got {self.num_leaves}, expected a power of two up to the {self.V} lanes")
+            raise ValueError(f"--leaves: got {self.num_leaves}, expected a power of two no larger than {self.V} lanes")
         if self.device_batch_size < 1:
             raise ValueError(f"--device-batch-size: got {self.device_batch_size}, expected at least 1")
 

@@ -418,8 +418,8 @@ class TokenFile:
             if record.get(key, value) != value:
                 raise ValueError(f"{self.path}: {key} is {value:,}, but {MANIFEST_NAME} says {record[key]:,}; {REDO}")
         if min(groups, default=1) < 1 or sum(groups) != len(self):
-            raise ValueError(f"{self.path}: groups of {groups!r:.80} entries in {MANIFEST_NAME}, expected numbers that "
-                             f"add up to {len(self):,}; {REDO}")
+            raise ValueError(f"{self.path}: the groups in {MANIFEST_NAME} have {groups!r:.80} entries, expected "
+                             f"numbers that add up to {len(self):,}; {REDO}")
         start, stop = HEADERS[self.format].size, self.idx_bytes
         ranges = [(0, start), (start, min(start + EDGE_BYTES, stop)), (max(start, stop - EDGE_BYTES), stop)]
         footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in self._index.read_many(ranges)))
@@ -444,7 +444,7 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
     if len(pair) == 0:
         raise ValueError(f"{pair.idx_path}: it has no documents (0 entries); delete the pair")
     if "modes" in pair.tables:
-        raise ValueError(f"{pair.idx_path}: it is multimodal data (its sequences have modes), which training does not "
+        raise ValueError(f"{pair.idx_path}: it is multimodal data (its sequences have modes), which training cannot "
                          f"use; read it with nanochat.integrations.megatron.IndexedDataset")
     return pair
 

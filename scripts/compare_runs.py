@@ -21,7 +21,7 @@ is the step taken after k others; checkpoint k is saved after k steps. For two d
 and bits per byte at the same numbers of tokens.
 
 **Equal** means equal bits; for everything else the size of the difference is printed. The exit code is 0 if everything
-that both runs have is equal, else 1, even if only the files of equal rows differ (text, shards).
+that both runs have is equal, else 1, also if equal rows come from different files (text and shards).
 """
 
 import math

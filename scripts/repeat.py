@@ -17,7 +17,7 @@ interval, and the smallest difference that n seeds can show at the 5 % level (St
     unpaired    t(2n - 2) s sqrt(2 / n)           paired    t(n - 1) s_d / sqrt(n)
 
 s_d is the standard deviation of the differences between runs with equal seeds. Without `--against`, it is estimated as
-s sqrt(2), as if runs with equal seeds were independent. `--against` trains the change with BASE's seeds and reports the
+s sqrt(2), as if runs with equal seeds were independent. `--against` trains a variant with BASE's seeds and reports the
 mean difference, its 95 % interval, and the exact p-value of the sign-flip permutation test: of all 2^n ways to flip the
 signs of the differences, the share whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
 

@@ -2,7 +2,7 @@
 Show the progress of runs: step, loss, throughput, time left, and how each run ended.
 
     python -m scripts.status                      # all runs, one line each
-    python -m scripts.status mine                 # one run in detail: its name or folder
+    python -m scripts.status mine                 # one run in detail, by name or folder
     python -m scripts.status d12 d24 --sort=bpb   # several runs, the best first
     python -m scripts.status mine --watch         # refresh every two seconds until the run ends
     python -m scripts.status mine --json          # for programs

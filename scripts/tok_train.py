@@ -5,8 +5,8 @@ Train a BPE tokenizer on the training split.
     python -m scripts.tok_train --data-path=my.jsonl.gz --val-path=held_out.jsonl --output-dir=DIR
     python -m scripts.tok_train                  # nanochat's defaults: 2 B characters, 32,768 tokens
 
-    all files but the last -> their documents in order -> the first DOC_CAP characters of each -> rustbpe,
-                                                                                                  until MAX_CHARS
+    all files but the last -> their documents in order -> the first DOC_CAP characters of each,
+                                                          up to MAX_CHARS in total -> rustbpe
 
 Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
 tokenizer.json lists the files that were read (names, sizes). If the output folder already holds the tokenizer
@@ -51,7 +51,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
                                             f"(default: the {NAME} download)")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
-    parser.add_argument("--val-path", help="validation files, which are left out (default: the last file)")
+    parser.add_argument("--val-path", help="validation files, which are not read (default: the last file)")
     parser.add_argument("--output-dir", type=Path, help="folder to write (default: <base dir>/tokenizer, where "
                         "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
     parser.add_argument("--force", action="store_true", help="train even if the output folder holds a tokenizer, and "

@@ -324,7 +324,7 @@ def test_the_manifest_must_match_the_pair_and_is_read_again_when_it_changes(tmp_
         open_tokens(tmp_path / "a.bin").pin("a")
     for groups in ([1, 3], [2, 0], [3, -1]):
         write_folder(tmp_path, {"a": ([[1, E], [2, E]], None)}, groups=groups)
-        with pytest.raises(ValueError, match=r"a\.bin: groups of \[.*, expected numbers that add up to 2"):
+        with pytest.raises(ValueError, match=r"a\.bin: the groups in .* have \[.*, expected numbers that add up to 2"):
             open_tokens(tmp_path / "a.bin").pin("a")
     for entries, count in ([[1, E]], 1), ([[1, E], [2, E]], 2):
         write_folder(tmp_path, {"a": (entries, None)})

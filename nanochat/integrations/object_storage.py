@@ -165,7 +165,7 @@ class Bucket:
         try:
             self.store = self.obs.store.from_url(self.name, client_options=options, retry_config=retry, **endpoint)
         except BaseException:  # a panic in Rust is not an Exception
-            raise ValueError(f"{self.name}: the environment does not describe how to reach it; check "
+            raise ValueError(f"{self.name}: environment variables to access it are missing or wrong; check "
                              f"{KEYS_HINT[scheme]}") from None
 
     def stat(self, meta: Any) -> Stat:

@@ -277,8 +277,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     end = f"; {reads}" if reads else ""
     if shared:
         files = counted(len(train), "file")
-        return [f"validation: {shared:.3g} of each file's documents ({files}){documents(val, ', ')}",
-                f"training: the others{documents(train, ', ')}{end}"]
+        return [f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
+                f"training: the rest{documents(train, ', ')}{end}"]
     val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
     share = val_bytes / max(1, all_bytes)
     lines = [f"validation: {summary(val)}, {share:.1%} of all bytes", f"training: {summary(train)}{end}"]
@@ -325,9 +325,9 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
     if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
-        raise ValueError(f"{files[0]}: this part of the data ({counted(len(files), 'file')}) contains only empty "
-                         f"documents; choose other data with --data-path and --val-path, or another "
-                         f"--text-field")
+        part = f"the {selection.part} part of the data" if selection.part else "this data"
+        raise ValueError(f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; choose "
+                         f"other data with --data-path and --val-path, or another --text-field")
     return {"root": str(folder.resolve()), "files": pins, **selection.named()}
 
 

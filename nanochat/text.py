@@ -120,9 +120,11 @@ class Selection(TextSettings):
                 skipped["short"] += 1
 
     def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[str]:
-        """The selected part of a file that is a single document."""
+        """The selected part of a file that is a single document, cut at the start of a line."""
         at = math.ceil(len(text) * (1 - self.val_fraction))
-        at = text.find("\n", at) + 1 or at
+        if next_line := text.find("\n", at) + 1:
+            this_line = text.rfind("\n", 0, at) + 1
+            at = next_line if text[next_line:].strip() else this_line or at  # a single line is cut inside
         parts = {"train": text[:at], "val": text[at:], "": text}
         return replace(self, part="").documents([parts[self.part]], skipped)
 

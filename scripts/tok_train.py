@@ -72,7 +72,8 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
     same_files = files == read if training.get("exhausted") else files[:len(read)] == read
     if training.get("arguments") != arguments or not same_files:
         raise ValueError(f"{output_dir}: holds a tokenizer trained with different arguments or files, which data and "
-                         f"runs may depend on; name another --output-dir, or replace it with --force")
+                         f"runs may depend on. Add --output-dir=DATA/tokenizer, where runs on the folder DATA "
+                         f"find it, or replace it with --force")
     return RustBPETokenizer.from_directory(output_dir)
 
 

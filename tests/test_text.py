@@ -101,6 +101,16 @@ def test_one_txt_file_is_cut_at_a_line(tmp_path, content):
     assert 0.1 < len(val[0]) / len(content) < 0.21 and ("\n" not in content or train[0].endswith("\n"))
 
 
+@given(lines=st.lists(st.sampled_from(["a", "some words", "x" * 300]), min_size=1, max_size=9), end=st.sampled_from(
+    ["", "\n", "\n\n"]), fraction=st.sampled_from([0.01, 0.05, 0.3, 0.5]))
+def test_law_no_part_of_a_txt_file_is_empty(lines, end, fraction):
+    """Regression: if a final newline ended the line with the cut, nothing was left for validation."""
+    content = "\n".join(lines) + end
+    train, val = ("".join(Selection(val_fraction=fraction, part=part).of_one_document(content, {"short": 0}))
+                  for part in ("train", "val"))
+    assert train + val == content and train.strip() and (val.strip() or len(content.strip()) < 2 / fraction)
+
+
 # ---- saved data sets ------------------------------------------------------------------------------------------------
 
 def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):

@@ -122,7 +122,7 @@ SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
      ["3 documents", "20 files", r"no training file is in its folder \(wiki/0.parquet\).*--val-fraction"]),
     (SHARDS, [DataFile("web/z.parquet", 10, 1)], {"chosen": True},
      [r"z.parquet \(1 document\), 0.0%", "20 files", "it is a single document.*--val-path"]),
-    (SHARDS, SHARDS, {"shared": 0.01}, ["0.01 of each .*20 files.*, 200 documents", "the others, 200"]),
+    (SHARDS, SHARDS, {"shared": 0.01}, ["0.01 of each .*20 files.*, 200 documents", "the rest, 200"]),
 ])
 def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, expected):
     lines = describe_split(train, val, **how)

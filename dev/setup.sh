@@ -87,7 +87,7 @@ quietly() { # name, command: run the command, and print its output only if it fa
 }
 
 install() { # a requirements file
-    quietly "$1" .venv/bin/python -m pip install --disable-pip-version-check --no-input -r "$1"
+    quietly "$1" .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar=off -r "$1"
 }
 
 finished() {

@@ -369,7 +369,7 @@ def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None, keep
                 verify_checkpoint(path)
             except (OSError, ValueError) as e:
                 known[name] = False
-                log.warning("%s is kept, but not counted by --keep-last-k: %s", name, e)
+                log.warning("%s is kept, but does not count as a good checkpoint: %s", name, e)
         kept += known[name]
     deleted = []
     for step, name, path in older:

@@ -382,8 +382,8 @@ def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> 
     buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items())
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
-    text = (f"Ledger after {step:,} steps, in tokens; a row has T + 1 = {T + 1:,} of them, because inputs and targets "
-            f"overlap. {verdict} Emitted tokens are in rows; pending ones are not yet. 'bos' counts inserted tokens, "
-            f"'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped; 'epochs': completed by "
-            f"at least one lane.")
+    text = (f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "
+            f"and targets overlap. Emitted tokens are in rows; pending ones are not yet.\n'bos' counts inserted "
+            f"tokens, 'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped;\n'epochs': "
+            f"completed by at least one lane.")
     return text, ("bucket", *LEDGER, "cropped %"), rows

@@ -244,7 +244,10 @@ class Trainer:
     saver: Saver
     saved_at: float = field(default_factory=time.monotonic)  # last save, or the launch, on this rank's clock
     all_agreed_to_save: bool = False  # the totals of the last step had `save` set
-    known_checkpoints: dict[str, bool] = field(default_factory=dict)  # name: whether it is good, for retention
+    known_checkpoints: dict[str, bool] = field(init=False)  # {name: whether it is good}, for retention
+
+    def __post_init__(self) -> None:
+        self.known_checkpoints = {} if self.start.checkpoint is None else {self.start.checkpoint.path.name: True}
 
     @property
     def settings(self) -> Settings:

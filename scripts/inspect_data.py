@@ -472,7 +472,7 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     with opened.stream_at(step) as stream:
         accounts = ledger(stream.cursors(), opened.config.T)
     text, header, rows = ledger_table(step, accounts, opened.config.T)
-    print(text, *["(the newest save)"] * (args.step is None), *table(header, rows), sep="\n")
+    print(text, *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0
 
 

@@ -121,7 +121,7 @@ def check_disk(start: Start, num_bytes: int) -> None:
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     number = 1 + (num_steps - 1) // every if every > 0 else BY_TIME if every < 0 else 1
-    needs = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.2f} GB, the run "
+    needs = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.3f} GB, the run "
              f"keeps {number:,}")
     if free < COPIES * num_bytes:
         raise ValueError(f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk")

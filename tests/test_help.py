@@ -1,5 +1,7 @@
 """scripts.help: the list of commands, running one by its name, and shell completion."""
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,3 +50,11 @@ def test_completion_knows_commands_flags_and_choices(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(ValueError, match=r"shtab is not installed; pip install -e '\.\[cli\]'"):
         help_.main(["completion", "zsh"])
+
+
+def test_without_pytorch_a_command_names_the_set_up():
+    ended = subprocess.run([sys.executable, "-S", "-m", "scripts.status"], capture_output=True, text=True,
+                           cwd=SCRIPTS.parent)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert re.fullmatch(r"error: .* has no PyTorch; run `bash dev/setup.sh`, then `source .venv/bin/activate`\n",
+                        ended.stderr)

@@ -310,7 +310,7 @@ def test_retention_does_not_count_corrupt_checkpoints():
         path.write_bytes(path.read_bytes()[:-1])
     output = succeed(save_every=4, num_iterations=5, keep_last_k=2)
     assert checkpoints() == ["checkpoint-2", "checkpoint-3", "checkpoint-4", "final"]
-    assert "checkpoint-3 is kept, but not counted by --keep-last-k: " in output.err
+    assert "checkpoint-3 is kept, but does not count as a good checkpoint: " in output.err
 
 
 def test_all_ranks_save_when_a_save_is_due_on_one():

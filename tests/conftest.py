@@ -4,6 +4,7 @@
 
 Laws with expensive examples take a share of the profile's number, `tests.toy.examples(0.4)`."""
 
+import gc
 import getpass
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
+gc.disable()  # until all tests are collected, which creates a million objects and almost no garbage
 slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=20, **slow)
 settings.register_profile("thorough", max_examples=500, **slow)
@@ -35,6 +37,12 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 LONG_FILES = ("state_machine", "gpu_check", "bitwise", "optim", "watchdog", "repeat", "object_storage", "gpu_smoke",
               "remote_runs", "inspect_data", "stream_laws", "multi_node")
+
+
+def pytest_collection_finish():
+    """From here on, the garbage collector ignores what exists now."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items):

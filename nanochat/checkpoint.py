@@ -342,16 +342,15 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
 
 # ---- retention -------------------------------------------------------------------------------------------------------
 
-def prune(run_dir: Path, good_step: int, *, keep_last_k: int | None = None, keep_milestone_every: int | None = None,
-          known: dict[str, bool] | None = None) -> list[str]:
+def prune(run_dir: Path, good_step: int, known: dict[str, bool], *, keep_last_k: int | None = None,
+          keep_milestone_every: int | None = None) -> list[str]:
     """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns their names.
-    `good_step`: the step of a checkpoint that this process has just written. With `keep_last_k` None, only timed
-    checkpoints are deleted, except the newest TIMED_KEPT of them. `known`: {name: whether the checkpoint is good};
-    the others that would be kept are verified, which reads them whole, and added to it. Corrupt ones do not count.
+    `good_step`: the step of a checkpoint that this process has just written. `known`: {name: whether the checkpoint is
+    good}; others are verified, which reads them whole, before they count, and added. Corrupt ones do not count. With
+    `keep_last_k` None, only timed checkpoints are deleted, except the newest TIMED_KEPT of them.
 
     Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a file of another
     program stays. A checkpoint that cannot be deleted stays, with a warning."""
-    known = {} if known is None else known
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):

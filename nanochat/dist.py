@@ -8,8 +8,8 @@ The processes of one launch: their device and group, and how they exchange value
     gather_results(f)  all: f() --list, or one error--> all        for work that may fail without ending the run
     share(t)           rank 0: a tensor --> all                    for tensors that only rank 0 can read
 
-Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0 prints the
-error, with rank and host unless it happened on rank 0 alone or on all ranks:
+Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0 prints the error, with
+rank and host unless it happened on rank 0 alone or on all ranks:
 
     rank 0   the file exists         "rank 1 on host b: x.bin: no such file"      exit 1
     rank 1   the file is missing     prints nothing                               exit 1

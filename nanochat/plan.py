@@ -50,7 +50,7 @@ DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (ma
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """What a run takes from a bucket, in tokens. A row trains on T tokens."""
+    """What a run takes from a bucket, in tokens. It trains on T tokens of each row."""
 
     documents: int  # in one pass; the stored windows of a text count once
     tokens: int  # in one pass, without BOS and repeated tokens

@@ -9,8 +9,8 @@ Text files: which of their documents are read, and how parquet is read.
 The last three kinds are converted once, by `as_parquet` (nanochat/text_kinds.py).
 
 --text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A converted file has that one
-column. Every command that reads text uses this module, so all commands accept the same files and report
-the same errors.
+column. Every command that reads text uses this module, so all commands accept the same files and report the same
+errors.
 
 **Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each file has training and
 validation data: document number i (from 0) is used for validation if floor((i + 1) f) exceeds floor(i f): with 0.01,
@@ -120,7 +120,7 @@ class Selection(TextSettings):
                 skipped["short"] += 1
 
     def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[str]:
-        """The selected part of a file that is a single document, cut at the start of a line."""
+        """The selected part of a file that is a single document, cut at the start of a line if one follows."""
         at = math.ceil(len(text) * (1 - self.val_fraction))
         if next_line := text.find("\n", at) + 1:
             this_line = text.rfind("\n", 0, at) + 1

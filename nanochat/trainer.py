@@ -322,8 +322,8 @@ class Trainer:
                 path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
                                        cursors=cursors, trainer_state=trainer_state)
                 self.known_checkpoints[path.name] = True
-                prune(run_dir, step, keep_last_k=settings.keep_last_k,
-                      keep_milestone_every=settings.keep_milestone_every, known=self.known_checkpoints)
+                prune(run_dir, step, self.known_checkpoints, keep_last_k=settings.keep_last_k,
+                      keep_milestone_every=settings.keep_milestone_every)
                 return path
 
             self.saver.start(write, last=last)

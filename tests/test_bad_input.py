@@ -157,7 +157,7 @@ FLAGS = [("base_train " + flags, {}, words) for flags, words in [
     ("--num-iterations=-1 --target-param-data-ratio=-1", ("--num-iterations", "--target-flops")),
     (f"--overlap={training.T - 1} --long-docs=split", ("--overlap", f"{training.T - 2}")),
     ("--dtype=float64", ("--dtype", "bfloat16")),
-    ("--device-type=gpu", ("--device-type: got 'gpu'", "cpu")),
+    ("--device-type=gpu", ("--device-type: got 'gpu'", "that this PyTorch offers: cpu")),
     ("--model-tag=../elsewhere", ("--model-tag", "folder name")),
     ("--model-tag=-d12", ("--model-tag: got '-d12'", "does not start with . or -")),
     ("--window-pattern=SXL", ("window_pattern", "letters S")),

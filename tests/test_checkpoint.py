@@ -341,7 +341,7 @@ def test_retention_keeps_what_its_rule_names_and_counts_only_good_checkpoints(tm
         path = small(tmp_path, step)
         if step in corrupt:
             (path / "a.bin").write_bytes(b"corrupt")
-    gone = ckpt.prune(tmp_path, good, keep_last_k=k, keep_milestone_every=m)
+    gone = ckpt.prune(tmp_path, good, {}, keep_last_k=k, keep_milestone_every=m)
     assert gone == sorted(gone)
     for step in steps:
         newer = sum(step < other <= good for other in steps - corrupt)
@@ -364,12 +364,15 @@ def test_only_what_this_program_wrote_under_that_name_is_deleted(tmp_path, caplo
     (folder / "checkpoint-20").rename(folder / "checkpoint-6")  # renamed by a user
     (small(tmp_path, 60) / "a.bin").write_bytes(b"corrupt")  # newer than the newest good one
     foreign = ["best", *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")), "final"]
-    assert ckpt.prune(tmp_path, 50) == [] and len(names(tmp_path)) == 13
-    assert ckpt.prune(tmp_path, 50, keep_last_k=2, keep_milestone_every=15) == [
+    assert ckpt.prune(tmp_path, 50, {}) == [] and len(names(tmp_path)) == 13
+    assert ckpt.prune(tmp_path, 50, {}, keep_last_k=2, keep_milestone_every=15) == [
         "checkpoint-5-shutdown", "checkpoint-10"]
     assert names(tmp_path) == sorted([*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))])
-    assert ckpt.prune(tmp_path, 7, keep_last_k=1) == [], "all are newer than step 7"
-    assert ckpt.prune(tmp_path, 50, keep_last_k=1) == ["checkpoint-30", "checkpoint-40"]
+    assert ckpt.prune(tmp_path, 7, {}, keep_last_k=1) == [], "all are newer than step 7"
+    known = {"checkpoint-50": False}
+    assert ckpt.prune(tmp_path, 50, known, keep_last_k=1) == ["checkpoint-30"], "what is known is not verified again"
+    assert known == {"checkpoint-50": False, "checkpoint-40": True}
+    assert ckpt.prune(tmp_path, 50, {}, keep_last_k=1) == ["checkpoint-40"]
     assert not caplog.records
 
 
@@ -381,7 +384,7 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others
             small(run, step)
         caplog.clear()
         with faults.failing_at(k, errno.EACCES, below=run) as changes:
-            deleted = ckpt.prune(run, 4, keep_last_k=1)
+            deleted = ckpt.prune(run, 4, {}, keep_last_k=1)
         assert (k < len(changes.made)) == (k < total)
         assert len(deleted) == 3 - (k < total) == 3 - caplog.text.count("could not be deleted")
         rd.open_folders(run)

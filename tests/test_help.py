@@ -56,4 +56,5 @@ def test_if_a_package_is_missing_a_command_names_the_set_up():
     ended = subprocess.run([sys.executable, "-S", "-m", "scripts.base_train"], capture_output=True, text=True,
                            cwd=SCRIPTS.parent)
     assert ended.returncode == 1
-    assert re.fullmatch(r"error: No module named '\w+' in .*; run `bash dev/setup.sh`, then `source .*\n", ended.stderr)
+    assert re.fullmatch(r"error: No module named '\w+' in .*; run `bash dev/setup.sh`, then "
+                        r"`source .venv/bin/activate`\n", ended.stderr)

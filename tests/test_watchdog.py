@@ -256,7 +256,8 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert open_store(1) is None
     group = training.launch(hang_alone, [[]], [{}])
     assert group.wait() == [1]
-    assert re.search(r"error: rank 0 .* was last seen at step 4 \(forward\); no progress for \d s", group.text())
+    verdict = r"error: rank 0 on host .* was last seen at step 4 \(forward\); no progress for \d s\n"
+    assert re.search(verdict, group.text())
     assert "in hang_alone" in group.text()
 
 

@@ -113,7 +113,7 @@ def load_plain(file: Path) -> Any:
     use. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
+    except OSError:  # the disk failed, which says nothing about the file
         raise
     except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, ...
         raise ValueError(f"{file}: refused, because it is corrupt or holds something other than tensors and plain "
@@ -151,7 +151,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
     than its checksums. `contents`: bytes or a plain state for each relative name. An error leaves no partial file."""
     try:
         existing_step = verify_checkpoint(target)["step"]
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # another OSError may hide a good checkpoint
         existing_step = None
     if existing_step == head["step"]:
         log.info("%s already exists and is good; it is kept", target)
@@ -311,19 +311,28 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def first_good(paths: Iterable[Path]) -> Checkpoint | None:
-    """The first checkpoint that verifies, or None. Each one before it is named in a warning with the reason."""
+    """The first checkpoint that verifies; None if there are no paths. Each one before it is named in a warning with the
+    reason. ValueError, with all reasons, if there are paths and every checkpoint is corrupt. OSError if the disk fails:
+    that is not corruption, and an older checkpoint is no substitute for one that may be good."""
+    reasons = []
     for path in paths:
         try:
             return load_checkpoint(path)
-        except (OSError, ValueError) as e:
+        except (FileNotFoundError, NotADirectoryError, ValueError) as e:
             log.warning("%s is skipped: %s", path.name, e)
+            reasons.append(str(e))
+        except OSError as e:
+            raise OSError(e.errno, f"{path}: cannot be read ({e.strerror}); nothing was changed. Fix the disk or the "
+                                   f"permissions, then run the same command again") from e
+    if reasons:
+        raise ValueError(f"no checkpoint can be used: {'; '.join(reasons)}")
     return None
 
 
 def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     """The checkpoint with this path, or the newest good one of the run with this tag or directory; @STEP or @NAME
     after a run selects one. None stands for the only run. FileNotFoundError, which lists what exists, if nothing
-    matches; ValueError if every match is corrupt, with the reason for the newest."""
+    matches; ValueError if every match is corrupt, with the reasons."""
     text = os.fspath(find_run(None) if tag_or_path is None else tag_or_path)
     path = Path(text).expanduser()
     if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
@@ -337,7 +346,9 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
         which = "" if whole else f" {selector!r}, expected a step, final, or nothing for the newest"
         raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; existing checkpoints: "
                                 f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}")
-    return first_good(matches) or load_checkpoint(matches[0])  # raises the reason for the newest
+    checkpoint = first_good(matches)
+    assert checkpoint is not None  # there are matches
+    return checkpoint
 
 
 # ---- retention -------------------------------------------------------------------------------------------------------

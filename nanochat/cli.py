@@ -27,6 +27,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import tomllib
@@ -316,6 +317,54 @@ def setup_logging() -> None:
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
 
 
+class _LastingFile(io.FileIO):
+    """A file whose reader may leave. What it can no longer take is dropped, so that no print ends a program whose real
+    output is elsewhere."""
+
+    def write(self, data: Any) -> int:
+        try:
+            while (written := super().write(data)) is None:  # full, and another program set it not to wait
+                select.select([], [self.fileno()], [])
+            return written
+        except OSError as e:
+            if e.errno in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone: stop trying
+                discard(self.fileno())
+            return len(data)
+
+
+def discard(fd: int) -> None:
+    """From now on, all that this process and its children write to a file descriptor is dropped."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    if nowhere != fd:
+        os.dup2(nowhere, fd)
+        os.close(nowhere)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """Inside the context, a closed stdout or stderr (`| head`, a closed terminal) ends only that output."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = map(_lasting, before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _lasting(stream: Any) -> Any:
+    """A stream with a `_LastingFile` below it; one without a file descriptor, such as a test's buffer, as it is."""
+    try:
+        stream.flush()
+        fd = stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return stream
+    below = io.BufferedWriter(_LastingFile(fd, "w", closefd=False))
+    return io.TextIOWrapper(below, stream.encoding, stream.errors, line_buffering=True)
+
+
 def quiet_gc() -> None:
     """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs only when there are
     100,000 more. Call this before a loop that creates no reference cycles: the search for cycles took a tenth of the
@@ -349,6 +398,11 @@ def run_main(main: Callable[[], int | None]) -> None:
     (ValueError, OSError) becomes one sentence on stderr and exit code 1. The script exits quietly if the reader closes
     the pipe (as with `head`), and with one line after a stop or Ctrl-C. Any other exception is a bug and keeps its
     traceback."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # closed (>&-): the next file that is opened would take its place, and receive what we print
+            discard(fd)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes what the terminal cannot encode
             stream.reconfigure(errors="backslashreplace")
@@ -356,17 +410,24 @@ def run_main(main: Callable[[], int | None]) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         code = main() or 0
-        sys.stdout.flush()
+        if sys.stdout is not None:  # Python has no stdout if it was closed
+            sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards output that is still buffered
+        discard(sys.stdout.fileno())  # with the output that is still buffered
         code = 128 + signal.SIGPIPE
     except (ValueError, OSError) as e:
-        print(f"error: {visible(public(str(e)))}{_base_hint(e)}", file=sys.stderr, flush=True)
+        _say(f"error: {visible(public(str(e)))}{_base_hint(e)}")
         code = EXIT_FAILED
     except StopAsked as e:
-        print(f"stopped: {visible(public(str(e)))}", file=sys.stderr, flush=True)
+        _say(f"stopped: {visible(public(str(e)))}")
         code = 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+        _say("interrupted")
         code = 130
     sys.exit(code)
+
+
+def _say(text: str) -> None:
+    """Print to stderr, which may be closed."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)

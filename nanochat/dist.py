@@ -90,9 +90,33 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
     if distributed and not dist.is_initialized():
-        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=timeout_s),
-                                device_id=device if on_cuda else None)
+        timeout = timedelta(seconds=timeout_s)
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group("nccl" if on_cuda else "gloo", store=of_this_attempt(store), rank=rank,
+                                world_size=world_size, timeout=timeout, device_id=device if on_cuda else None)
     return distributed, rank, local_rank, world_size, device
+
+
+def of_this_attempt(store: dist.Store, name: str = "group") -> dist.Store:
+    """The part of the launch's store that belongs to this attempt of torchrun. With --max-restarts, all attempts share
+    one store, in which an attempt would otherwise find the addresses of the dead processes of the one before it."""
+    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}", store)
+
+
+def elastic_problem() -> str:
+    """Why this launch cannot survive a change of its number of nodes, although torchrun's --nnodes allows one; '' if it
+    can, or if the number is fixed. If nodes share one store, a new round of them finds the addresses of the old one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return ""
+    with contextlib.suppress(OSError):  # no /proc
+        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        nodes = re.search(r"--nnodes[= ](\d+):(\d+)", command) or re.fullmatch(
+            r"(\d+):(\d+)", os.environ.get("PET_NNODES", ""))
+        if nodes and nodes[1] != nodes[2]:
+            return (f"--nnodes={nodes[1]}:{nodes[2]}: this launch will fail when the number of nodes changes; set "
+                    f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun on every node (docs/clusters.md)")
+    return ""
 
 
 def prepare_cuda(deterministic: bool) -> None:

@@ -5,7 +5,7 @@ Why a run stops, which launch owns it, and where it stands.
     flag file: rank 0's heartbeat checks it -+--> stop.check(): '' or the reason --> in the step's sum --> all stop
     walltime: every rank --------------------'
 
-    RUN/.shutdown_requested    written by scripts.stop; ignored if it is older than this launch
+    RUN/.shutdown_requested    written by scripts.stop; names the launch that it is meant for
     RUN/.owner.json            names the launch that owns the run; that launch holds a lock on this file
     RUN/.run_state.json        where the run stands, and a heartbeat; rewritten by rank 0
 
@@ -52,14 +52,14 @@ import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from nanochat.common import LAUNCH, StopAsked, duration, parse_json
 from nanochat.run_dir import finite, open_regular
 
 log = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 FLAG_NAME = ".shutdown_requested"
 STATE_NAME = ".run_state.json"
 OWNER_NAME = ".owner.json"
@@ -99,11 +99,13 @@ def slurm_end(env: Mapping[str, str]) -> str:
         return ""
 
 
-def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float) -> float | None:
+def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float, *,
+             reserve_s: float = 0.0) -> float | None:
     """The time by which this process must end, on the monotonic clock (like `started`); None without a walltime.
     The first limit that is set counts, and is logged: `max_runtime_seconds` (-1: not set), the end of the SLURM job
     (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for a limit that is not a positive, finite number of
-    seconds, or an end that has passed."""
+    seconds, an end that has passed, and a limit that leaves nothing beside `reserve_s`, the time kept for the last
+    save: such a launch would train one step, and so would every launch that a cluster requeues after it."""
     if max_runtime_seconds != -1:
         name, text = "--max-runtime-seconds", str(max_runtime_seconds)
     elif text := slurm_end(env):
@@ -123,33 +125,54 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float)
         raise ValueError(f"{name}: got {text!r}, expected " + (
             "the unix time at which this job ends (unset it if it is left over from another job)" if is_unix_time else
             "a positive number of seconds"))
+    if left_s <= reserve_s:
+        raise ValueError(f"{name}: {duration(left_s)} are left, but --walltime-reserve-seconds={reserve_s:g} of them "
+                         f"are kept for the last save, so this launch could not train; allow more time, or lower "
+                         f"--walltime-reserve-seconds")
     end = left_s + (time.monotonic() if is_unix_time else started)
     log.info("walltime: %s left (%s)", duration(end - time.monotonic()), name)
     return end
 
 
-def launch_began() -> float:
-    """The unix time at which this process, or the torchrun that started it, began; now if the system does not say."""
-    ticks = process_start(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-    if ticks is None:
-        return time.time()
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
-    return time.time() - age_s
+def launcher_pid() -> int:
+    """The process that started this launch: torchrun, which may start its processes several times, or this one."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+
+
+def boot_id() -> str:
+    """Names the current boot of this machine; '' if the system does not."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def uptime_s() -> float:
+    """Seconds since this machine booted, a clock that nobody can set."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+
+
+def began_s(pid: int) -> float:
+    """The uptime at which a process began; now if the system does not say."""
+    ticks = process_start(pid)
+    return uptime_s() if ticks is None else int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class StopWatch:
     """Collects the reasons for this process to stop. Inside the context, signals are recorded, and a signal ends a
     wait for object storage; on exit the previous handlers are restored. Signals are left alone if this is not the main
-    thread: Python lets no other thread set handlers."""
+    thread: Python lets no other thread set handlers. SIGHUP is left alone if it is ignored, as under nohup.
 
-    ended = 0.0  # when this process left its last StopWatch, unix seconds
+    run_dir: a request to stop that is there now may be a leftover, see `_is_leftover`."""
 
-    def __init__(self, deadline: float | None = None, *, reserve_s: float = 0.0) -> None:
+    ended = 0.0  # the uptime at which this process left its last StopWatch
+
+    def __init__(self, deadline: float | None = None, *, reserve_s: float = 0.0, run_dir: Path | None = None) -> None:
         self._deadline, self._reserve_s = deadline, reserve_s
         self._signals: list[int] = []
-        self._first_int: float | None = None
         self._previous: dict[int, Any] = {}
-        self._since = max(launch_began(), StopWatch.ended)  # an older flag is a leftover
+        self._previous_wakeup = -1
+        self._began_s = max(began_s(launcher_pid()), StopWatch.ended)
+        self._first_request = read_request(run_dir) if run_dir else None
         self._flagged = False
         self._last_check: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -160,14 +183,19 @@ class StopWatch:
     def __enter__(self) -> "StopWatch":
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._previous[number] = signal.signal(number, self._on_signal)
                 signal.siginterrupt(number, number == signal.SIGINT)  # only SIGINT interrupts a system call
+            self._watch_ctrl_c()
         LAUNCH.stop = self.requested
         return self
 
     def __exit__(self, *error: object) -> None:
         LAUNCH.stop = lambda: False
-        StopWatch.ended = time.time()
+        StopWatch.ended = uptime_s()
+        if self._previous:
+            os.close(signal.set_wakeup_fd(self._previous_wakeup))  # ends the thread of _watch_ctrl_c
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
@@ -178,29 +206,54 @@ class StopWatch:
             line = f"{signal.Signals(number).name}: stopping after the current step, if any, and saving"
             if number == signal.SIGINT:
                 line += "; to exit without saving, press Ctrl-C again after one second"
-            os.write(2, f"\n{line}\n".encode())
-        if number == signal.SIGINT:
-            now = time.monotonic()
-            if self._first_int is not None and now - self._first_int >= SAME_CTRL_C_S:
-                os.write(2, b"second SIGINT: exiting immediately without saving\n")
-                os._exit(130)
-            self._first_int = self._first_int or now
+            write_stderr(f"\n{line}\n")
         self._signals.append(number)
+
+    def _watch_ctrl_c(self) -> None:
+        """Let a thread end the process on a second Ctrl-C. The handler cannot: Python calls it only when the main
+        thread returns from PyTorch, which may take a whole step. The system writes the number of each signal to a pipe
+        at once."""
+        arrivals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        self._previous_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+
+        def watch() -> None:
+            first_s = None
+            with os.fdopen(arrivals, "rb", buffering=0) as pipe:
+                while number := pipe.read(1):
+                    if number[0] != signal.SIGINT:
+                        continue
+                    now_s = time.monotonic()
+                    if first_s is None:
+                        first_s = now_s
+                    elif now_s - first_s >= SAME_CTRL_C_S:
+                        write_stderr("second SIGINT: exiting immediately without saving\n")
+                        os._exit(130)
+
+        threading.Thread(target=watch, name="ctrl-c", daemon=True).start()
 
     def ignore_stores(self) -> None:
         """The run is over: from now on, every wait for object storage ends immediately."""
         LAUNCH.stop = lambda: True
 
     def check_flag(self, run_dir: Path) -> None:
-        """Check for the flag file, and delete it if an earlier launch left it behind. The owner's heartbeat calls this,
-        so that no step waits for a disk."""
-        flag, now = run_dir / FLAG_NAME, time.time()
+        """Check for a request to stop, and delete one that an earlier launch left behind. The owner's heartbeat calls
+        this, so that no step waits for a disk."""
         with contextlib.suppress(OSError):
-            if not self._flagged and os.lstat(flag).st_mtime >= self._since:
+            request = None if self._flagged else read_request(run_dir)
+            if request is None:
+                return
+            if self._is_leftover(request):
+                os.unlink(run_dir / FLAG_NAME)
+            else:
                 self._flagged = True
-                os.utime(flag, (now, now), follow_symlinks=False)  # a future date would also stop later launches
-            elif not self._flagged:
-                os.unlink(flag)
+
+    def _is_leftover(self, request: "Request") -> bool:
+        """Whether a request to stop was meant for an earlier launch. No clock that can be set decides: machines differ
+        by hours, and a clock may be set back while a run trains."""
+        if request.boot and request.boot == boot_id():  # made on this machine since it booted
+            return request.uptime_s < self._began_s
+        return request == self._first_request and request.launcher != identify_launcher()
 
     def note(self, what: str, seconds: float) -> None:
         """Record how long some work between steps took. It is not counted as part of the step, and from now on each
@@ -240,12 +293,49 @@ def join_reasons(reasons: Sequence[str]) -> str:
     return f"{first} (rank {rank})" if first.startswith("SIG") and not all(reasons) else first
 
 
+class Request(NamedTuple):
+    """A request to stop, the content of the flag file. Equal requests are the same one."""
+
+    launcher: str = ""  # of the launch that owned the run, or had owned it last; '' if none had
+    boot: str = ""  # `boot_id` where scripts.stop ran
+    uptime_s: float = 0.0  # and `uptime_s` there
+    inode: int = 0  # of the file
+    mtime_ns: int = 0
+
+
 def request_stop(run_dir: Path) -> None:
     """Ask a run to stop, whether a launch already owns it or is about to claim it. ValueError if the flag is not a
     regular file."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    owner: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        owner = parse_json(_last_owner(run_dir)[0], "", dict)
+    content = {"launcher": str(owner.get("launcher", "")), "boot": boot_id(), "uptime_s": uptime_s()}
     with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
-        os.utime(file.fileno(), (time.time(),) * 2)  # our clock, not a file server's
+        file.truncate(0)
+        file.write(json.dumps(content).encode())
+
+
+def read_request(run_dir: Path) -> Request | None:
+    """The request to stop in a run directory, None if there is none. Anybody may have made the file in any way, so its
+    content is only compared."""
+    try:
+        with open_regular(run_dir / FLAG_NAME, os.O_RDONLY) as file:
+            found, data = os.fstat(file.fileno()), file.read(4096)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    request = Request(inode=found.st_ino, mtime_ns=found.st_mtime_ns)
+    try:
+        content = parse_json(data, "", {"launcher": str, "boot": str, "uptime_s": float})
+    except ValueError:
+        return request
+    return request._replace(launcher=content["launcher"], boot=content["boot"], uptime_s=content["uptime_s"])
+
+
+def write_stderr(text: str) -> None:
+    """Write to stderr without buffers and locks, for handlers of signals. If stderr is closed, nothing happens."""
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -267,6 +357,12 @@ def process_start(pid: int) -> str | None:
 def identify() -> dict[str, Any]:
     """This process's host, pid and start, from which `is_alive_here` recognizes it. Plain values."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())}
+
+
+def identify_launcher() -> str:
+    """Names this launch, also after torchrun has restarted its processes."""
+    pid = launcher_pid()
+    return f"{socket.gethostname()}/{pid}/{process_start(pid)}"
 
 
 def is_alive_here(process: Mapping[str, Any]) -> bool:
@@ -367,7 +463,7 @@ def claim(run_dir: Path, before: bytes) -> Owner:
         if locked is False or not same or file.read() != before:
             raise outdated
         record = json.dumps({"launch": uuid.uuid4().hex, "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-                             **identify()}).encode()
+                             "launcher": identify_launcher(), **identify()}).encode()
         file.seek(0)
         file.write(record)
         file.truncate(len(record))

@@ -40,7 +40,9 @@ import os
 import re
 import shutil
 import stat
+import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -57,6 +59,7 @@ PLAN_NAME = "plan.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint-(?P<step>\d+)(-shutdown)?|final")
 HIDDEN_NAME = re.compile(rf"\.(tmp|del)-(?P<name>{CHECKPOINT_NAME.pattern})-\d+")
 APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND
+FLUSH_S = 10.0  # how long the end of a run waits for a disk that takes no more log lines
 FOLDERS = ("checkpoints", "logs", "logs/cursors", "logs/rows", "tokenizer")
 
 
@@ -218,15 +221,65 @@ def finite(value: Any) -> Any:
     return value
 
 
+class Backlog:
+    """Writes of a run that wait in memory while the disk takes none: a disk that is full for a minute is no reason to
+    end a run. The next write, or `flush`, repeats them in order."""
+
+    MAX_BYTES = 16 << 20  # of waiting records, about 20,000 steps
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what = path, what
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self._warned = False
+
+    def write(self, num_bytes: int, write: Callable[[], None]) -> None:
+        """Call `write` after all waiting ones; it is repeated if it raises OSError. FileNotFoundError if the run
+        directory was removed. OSError if more than MAX_BYTES would wait."""
+        self._waiting.append((num_bytes, write))
+        error = self._write_waiting()
+        if error is not None and sum(size for size, _ in self._waiting) > self.MAX_BYTES:
+            raise OSError(error.errno, f"{self._path}: {self._what} cannot be written ({error.strerror}); free some "
+                                       f"space and run the same command again") from error
+        if error is not None and not self._warned:
+            log.warning("%s: %s cannot be written (%s); training continues, and they are written later",
+                        self._path, self._what, error.strerror)
+        self._warned = error is not None
+
+    def flush(self) -> None:
+        """Write what still waits, when the run ends; what the disk does not take within FLUSH_S is lost, with a
+        warning."""
+        deadline = time.monotonic() + FLUSH_S
+        with contextlib.suppress(FileNotFoundError):  # the run directory was removed
+            while (error := self._write_waiting()) is not None and time.monotonic() < deadline:
+                time.sleep(0.2)
+            if error is not None:
+                log.error("%s: %d %s could not be written and are lost (%s)", self._path, len(self._waiting),
+                          self._what, error.strerror)
+        self._waiting.clear()
+
+    def _write_waiting(self) -> OSError | None:
+        """Write until all is written, or until an error, which is returned."""
+        try:
+            while self._waiting:
+                self._waiting[0][1]()
+                self._waiting.popleft()
+        except FileNotFoundError:
+            raise
+        except OSError as e:
+            return e
+        return None
+
+
 class TrainLog:
     """Appends to logs/train.jsonl. Only rank 0 writes; each line goes to the operating system at once, so that a killed
-    process loses none.
+    process loses none, unless the disk does not take it (see `Backlog`).
 
     `first_step`: digests of earlier steps are not kept in memory, because a resumed run does not repeat these steps.
     `lost`: called before each line; returns '' or the reason why this launch must not write any more."""
 
     def __init__(self, path: Path, *, first_step: int = 0, lost: Callable[[], str] = lambda: "") -> None:
         self._path, self._lost = path, lost
+        self._backlog = Backlog(path, "lines of the log")
         path.parent.mkdir(exist_ok=True)
         self._digests = {r["step"]: r.get("digest") for r in iter_log(path) if is_step(r) and r["step"] >= first_step}
         self._file = open_regular(path, APPENDING)
@@ -237,26 +290,29 @@ class TrainLog:
 
     def write(self, **record: Any) -> None:
         """Append one JSON object: the line of a step has `step` and no `event`, that of an event has `event`. NaN
-        becomes null. TypeError for a value that is not JSON, OSError for a full disk (the next line starts with a
-        newline, to end a truncated one), ValueError if this launch no longer owns the run."""
+        becomes null. TypeError for a value that is not JSON, ValueError if this launch no longer owns the run, the
+        errors of `Backlog.write`."""
         if reason := self._lost():
             raise ValueError(reason)
-        line = ("\n" * self._truncated + json.dumps(finite(record), allow_nan=False) + "\n").encode()
-        try:
-            if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was removed
-                self._file.close()
-                remake_folder(self._path.parents[1], self._path.parent.name)
-                log.warning("%s was removed while the run was training; a new log starts here", self._path)
-                self._file = open_regular(self._path, APPENDING)
-            self._truncated = True
-            while line:  # a nearly full disk takes only a part
-                line = line[self._file.write(line):]
-        except FileNotFoundError:
-            raise
-        except OSError as e:
-            raise OSError(e.errno, f"{self._path}: the log cannot be written ({e.strerror}); free some space and run "
-                                   "the same command again") from e
+        line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
+        self._backlog.write(len(line), lambda: self._append(line))
+
+    def _append(self, line: bytes) -> None:
+        """Append a line. OSError for a full disk; the next line starts with a newline, to end a truncated one."""
+        if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was removed
+            self._file.close()
+            remake_folder(self._path.parents[1], self._path.parent.name)
+            log.warning("%s was removed while the run was training; a new log starts here", self._path)
+            self._file = open_regular(self._path, APPENDING)
+        line = b"\n" * self._truncated + line
+        self._truncated = True
+        while line:  # a nearly full disk takes only a part
+            line = line[self._file.write(line):]
         self._truncated = False
+
+    def flush(self) -> None:
+        """Write what waits for the disk, see `Backlog.flush`."""
+        self._backlog.flush()
 
     def digest_of(self, step: int) -> str | None:
         """The digest that the log held for `step` when it was opened, or None."""
@@ -293,7 +349,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return sorted([*lines.values(), *events], key=lambda record: record["step"])
 
 
-def newest_events(run_dir: Path, step: int) -> dict[str, dict[str, Any]]:
+def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
     """{name: newest event of that name} in a run's log, up to `step`; "completed" only if the last launch logged it."""
     newest: dict[str, dict[str, Any]] = {}
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
@@ -323,6 +379,7 @@ class RowLosses:
         self.folder, self.num_rows = run_dir / "logs" / "rows", num_rows
         self.record = np.dtype([("nats", "<f4", num_rows), ("live", "<u2" if T < 1 << 16 else "<u4", num_rows)])
         self.size = 4 + self.record.itemsize
+        self._backlog = Backlog(self.folder, "records of row losses")
 
     def _place(self, step: int) -> tuple[Path, int]:
         """(file, offset) of a step's record."""
@@ -330,20 +387,24 @@ class RowLosses:
         return self.folder / f"step-{first:08d}.bin", (step - first) * self.size
 
     def write(self, step: int, nats: Sequence[float], live: Sequence[int]) -> None:
-        """Write the record of a step. OSError if the disk is full."""
-        path, offset = self._place(step)
-        remake_folder(self.folder.parents[1], "logs/rows")
+        """Write the record of a step. Raises the errors of `Backlog.write`."""
         record = np.zeros((), self.record)
         record["nats"], record["live"] = nats, live
         data = record.tobytes()
-        try:
-            with open_regular(path, os.O_RDWR | os.O_CREAT) as f:
-                f.seek(offset)
-                if f.write(_checksum(step, data) + data) < self.size:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as e:
-            raise OSError(e.errno, f"{path}: row losses cannot be written ({e.strerror}); free some space and "
-                                   "run the same command again, or add --no-row-losses") from e
+        self._backlog.write(self.size, lambda: self._put(step, _checksum(step, data) + data))
+
+    def _put(self, step: int, data: bytes) -> None:
+        """Write the bytes of a record to its place. OSError for a full disk."""
+        path, offset = self._place(step)
+        remake_folder(self.folder.parents[1], "logs/rows")
+        with open_regular(path, os.O_RDWR | os.O_CREAT) as f:
+            f.seek(offset)
+            if f.write(data) < self.size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def flush(self) -> None:
+        """Write what waits for the disk, see `Backlog.flush`."""
+        self._backlog.flush()
 
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was recorded, ValueError if

@@ -166,5 +166,5 @@ class Schedule(ScheduleSettings):
                 group["weight_decay"] = self.peak_weight_decay * self.weight_decay(step)
 
     def state(self) -> dict[str, Any]:
-        """The schedule as plain values. They are saved for reference only: a resumed run uses its settings."""
+        """The schedule as plain values. A resumed run computes its own, and reports what differs from those saved."""
         return {"format_version": 1, **asdict(self)}

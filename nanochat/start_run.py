@@ -22,6 +22,7 @@ refused command leaves no trace. scripts.validate runs everything before `claim_
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -199,7 +200,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         settings, notices = resume_settings(config, settings, run_dir=run_dir)
     if not scratch:
         is_auto = settings.resume == "auto"
-        checkpoint = first_good(list_checkpoints(run_dir)) if is_auto else find_checkpoint(settings.resume)
+        checkpoint = _newest_checkpoint(run_dir) if is_auto else find_checkpoint(settings.resume)
         own_names = (None, run_dir.name, run_dir.resolve().name)  # None: a copy outside its run; run_dir may be a link
         if checkpoint is not None and describe_origin(checkpoint)["run"] not in own_names:
             raise ValueError(f"--resume={settings.resume}: the checkpoint does not belong to {run_dir}; to start a new "
@@ -225,6 +226,22 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
 
         return replace(start, settings=settle(start))
     return start
+
+
+def _newest_checkpoint(run_dir: Path) -> Checkpoint | None:
+    """The newest good checkpoint of a run, or None if it has never saved one. ValueError if it has saved some and none
+    can be used: a run never starts over by itself, because its first save would overwrite what can be repaired."""
+    remedy = ("restore a checkpoint and run the same command again, or start over with --resume=scratch --force, which "
+              "renames this run")
+    paths = list_checkpoints(run_dir)
+    saved = newest_events(run_dir, math.inf).get("saved")
+    if not paths and saved is not None:
+        raise ValueError(f"{run_dir / 'checkpoints'}: no checkpoint, but this run has saved {saved['checkpoint']}; "
+                         f"{remedy}")
+    try:
+        return first_good(paths)
+    except ValueError as e:
+        raise ValueError(f"{run_dir}: {e}; {remedy}") from e
 
 
 def _find_origin(init_from: str, known: dict[str, Any] | None) -> Checkpoint:

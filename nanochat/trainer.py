@@ -220,9 +220,55 @@ def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[
     progress = Progress(**start.state.get("progress", {}))
     if (val := start.logged("val")) is not None and val.get("bpb") is not None:
         progress.record_val(val["bpb"])  # measured after the save
+    if (own := start.checkpoint) is not None:
+        on_rank0(lambda: note_other_schedule(own.load(SCHEDULER_NAME), schedule.state()))
     if progress.step > 0:
         schedule.apply(optimizer, progress.step - 1)  # a checkpoint stores the rates of the last step before it
+    restore_random_states(start, device)
     return model, optimizer, progress
+
+
+def note_other_schedule(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Print a note if the code, or a default in it, has changed the schedule since the checkpoint. What a longer
+    horizon changes is no surprise."""
+    of_horizon = ("num_iterations", "peak_weight_decay")
+    changed = [f"{name} was {saved.get(name)}, is {value}" for name, value in ours.items()
+               if name not in of_horizon and saved.get(name) != value]
+    if changed:
+        print0(f"note: the schedule differs from the one in the checkpoint: {'; '.join(changed)}")
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of the global random generators of this process, as a plain state. Nothing here draws from them, but a
+    fork may, for example for dropout."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(start: Start, device: torch.device) -> None:
+    """Collective. Set the global random generators of every rank: as the checkpoint stores them or, for a new run, from
+    the seed and the rank. If the number of ranks has changed, the states fit no rank, and a note says so."""
+    _, rank, _, world_size = get_dist_info()
+    seed = start.settings.seed * 2**16 + rank
+    torch.manual_seed(seed)  # also CUDA's generators
+    random.seed(seed)
+    checkpoint = start.checkpoint
+    if checkpoint is None:
+        return
+    files = checkpoint.trainer_state["files"]
+    saved = [name for name in files if name.startswith(RNG_NAME.partition("{")[0])]
+    if len(saved) != world_size:
+        print0(f"note: the random states of {counted(len(saved), 'process')} are not restored on {world_size}; this "
+               f"only matters to code that draws from the global generators, such as dropout in a fork")
+        return
+    states = on_rank0(lambda: [checkpoint.load(RNG_NAME.format(number)) for number in range(world_size)])[rank]
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = json.loads(states["python"])
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 @dataclass
@@ -307,7 +353,7 @@ class Trainer:
         states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
         cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
         next_digest = self.next_digest(NEXT_STEP_S)
-        rng = gather_all({"torch": torch.get_rng_state(), "python": json.dumps(random.getstate())})
+        rng = gather_all(random_states(self.loader.device))
         if get_dist_info()[1] == 0:
             states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
                        **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
@@ -540,14 +586,23 @@ class Journal:
     def end(self, status: str, reason: str = "") -> None:
         """Record the end of the run."""
         self.event(status, reason=reason)
-        self.state.close(status, reason)
+        self._flush()
+        self.state.close(status, reason)  # from here on, another launch may own the run
 
     def close(self) -> None:
         """Finish trackers, bar and log."""
         self.trackers.finish()
         LAUNCH.aside = contextlib.nullcontext
         self.bar.close()
+        self._flush()
         self.log.close()
+
+    def _flush(self) -> None:
+        """Write the lines and row losses that wait for a full disk."""
+        if not self.lost():
+            self.log.flush()
+            if self.rows is not None:
+                self.rows.flush()
 
 
 @functools.cache

@@ -36,6 +36,7 @@ from datetime import timedelta
 from typing import Any
 
 from nanochat.common import counted
+from nanochat.dist import of_this_attempt
 from nanochat.lifecycle import is_alive_here
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 VERDICT = "verdict"
 ANSWER_S = 10.0  # how long the store may take to answer
 LATE_S = 30.0  # how much later than rank 0 another rank may reach the end of a run
-PAUSED_S = 10.0  # how late the timer may wake up on a busy machine
+PAUSED_S = 10.0  # how late the timer may wake up on a busy machine, at most
 UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # for a rank that has not published
 
 
@@ -56,7 +57,7 @@ def open_store(world_size: int) -> Any:
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                           wait_for_workers=False, timeout=timedelta(seconds=30))
-    return dist.PrefixStore(f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return of_this_attempt(store, "watchdog")
 
 
 class Watchdog:
@@ -73,6 +74,7 @@ class Watchdog:
         self.rank, self.ranks = rank, ranks
         self.interval_s = min(1.0, timeout_s / 20)
         self.silence_s = max(1.0, min(30.0, timeout_s / 4))
+        self.paused_s = min(PAUSED_S, timeout_s / 4)  # one pause must not use up the limit
         self._store, self._refresh, self._on_failure = store, refresh, on_failure
         self._timeout_s, self._first_timeout_s = timeout_s, first_timeout_s
         self._count, self._first_step, self._at, self._patience_s = 0, -1, "set-up", first_timeout_s
@@ -209,7 +211,7 @@ class Watchdog:
         return f"rank {rank} on host {self.ranks[rank]['host']} (pid {self.ranks[rank]['pid']})"
 
     def _died(self, rank: int) -> str:
-        return f"{self._name(rank)} has died; it was last seen at {self._published.get(rank, (UNHEARD,))[0]['at']}"
+        return f"{self._name(rank)} has died; rank {self.rank} was at {self._at} then"
 
     # ---- the timer
 
@@ -218,7 +220,8 @@ class Watchdog:
         before = time.monotonic()
         while not self._over.wait(self.interval_s):
             now = time.monotonic()
-            self._clock += min(now - before, self.interval_s + PAUSED_S)  # a longer gap: this process was suspended
+            # a longer gap: this process was suspended
+            self._clock += min(now - before, self.interval_s + self.paused_s)
             before, verdict = now, self._verdict
             if not verdict and self._idle() > self._limit() and self._clock - self._watched > self.silence_s:
                 verdict = (f"{self._name(self.rank)} has waited at {self._at} for {self._idle():,.0f} s, and the "

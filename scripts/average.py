@@ -12,6 +12,7 @@ averaged step. It has no optimizer state, so it cannot be resumed, but a new run
 gets its name once it is complete. """
 
 import argparse
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,9 @@ def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
     checkpoints: list[Checkpoint] = []
     paths = list_checkpoints(run_dir)
     while len(checkpoints) < number:
-        checkpoint = first_good(paths)
+        checkpoint = None
+        with contextlib.suppress(ValueError):  # all that are left are corrupt, and first_good has named them
+            checkpoint = first_good(paths)
         if checkpoint is None:
             steps = ", ".join(str(c.step) for c in checkpoints) or "none"
             raise ValueError(f"--last {number}: {run_dir} has good checkpoints for {counted(len(checkpoints), 'step')} "

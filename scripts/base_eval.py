@@ -149,8 +149,8 @@ def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, d
     return result | {"seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
 
 
-def report(result: dict[str, Any], path: Path) -> None:
-    """Print a result and the path of its file."""
+def report(result: dict[str, Any]) -> None:
+    """Print a result."""
     for texts in result["samples"].values():
         for text in texts:
             print0(f"{'-' * 80}\n{visible(text)}")
@@ -165,8 +165,23 @@ def report(result: dict[str, Any], path: Path) -> None:
                 ("validation, unigram model", result[f"unigram_{key}"])]
         lines = table((title, unit), [(name, f"{bpb:.6f}") for name, bpb in rows])
     if "core" in result:
-        lines.append(f"CORE metric: {result['core']['core_metric']:.4f}; table: {path.with_suffix('.csv')}")
-    print0("-" * 80, *lines, f"result: {path}", sep="\n")
+        lines.append(f"CORE metric: {result['core']['core_metric']:.4f}")
+    print0("-" * 80, *lines, sep="\n")
+
+
+def store(result: dict[str, Any], path: Path) -> None:
+    """Write a result, and its table of CORE's tasks if it has one. OSError names --json: the run may belong to another
+    user."""
+    files = [path]
+    try:
+        write_json(path, result)
+        if "core" in result:
+            files.append(path.with_suffix(".csv"))
+            core_eval.write_csv(files[-1], result["core"])
+    except OSError as e:
+        raise OSError(e.errno, f"{files[-1]}: the result above could not be stored ({e.strerror}); name another file "
+                               f"with --json=FILE") from e
+    print0(f"result: {', '.join(map(str, files))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -176,10 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())
         path = args.json or checkpoint.parent.parent / "eval.json"
         result = evaluate(args, checkpoint, device, dtype)
-        on_rank0(lambda: write_json(path, result))
-        if "core" in result:
-            on_rank0(lambda: core_eval.write_csv(path.with_suffix(".csv"), result["core"]))
-        report(result, path)
+        report(result)  # first, because it may have taken an hour
+        on_rank0(lambda: store(result, path))
     return 0
 
 

@@ -18,6 +18,7 @@ the list of its data files. --model-tag is d<depth> by default.
 """
 
 import argparse
+import logging
 import math
 import os
 import shlex
@@ -30,9 +31,9 @@ from typing import Any
 import torch
 
 from nanochat.checkpoint import Saver, list_checkpoints
-from nanochat.cli import EXIT_HALTED, Parser, quiet_gc, run_main, setup_logging
+from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import StopAsked, duration, print0
-from nanochat.config import add_flags, from_flags, stream_config
+from nanochat.config import Settings, add_flags, from_flags, stream_config
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
@@ -40,6 +41,7 @@ from nanochat.dist import (
     autodetect_device_type,
     compute_cleanup,
     compute_init,
+    elastic_problem,
     gather_all,
     log_ranks,
     peak_memory,
@@ -48,6 +50,7 @@ from nanochat.dist import (
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.loss_eval import log_validation
 from nanochat.reduce import LeafAccumulator
+from nanochat.run_dir import run_path
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
 from nanochat.start_run import (
@@ -64,6 +67,8 @@ from nanochat.start_run import (
 )
 from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, make_model, new_row_table, take_step
 from nanochat.watchdog import Watchdog, open_store
+
+log = logging.getLogger(__name__)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -224,9 +229,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = from_flags(parse_args(argv))
     words = sys.argv[1:] if argv is None else argv
     launch = {"command": shlex.join(["python", "-m", "scripts.base_train", *words]), "typed": [*settings.differing()]}
+    with lasting_output():
+        return launch_run(settings, launch)
+
+
+def launch_run(settings: Settings, launch: dict[str, Any]) -> int:
+    """Start or resume the run that the settings describe; `launch`: see `train`. Returns the exit code."""
     setup_logging()
-    end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic())
-    with StopWatch(end, reserve_s=settings.walltime_reserve_seconds) as stop:
+    reserve_s, run_dir = settings.walltime_reserve_seconds, run_path(settings.model_tag or f"d{settings.depth}")
+    end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s)
+    with StopWatch(end, reserve_s=reserve_s, run_dir=run_dir) as stop:
+        if problem := elastic_problem():
+            log.warning("%s", problem)
         _, rank, _, world_size, device = compute_init(
             settings.device_type or autodetect_device_type(), deterministic=settings.deterministic,
             timeout_s=2 * settings.collective_timeout_seconds + LONG_S)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import closing
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -104,6 +105,14 @@ def test_sample_continues_each_given_prompt(base, capsys, monkeypatch):
     monkeypatch.setattr(sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data")))
     assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     assert capsys.readouterr().out.count("-" * 80) == 1
+
+
+def test_a_result_that_cannot_be_stored_is_printed_first(base, capsys, monkeypatch):
+    """Regression: for another user's run, there was only an error."""
+    monkeypatch.setattr(base_eval, "write_json", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(OSError, match=r"eval.json: the result above could not be stored .*--json=FILE"):
+        base_eval.main(["run", "--device-type=cpu", "--eval=bpb", f"--eval-tokens={EVAL_TOKENS}"])
+    assert "bits per byte" in capsys.readouterr().out
 
 
 def test_the_default_run_is_the_only_one(base, run):

@@ -103,6 +103,58 @@ run_main(lambda: print('\\n'.join(['text'] * {lines})))""", PYTHONUNBUFFERED=unb
     assert (done.returncode, done.stderr) == (141, "")
 
 
+WITHOUT_READER = """import os, sys
+read, write = os.pipe()
+out = os.dup(1)
+for fd in ({fds}):
+    os.dup2(write, fd)
+os.close(read)
+import logging
+from nanochat.cli import lasting_output, run_main, setup_logging
+from nanochat.common import print0
+def main():
+    with lasting_output():
+        setup_logging()
+        for number in range(3):
+            print0('text' * 10_000)
+            logging.getLogger('nanochat').warning('text')
+            print('text', file=sys.stderr, flush=True)
+        os.write(out, b'to the end')
+    return 7
+run_main(main)"""
+
+
+@pytest.mark.parametrize("fds", ["1,", "2,", "1, 2"])
+def test_a_closed_output_ends_no_run(fds):
+    """Regression: a run ended unsaved after `| head`, or when its terminal closed."""
+    done = run_python(WITHOUT_READER.format(fds=fds))
+    assert done.returncode == 7 and done.stdout.endswith("to the end")
+    assert (done.stderr == "") == ("2" in fds)
+
+
+def test_a_full_disk_under_stdout_ends_no_run(tmp_path):
+    with open("/dev/full", "w") as full:
+        code = """from nanochat.cli import lasting_output, run_main
+with lasting_output():
+    run_main(lambda: print('text', flush=True) or 7)"""
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, cwd=Path(__file__).parents[1])
+    assert done.returncode == 7
+
+
+def test_a_file_never_takes_the_place_of_a_closed_stdout(tmp_path):
+    """Otherwise it would receive what the program and its children print."""
+    code = f"""import os
+os.close(1)
+from nanochat.cli import run_main
+def main():
+    with open({str(tmp_path / "file")!r}, "wb", buffering=0) as file:
+        os.write(1, b"text")
+        return file.fileno()
+run_main(main)"""
+    done = run_python(code)
+    assert done.returncode > 2 and (tmp_path / "file").read_bytes() == b""
+
+
 HOSTILE = "\x1b[2J\x9bm\r\u202e\x7f"
 SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
 

@@ -57,9 +57,14 @@ class Fork:
         """Train, and return the output."""
         edited = {path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()}
         assert len(edited) <= 1, "a hack takes one file"
-        group = training.launch(partial(train, self.root), [training.flags(model_tag=tag, **changed)], [{}])
+        group = self.start(tag=tag, **changed)
         assert (group.wait() == [0]) == ok, group.text()
         return group.text()
+
+    def start(self, world_size=1, *, tag, env=None, **changed):
+        """Start training, with `env` added to the environment."""
+        argvs = [training.flags(model_tag=tag, **changed)] * world_size
+        return training.launch(partial(train, self.root), argvs, [env or {}] * world_size)
 
 
 def test_another_packing_layout(fork):
@@ -185,3 +190,27 @@ def test_another_mlp(fork):
     fork.run(tag="other")
     losses = [[r["loss"] for r in iter_log(training.log_file(tag)) if "digest" in r] for tag in ("hack", "other")]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=0.5) and losses[0] != losses[1]
+
+
+WITH_DROPOUT = """x = x + F.dropout(self.mlp(norm(x)), 0.5)
+        Block.calls = getattr(Block, "calls", 0) + 1  # one per step
+        if os.environ.get("DIES_AT") == str(Block.calls):
+            os.kill(os.getpid(), 9)
+        return x
+
+import os
+"""
+
+
+def test_dropout_resumes_with_the_same_random_numbers(fork):
+    """Regression: a save kept the states of the global random generators, and nothing read them."""
+    fork.edit("nanochat/gpt.py", "return x + self.mlp(norm(x))\n", WITH_DROPOUT)
+    flags = {"num_iterations": 6, "save_every": 2, "sync_save": True, "leaves": 2}
+    whole = fork.start(2, tag="whole", **flags)
+    assert whole.wait() == [0, 0], whole.text()
+    fork.start(2, tag="killed", env={"DIES_AT": "4"}, **flags).wait_for_death()
+    resumed = fork.start(2, tag="killed", **flags)
+    assert resumed.wait() == [0, 0] and "at step 2" in resumed.text(), resumed.text()
+    assert training.losses("killed") == training.losses("whole")
+    alone = fork.run(tag="killed", **{**flags, "num_iterations": 8})
+    assert "the random states of 2 processes are not restored on 1" in alone

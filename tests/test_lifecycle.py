@@ -18,6 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -32,6 +33,7 @@ from nanochat.lifecycle import (
     RunState,
     StopWatch,
     acquire,
+    began_s,
     check_free,
     claim,
     deadline,
@@ -39,7 +41,7 @@ from nanochat.lifecycle import (
     identify,
     is_alive_here,
     join_reasons,
-    launch_began,
+    launcher_pid,
     liveness,
     process_start,
     read_state,
@@ -86,22 +88,62 @@ def test_previous_handlers_return_even_after_an_error_and_other_threads_leave_th
             signal.signal(number, handler)
 
 
-def test_a_second_sigint_ends_the_process_at_once_with_130(monkeypatch, capfd):
-    now, ended = [100.0], []
-    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(lifecycle.os, "_exit", ended.append)
-    with StopWatch():
-        for number, after_s in ((signal.SIGINT, 0.0), (signal.SIGINT, 0.2),  # the same Ctrl-C, delivered twice
-                                (signal.SIGTERM, 1.5)):
-            now[0] = 100.0 + after_s
-            os.kill(os.getpid(), number)
-            assert ended == []
-        os.kill(os.getpid(), signal.SIGINT)
-        assert ended == [130]
-    err = capfd.readouterr().err
-    assert "; to exit without saving, press Ctrl-C again after one second\n" in err
-    assert err.count("stopping after") == 1
-    assert err.endswith("\nsecond SIGINT: exiting immediately without saving\n")
+IN_ONE_CALL = """
+import hashlib, os, sys
+from nanochat import lifecycle
+lifecycle.SAME_CTRL_C_S = float(sys.argv[1])
+with lifecycle.StopWatch():
+    os.write(1, b".")
+    hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))  # one call, in which Python calls no handler
+    while not os.path.exists(sys.argv[3]):
+        pass
+"""
+
+
+def interrupted(*arguments):
+    """A process inside one long call that has received Ctrl-C."""
+    process = subprocess.Popen([sys.executable, "-c", IN_ONE_CALL, *map(str, arguments)], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    return process
+
+
+def test_a_second_ctrl_c_ends_a_process_that_is_inside_a_long_call(tmp_path):
+    """Regression: it waited for the end of the step."""
+    process = interrupted(0, 2 * 10**9, tmp_path / "go")  # a quarter of an hour
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 130
+    assert process.stderr.read() == b"second SIGINT: exiting immediately without saving\n"
+
+
+def test_one_ctrl_c_that_is_delivered_twice_ends_no_process(tmp_path):
+    process = interrupted(1e9, 1, tmp_path / "go")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    assert process.wait(PATIENCE_S) == 0
+    err = process.stderr.read()
+    assert b"; to exit without saving, press Ctrl-C again after one second\n" in err
+    assert err.count(b"stopping after") == 1
+
+
+def test_a_closed_stderr_does_not_keep_a_signal_from_stopping_the_run(monkeypatch):
+    monkeypatch.setattr(lifecycle.os, "write", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    with StopWatch() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.check() == "SIGTERM"
+
+
+def test_nohup_keeps_its_meaning():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopWatch() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.check() == "" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # ---- walltime and the flag file --------------------------------------------------------------------------------------
@@ -135,7 +177,7 @@ def test_the_first_limit_that_is_set_counts(tmp_path, monkeypatch, caplog, secon
             deadline(seconds, env, 100.0)
         return
     with caplog.at_level("INFO"):
-        assert deadline(seconds, env, 100.0) == end
+        assert deadline(seconds, env, 100.0, reserve_s=20.0) == end
     assert message in caplog.text
     assert (calls.read_text().split() if calls.exists() else None) == (
         ["%s", "--noheader", "--format=%e", "--jobs=17"] if squeue else None)
@@ -178,32 +220,85 @@ def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, rese
         assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
 
 
+@pytest.mark.parametrize("seconds, env, name", [
+    (60, {}, "--max-runtime-seconds"), (-1, {MAX_RUNTIME: "60"}, MAX_RUNTIME), (-1, {SLURM_END: "4060"}, SLURM_END)])
+def test_a_walltime_that_only_fits_the_reserve_is_refused(monkeypatch, seconds, env, name):
+    """Regression: each launch of a requeued job trained one step, forever."""
+    monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
+    with pytest.raises(ValueError, match=rf"{name}: 1 min 00 s are left, but --walltime-reserve-seconds=60 of them"):
+        deadline(seconds, env, time.monotonic(), reserve_s=60.0)
+    assert deadline(seconds, env, time.monotonic(), reserve_s=59.0)
+
+
 def test_a_launch_begins_with_its_torchrun(monkeypatch):
-    alone, torchrun = launch_began(), subprocess.Popen(["sleep", "60"])
+    alone, torchrun = began_s(launcher_pid()), subprocess.Popen(["sleep", "60"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setattr(lifecycle.os, "getppid", lambda: torchrun.pid)
-    assert alone < launch_began() < time.time() + 0.1
+    assert alone < began_s(launcher_pid()) < lifecycle.uptime_s() + 0.1
     torchrun.kill()
     torchrun.wait()
 
 
-def test_a_flag_counts_unless_it_is_older_than_the_launch(tmp_path):
-    """Regression: a launch deleted the flag when it claimed its run, and so lost an earlier request."""
-    stop, flag = StopWatch(), tmp_path / FLAG_NAME
-    for age_s, reason in ((10, ""), (-1e6, "asked by scripts.stop")):
-        request_stop(tmp_path)  # before the launch has claimed the run
-        os.utime(flag, (stop._since - age_s, stop._since - age_s))
-        assert stop.requested() == ""
-        stop.check_flag(tmp_path)
-        assert stop.check() == stop.requested() == reason and flag.exists() == bool(reason)
-    with StopWatch():
-        pass
-    late = StopWatch()
-    late.check_flag(tmp_path)
-    assert late.requested() == "" and not flag.exists(), "a later launch in the same process"
-    request_stop(tmp_path)
-    late.check_flag(tmp_path)
-    assert late.requested() == "asked by scripts.stop"
+@contextlib.contextmanager
+def elsewhere(monkeypatch):
+    """Code in the block runs on another machine."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lifecycle, "boot_id", lambda: "another boot")
+        patch.setattr(lifecycle, "uptime_s", lambda: 1e9)
+        yield
+
+
+def asks(stop, run):
+    """Whether a launch stops because of what is in its run directory, and whether it has left the flag there."""
+    stop.check_flag(run)
+    return stop.requested(), (run / FLAG_NAME).exists()
+
+
+ASKED = ("asked by scripts.stop", True)
+
+
+@pytest.mark.parametrize("shift_s", [-7200, 7200])
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_request_is_honoured_whatever_the_clocks_say(tmp_path, monkeypatch, shift_s, remote):
+    """Regression: with a caller two hours behind, the run deleted the flag and trained on."""
+    stop, now = StopWatch(run_dir=tmp_path), time.time()
+    with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
+        request_stop(tmp_path)
+    os.utime(tmp_path / FLAG_NAME, (now + shift_s, now + shift_s))
+    assert stop.requested() == "" and asks(stop, tmp_path) == ASKED
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_request_for_an_earlier_launch_is_deleted_and_a_new_one_counts(tmp_path, monkeypatch, remote):
+    with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
+        request_stop(tmp_path)
+        with StopWatch():
+            pass
+        late = StopWatch(run_dir=tmp_path)
+    assert asks(late, tmp_path) == ("", False)
+    with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
+        request_stop(tmp_path)
+    assert asks(late, tmp_path) == ASKED
+
+
+def test_a_request_from_elsewhere_also_stops_the_processes_that_torchrun_restarts(tmp_path, monkeypatch):
+    """It names the launch, so it counts although it was there when the restarted process began."""
+    owner = acquire(tmp_path)
+    with elsewhere(monkeypatch):
+        request_stop(tmp_path)
+    owner.release()
+    assert asks(StopWatch(run_dir=tmp_path), tmp_path) == ASKED
+    monkeypatch.setattr(lifecycle, "identify_launcher", lambda: "another launch")
+    assert asks(StopWatch(run_dir=tmp_path), tmp_path) == ("", False)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 5000, b'{"launcher": 1}', b"\xff"])
+def test_a_flag_made_in_any_other_way_counts_unless_it_was_there_before(tmp_path, content):
+    (tmp_path / FLAG_NAME).write_bytes(content)
+    stop = StopWatch(run_dir=tmp_path)
+    assert asks(stop, tmp_path) == ("", False)
+    (tmp_path / FLAG_NAME).write_bytes(content)
+    assert asks(stop, tmp_path) == ASKED
 
 
 def test_reasons_of_all_ranks_become_one_text():

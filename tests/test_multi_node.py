@@ -174,7 +174,7 @@ def test_bad_data_on_one_rank_ends_all_with_one_error(workplace):
 
 @pytest.mark.parametrize(("bad", "number", "verdict"), [
     (1, signal.SIGSTOP, "and its process does not answer; waiting at step 5 (optimizer): 1 other rank; no progress"),
-    (0, signal.SIGKILL, "has died; it was last seen at "),
+    (0, signal.SIGKILL, "has died; rank 1 was at "),
 ])
 def test_a_rank_that_stops_or_dies_is_named_and_the_run_resumes_to_the_same_bits(
         workplace, reference, bad, number, verdict):

@@ -2,6 +2,7 @@
 moved data, on a number of processes that changes bits, in the same wandb run; after failed saves and evaluations."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -10,15 +11,17 @@ import shutil
 import sys
 import types
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
-from nanochat import lifecycle, start_run, trainer
+from nanochat import checkpoint, lifecycle, start_run, trainer
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.integrations import core_eval
 from nanochat.run_dir import read_log
-from scripts import inspect_data, status
+from scripts import base_train, inspect_data, status
 from tests import faults, training
 from tests.faults import die, on_rank
 from tests.training import (
@@ -93,6 +96,84 @@ def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(reference, 
     outcome = succeed()
     assert "nothing to do" in outcome.out if ends_at == STEPS else events("started")[-1]["step"] == ends_at
     assert state_of(final()) == reference["final"]
+
+
+def damage_all():
+    """Change one byte of each checkpoint."""
+    for name in checkpoints():
+        path = training.run_dir() / "checkpoints" / name / MODEL_NAME
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+def break_disk(monkeypatch):
+    """Reads of checkpoints fail, although every file is good."""
+    monkeypatch.setattr(checkpoint, "hash_file", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(reference):
+    """Regression: it started at step 0 and overwrote them."""
+    take_over(reference["path"], "checkpoint-4", "checkpoint-8")
+    damage_all()
+    before = training.fingerprint(training.run_dir())
+    error = refuse()
+    assert "checkpoint-4/model" in error and "checkpoint-8/model" in error and "--resume=scratch --force" in error
+    assert training.fingerprint(training.run_dir()) == before
+    succeed(resume="scratch", force=True)
+    assert state_of(final()) == reference["final"]
+    aside = training.fingerprint(training.run_dir("run.old-1"))
+    assert aside.keys() >= before.keys() and all(aside[name] == before[name] for name in before if "checkpoint" in name)
+
+
+def test_a_run_whose_checkpoints_were_removed_never_starts_over_by_itself(reference):
+    take_over(reference["path"])
+    before = training.fingerprint(training.run_dir())
+    error = refuse()
+    assert "this run has saved final" in error and "--resume=scratch --force" in error
+    assert training.fingerprint(training.run_dir()) == before
+
+
+def test_a_disk_that_fails_for_one_launch_changes_nothing(reference, monkeypatch):
+    """Regression: good checkpoints counted as corrupt, and the run started over."""
+    take_over(reference["path"], "checkpoint-4", "checkpoint-8")
+    before = training.fingerprint(training.run_dir())
+    with monkeypatch.context() as patch:
+        break_disk(patch)
+        error = refuse()
+    assert "checkpoint-8: cannot be read (Input/output error)" in error
+    assert training.fingerprint(training.run_dir()) == before
+    assert "at step 8" in succeed().out and state_of(final()) == reference["final"]
+
+
+def test_a_save_never_replaces_a_checkpoint_that_the_disk_cannot_read(reference, monkeypatch):
+    take_over(reference["path"], "checkpoint-4", "checkpoint-8")
+    before = training.fingerprint(training.run_dir() / "checkpoints")
+    succeed(resume=training.run_dir() / "checkpoints" / "checkpoint-4", num_iterations=STEPS)
+    with monkeypatch.context() as patch:
+        break_disk(patch)
+        with pytest.raises(OSError, match="Input/output"):
+            checkpoint.write_sealed(training.run_dir() / "checkpoints" / "checkpoint-8", {"step": 8}, {})
+    assert training.fingerprint(training.run_dir() / "checkpoints").items() >= before.items()
+
+
+def test_after_each_of_five_kills_torchrun_restarts_the_run_to_the_same_bits(reference, workplace):
+    """Regression: all attempts of torchrun share one store, and connected to the dead processes of the one before."""
+    succeed(leaves=2, model_tag="alone")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
+    for attempt in range(6):
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt),
+               "MASTER_PORT": str(store.port)}
+        kill = partial(on_rank, attempt % 2, partial(before, "nanochat.optim.MuonAdamW.step", 4))
+        argv = training.flags(save_every=2, sync_save=True)
+        group = training.launch(base_train.main, [argv] * 2, [env] * 2, kill if attempt < 5 else None)
+        if attempt < 5:
+            group.wait_for_death()
+        else:
+            assert group.wait() == [0, 0], group.text()
+    assert [event["step"] for event in events("started")] == [0, 2, 4, 6, 8, 10]
+    assert digests() == reference["digests"] and losses() == losses("alone")
+    assert state_of(final()) == state_of(final("alone"))
 
 
 def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_losses_are_close(reference):

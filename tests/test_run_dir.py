@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 from contextlib import closing
+from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -83,18 +85,54 @@ def test_a_log_truncated_at_any_byte_keeps_its_complete_lines_and_takes_new_ones
     assert digests(path) == {1: "a"}
 
 
-def test_a_full_disk_truncates_only_one_line_of_the_log(tmp_path):
-    path = tmp_path / "train.jsonl"
-    with faults.failing_at(4, errno.ENOSPC, below=path) as changes, closing(rd.TrainLog(path)) as train_log:
+def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, caplog):
+    """Regression: a disk that was full for ten seconds ended the run. A nearly full one takes a part of a line, which
+    readers skip."""
+    path, room = tmp_path / "train.jsonl", iter([7])
+    with closing(rd.TrainLog(path)) as train_log:
         train_log.write(step=1, digest="a")
         raw, write = train_log._file, train_log._file.write
-        raw.write = lambda data: write(data[:7])  # a nearly full disk takes only a part
-        with pytest.raises(OSError, match=r"train\.jsonl: the log cannot be written \(No space .*free some space"):
-            train_log.write(step=2, digest="b")
+
+        def nearly_full(data):
+            if (left := next(room, 0)) == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(data[:left])
+
+        raw.write = nearly_full
+        for step, digest in ((2, "b"), (3, "c")):
+            train_log.write(step=step, digest=digest)
+        assert digests(path) == {1: "a"}
         del raw.write
-        train_log.write(step=3, digest="c")
-    assert len(changes.made) > 5 and digests(path) == {1: "a", 3: "c"}
-    assert path.read_bytes().count(b"\n") == 3
+        train_log.write(step=4, digest="d")
+        assert list(digests(path).items()) == [(1, "a"), (2, "b"), (3, "c"), (4, "d")]
+    assert path.read_bytes().count(b"\n") == 5 and caplog.text.count("training continues") == 1
+
+
+def test_what_waits_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(rd.Backlog, "MAX_BYTES", 1000)
+    backlog = rd.Backlog(tmp_path / "log", "lines")
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    for _ in range(10):
+        backlog.write(100, full)
+    with pytest.raises(OSError, match=r"log: lines cannot be written \(No space .*free some space"):
+        backlog.write(100, full)
+
+
+@pytest.mark.parametrize("failures, lost", [(3, 0), (10**9, 2)])
+def test_the_end_of_a_run_waits_for_a_full_disk_and_names_what_is_lost(tmp_path, monkeypatch, caplog, failures, lost):
+    monkeypatch.setattr(rd, "FLUSH_S", 1.0 if lost else 600.0)
+    backlog, written, errors = rd.Backlog(tmp_path / "log", "lines"), [], iter(range(failures))
+
+    def write(number):
+        if next(errors, None) is not None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        written.append(number)
+
+    for number in (1, 2):
+        backlog.write(5, partial(write, number))
+    backlog.flush()
+    assert written == ([] if lost else [1, 2])
+    assert ("log: 2 lines could not be written and are lost (Disk quota exceeded)" in caplog.text) == bool(lost)
 
 
 def test_a_log_that_is_removed_while_the_run_trains_starts_over_with_a_warning(tmp_path, caplog):

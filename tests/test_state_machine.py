@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from nanochat import checkpoint, lifecycle, run_dir
-from nanochat.common import hash_bytes
+from nanochat.common import LAUNCH, hash_bytes
 from nanochat.stream import ledger
 from tests import faults, training
 from tests.toy import examples
@@ -142,8 +141,7 @@ def request_stop(what):
     run = training.run_dir()
     if what == "flag":
         lifecycle.request_stop(run)
-        before = os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns
-        training.wait_for(lambda: os.lstat(run / lifecycle.FLAG_NAME).st_mtime_ns != before)  # the heartbeat saw it
+        training.wait_for(lambda: LAUNCH.stop())  # the heartbeat saw it
     else:
         training.send(signal.Signals[what])
     (run.parent / "steps_at_request").write_text(str(len(training.steps())))
@@ -185,7 +183,7 @@ class Life(RuleBasedStateMachine):
 
     def launch_here(self, **how):
         """Launch the run in this process, as if it had begun now, so that an existing flag is a leftover."""
-        lifecycle.StopWatch.ended = time.time()
+        lifecycle.StopWatch.ended = lifecycle.uptime_s()
         return training.run(**how)
 
     def launch(self, world_size=1, how=None, hook=None, codes=(0,)):

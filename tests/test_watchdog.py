@@ -252,6 +252,13 @@ def test_the_time_in_which_a_process_was_paused_does_not_count(monkeypatch):
     assert ended == []
 
 
+@pytest.mark.parametrize("timeout_s", [1.0, 10.0, 600.0])
+def test_one_pause_never_uses_up_the_limit(timeout_s):
+    """Regression: with --collective-timeout-seconds=10, a pause of 16 s ended a healthy run."""
+    dog = Watchdog(None, [identify()], timeout_s=timeout_s)
+    assert dog.interval_s + dog.paused_s < timeout_s / 2
+
+
 def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert open_store(1) is None
     group = training.launch(hang_alone, [[]], [{}])

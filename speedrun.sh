@@ -85,6 +85,7 @@ on_exit() {
     if [[ -n "$DOWNLOAD" ]]; then kill "$DOWNLOAD" 2>/dev/null || true; fi
 }
 trap on_exit EXIT
+trap 'exit 129' HUP
 trap 'exit 130' INT
 trap 'exit 143' TERM
 

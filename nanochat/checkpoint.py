@@ -78,6 +78,7 @@ OPTIMIZER_NAME, SCHEDULER_NAME = "optimizer.bin", "scheduler.bin"
 RNG_NAME = "rng/rank_{}.pkl"
 TIMED_KEPT = 2  # checkpoints saved by the 30-minute timer
 MAX_ERRORS = 3  # failed saves in a row that end the run
+RETRY_S = 30.0  # for which a save is repeated before its error ends the run
 
 
 # ---- plain states ----------------------------------------------------------------------------------------------------
@@ -410,8 +411,9 @@ class Saver:
     """Writes checkpoints on rank 0, one at a time, in a thread, and decides whether the run continues after an error.
 
     A full disk is no reason to lose a week while an older good checkpoint exists. So the run survives an OSError,
-    unless it is the third in a row, no good checkpoint exists, or it is in the run's last save. Any other error is a
-    bug, and ends the run at once. `good`: a checkpoint of the run that is known to be good, if one exists."""
+    unless it is the third in a row, no good checkpoint exists, or it is in the run's last save. A save whose error
+    would end the run is first repeated for RETRY_S. Any other error is a bug, and ends the run at once. `good`: a
+    checkpoint of the run that is known to be good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
         self._good, self._errors = good, 0  # errors in a row
@@ -439,22 +441,32 @@ class Saver:
         self._pool.shutdown()
 
     def _save(self, write: Callable[[], Path], last: bool) -> Outcome:
-        """Write one checkpoint. Every error becomes an outcome, so that the loop sees it."""
+        """Write one checkpoint, repeatedly if its error would end the run but may pass. Every error becomes an outcome,
+        so that the loop sees it."""
         began = time.perf_counter()
+        outcome = self._try(write, last, began)
+        while isinstance(outcome.fatal, OSError) and not isinstance(outcome.fatal, FileNotFoundError):
+            if time.perf_counter() - began >= RETRY_S:
+                break
+            time.sleep(1.0)
+            outcome = self._try(write, last, began)
+        self._errors = self._errors + 1 if outcome.path is None else 0
+        return outcome
+
+    def _try(self, write: Callable[[], Path], last: bool, began: float) -> Outcome:
+        """Write one checkpoint once. `began`: when the save did."""
         try:
             self._good = write()
         except OSError as e:
-            self._errors += 1
-            reason = e.strerror or str(e)
+            number, reason = self._errors + 1, e.strerror or str(e)
             kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
-            if kept and self._errors < MAX_ERRORS and not last:
-                return Outcome(f"{reason}; training continues, {kept} is kept (error {self._errors} of {MAX_ERRORS} "
-                               f"in a row)")
+            if kept and number < MAX_ERRORS and not last:
+                return Outcome(f"{reason}; training continues, {kept} is kept (error {number} of {MAX_ERRORS} in a "
+                               f"row)")
             reason = (f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
                       f"permissions, then run the same command again")
             return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
             return Outcome(str(e), fatal=e)
-        self._errors = 0
         seconds = time.perf_counter() - began
         return Outcome(f"saved {self._good} in {duration(seconds)}", self._good, seconds)

@@ -305,7 +305,10 @@ FULL, BUG = OSError(errno.ENOSPC, "No space left on device"), TypeError("a bug")
     ("", FULL, False, True, "no good checkpoint is left. Make room"),
     ("checkpoint-4", FULL, False, True, "no good checkpoint is left. Make room"),  # it was deleted
     ("checkpoint-5", BUG, False, True, "a bug")])
-def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(tmp_path, known, error, is_last, ends, message):
+def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(
+        tmp_path, monkeypatch, known, error, is_last, ends, message):
+    monkeypatch.setattr(ckpt, "RETRY_S", 0.0)
+
     def write():
         raise error
 
@@ -315,6 +318,23 @@ def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(tmp_path, known
     assert outcome.path is None and saver.take(wait=True) is None
     assert re.search(message, outcome.message) and (outcome.fatal is not None) == ends
     assert outcome.fatal is BUG if error is BUG else not ends or isinstance(outcome.fatal, OSError)
+    saver.close()
+
+
+def test_a_save_that_would_end_the_run_is_repeated_while_the_disk_is_full(tmp_path, monkeypatch):
+    """Regression: a disk that was full for ten seconds during the first or last save ended the run."""
+    monkeypatch.setattr(ckpt.time, "sleep", lambda seconds: None)
+    failures = iter([FULL, FULL])
+
+    def write():
+        if (error := next(failures, None)) is not None:
+            raise error
+        return save(tmp_path, 5)
+
+    saver = Saver(None)
+    saver.start(write, last=True)
+    outcome = saver.take(wait=True)
+    assert outcome.fatal is None and outcome.path.name == "checkpoint-5"
     saver.close()
 
 

@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 
 from nanochat import run_dir as rd
-from tests import faults
 from tests.toy import tree
 
 

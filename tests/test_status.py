@@ -408,7 +408,7 @@ def test_a_job_is_requeued_until_its_run_has_ended_or_fails_too_often(cluster, s
         (cluster / "scontrol.txt").unlink()
     flags = (cluster / "srun.txt").read_text()
     for flag in ("--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=node1:24711", "--shutdown-timeout=600",
-                 "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1,SIGUSR2",
+                 "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2",
                  "-m scripts.base_train -- --model-tag=d1 --depth=4"):
         assert flag in flags
 

@@ -112,7 +112,8 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
     environment = {"NANOCHAT_BASE_DIR": str(path), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
                    "WANDB_SILENT": "true", **dict.fromkeys(wandb, str(path / "wandb"))}
     threads = torch.get_num_threads()
-    with mock.patch.dict(os.environ, environment), mock.patch.dict(SETTINGS, changed):
+    without_retries = mock.patch.object(checkpoint_module, "RETRY_S", 0.0)
+    with mock.patch.dict(os.environ, environment), mock.patch.dict(SETTINGS, changed), without_retries:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         torch.set_num_threads(1)

@@ -26,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from nanochat.common import StopAsked, counted, get_dist_info
+from nanochat.common import LAUNCH, StopAsked, counted, get_dist_info
 
 T = TypeVar("T")
 
@@ -93,15 +94,40 @@ def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: fl
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        dist.init_process_group("nccl" if on_cuda else "gloo", store=of_this_attempt(store), rank=rank,
-                                world_size=world_size, timeout=timeout, device_id=device if on_cuda else None)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(find_each_other(store, rank, world_size), store)
+        dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=world_size,
+                                timeout=timeout, device_id=device if on_cuda else None)
     return distributed, rank, local_rank, world_size, device
 
 
-def of_this_attempt(store: dist.Store, name: str = "group") -> dist.Store:
-    """The part of the launch's store that belongs to this attempt of torchrun. With --max-restarts, all attempts share
-    one store, in which an attempt would otherwise find the addresses of the dead processes of the one before it."""
-    return dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{name}", store)
+def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
+    """Collective. A name for the group of processes that run now, on all of them. StopAsked if a stop is requested.
+
+    torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the addresses of dead
+    processes in it, and wait for them. Its count of restarts is no name: every node has its own. So each process leaves
+    a random id; rank 0 lists the newest ids, until every process has found itself in the list and has said so.
+    """
+    ours = uuid.uuid4().hex
+    store.set(f"process/{rank}", ours)
+    others = range(1, world_size)
+    listed = ""
+    while True:
+        if LAUNCH.stop():
+            raise StopAsked("asked to stop while the processes found each other")
+        if rank == 0:
+            found = [store.get(f"process/{r}").decode() for r in others if store.check([f"process/{r}"])]
+            if ",".join([ours, *found]) != listed:
+                listed = ",".join([ours, *found])
+                store.set("processes", listed)
+            if len(found) == len(others) and store.check([f"{ours}/{theirs}" for theirs in found]):
+                return ours
+        elif store.check(["processes"]):
+            name, *found = store.get("processes").decode().split(",")
+            if ours in found:
+                store.set(f"{name}/{ours}", "")
+                return name
+        time.sleep(0.02)
 
 
 def elastic_problem() -> str:

@@ -31,12 +31,13 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 from nanochat.common import counted
-from nanochat.dist import of_this_attempt
+from nanochat.dist import on_rank0
 from nanochat.lifecycle import is_alive_here
 
 log = logging.getLogger(__name__)
@@ -49,15 +50,15 @@ UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}  # for a ran
 
 
 def open_store(world_size: int) -> Any:
-    """A client of this launch's store (MASTER_ADDR, MASTER_PORT), or None for a single process. Call it once the
-    process group exists. The group's own client will not do, because the main thread may hold its lock."""
+    """Collective, once the group exists. A client of this launch's store (MASTER_ADDR, MASTER_PORT), or None for
+    a single process. The group's own client will not do, because the main thread may hold its lock."""
     if world_size == 1:
         return None
     import torch.distributed as dist
 
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                           wait_for_workers=False, timeout=timedelta(seconds=30))
-    return of_this_attempt(store, "watchdog")
+    return dist.PrefixStore(f"watchdog/{on_rank0(lambda: uuid.uuid4().hex)}", store)  # torchrun keeps one store
 
 
 class Watchdog:

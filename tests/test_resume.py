@@ -162,8 +162,7 @@ def test_after_each_of_five_kills_torchrun_restarts_the_run_to_the_same_bits(ref
     succeed(leaves=2, model_tag="alone")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
     for attempt in range(6):
-        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(attempt),
-               "MASTER_PORT": str(store.port)}
+        env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
         kill = partial(on_rank, attempt % 2, partial(before, "nanochat.optim.MuonAdamW.step", 4))
         argv = training.flags(save_every=2, sync_save=True)
         group = training.launch(base_train.main, [argv] * 2, [env] * 2, kill if attempt < 5 else None)

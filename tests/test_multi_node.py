@@ -109,6 +109,65 @@ def test_two_torchruns_stop_after_a_signal_to_one_and_the_run_resumes_to_the_sam
     assert not list(other(workplace).rglob("*.json")), "the second machine wrote files"
 
 
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def kill_machine(launcher):
+    """As if the machine had lost its power: torchrun and its process end at once."""
+    workers = children(launcher.pid)
+    launcher.kill()
+    for pid in workers:
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait()
+
+
+def test_an_elastic_launch_goes_through_1_2_1_2_nodes_to_the_same_bits(workplace, reference):
+    """The command is that of docs/clusters.md."""
+    hold = workplace / "hold"
+    hold.touch()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{s.getsockname()[1]}"
+    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "HOLD": str(hold)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=9",
+               "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=elastic", "--monitor-interval=0.1",
+               "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1", "-m", "tests.held_run", "--",
+               *training.flags(leaves=2)]
+    launchers = []
+
+    def wait_for_nodes(*numbers):
+        training.wait_for(lambda: [event["world_size"] for event in training.events("started")] == [*numbers])
+        steps = len(training.all_steps())
+        training.wait_for(lambda: len(training.all_steps()) >= steps + 5)
+
+    try:
+        for numbers in ((1,), (1, 2), (1, 2, 1), (1, 2, 1, 2)):
+            if numbers == (1, 2, 1):
+                kill_machine(launchers.pop())
+            else:
+                launchers.append(subprocess.Popen(command, cwd=Path(__file__).parents[1], env=env))
+            wait_for_nodes(*numbers)
+        hold.unlink()
+        assert [launcher.wait(training.PATIENCE_S) for launcher in launchers] == [0, 0]
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                kill_machine(launcher)
+    assert state_of(final()) == reference["final"] and digests() == reference["digests"]
+
+
+@pytest.mark.parametrize("nodes, shares, warns", [("1:2", "0", True), ("1:2", "1", False), ("2:2", "0", False)])
+def test_an_elastic_launch_that_would_fail_is_warned_of_at_its_start(tmp_path, monkeypatch, nodes, shares, warns):
+    code = "from nanochat.dist import elastic_problem; print(elastic_problem())"
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", shares)
+    done = subprocess.run([sys.executable, "-c", f"""import os, subprocess, sys
+os.environ["TORCHELASTIC_RUN_ID"] = "x"
+subprocess.run([sys.executable, "-c", {code!r}])""", f"--nnodes={nodes}"], capture_output=True, text=True,
+        cwd=Path(__file__).parents[1])
+    assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stdout) == warns, done
+
+
 # ---- where the run is ------------------------------------------------------------------------------------------------
 
 def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace):

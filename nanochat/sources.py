@@ -13,12 +13,13 @@ later. Holding each lane's group decoded would cost megabytes per lane; decoding
 of 1,024 documents sixteen times. So a group is decoded once, and the units that the lane will read soon are kept
 compressed. A *small* bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded
 once in the whole run, and its documents stay in memory, each compressed individually. (Compressing several together
-saved no memory, and took 20 % longer per document.)
+saved no memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a file that
+all lanes read (nanochat/spill.py).
 """
 
 import functools
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,8 @@ import pyarrow as pa
 
 from nanochat.common import as_path
 from nanochat.dataset import Manifest, fingerprint, reader_class
-from nanochat.text import SUFFIXES, Selection, as_parquet, open_parquet, read_batches, text_tokens
+from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
+from nanochat.text import SUFFIXES, Selection, as_parquet, leaf_column, open_parquet, read_batches, text_tokens
 from nanochat.tokenizer import CannotEncode, Tokenizer
 
 SMALL_TOKENS = 32 << 20  # a bucket with at most this many estimated tokens is shuffled document by document,
@@ -96,10 +98,11 @@ class Source:
         """The lengths of what `read` returns: (length of each document, number of repeated ids at its start)."""
         raise NotImplementedError
 
-    def texts(self, group: int) -> list[str]:
+    def texts(self, group: int) -> Iterator[str]:
         """The texts of all documents of a group. Stored tokens are decoded."""
         documents, _ = self.read(group, np.arange(self.groups[group]))
-        return [self.tokenizer.decode(ids.tolist()) for ids in documents]
+        for ids in documents:
+            yield self.tokenizer.decode(ids.tolist())
 
     def file_of(self, group: int) -> tuple[int, int]:
         """(index of a group's file, index of the group within that file)."""
@@ -125,17 +128,21 @@ class ParquetSource(Source):
         self._kept: dict[tuple[int, int, int], bytes] = {}  # compressed units, by (group, first row, size)
         self._groups = functools.cache(self._pack_group)  # of a small bucket
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
+        self._spills = Spills()
+        self._text_bytes = functools.cache(self._read_text_bytes)
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
         """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
-        first = int(rows.min())
-        unit = self._kept.pop((group, first, len(rows)), None) if keep else None
         if self.small:
             with self._locks[group]:  # other threads wait here until this group is decoded
                 packed = self._groups(group)
             texts = [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
                      for size, data in (packed[row] for row in rows.tolist())]
+        elif self._is_large(group):
+            texts = self._read_large(group, rows, keep)
         else:
+            first = int(rows.min())
+            unit = self._kept.pop((group, first, len(rows)), None) if keep else None
             column = self._decode(group, first, int(rows.max()) + 1, keep) if unit is None else _unpacked(unit)
             texts = column.take(pa.array(rows - first)).to_pylist()
         try:
@@ -145,13 +152,54 @@ class ParquetSource(Source):
             raise ValueError(f"{name}: row group {number}, row {rows[e.number]}: {e.reason}") from None
         return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
 
-    def texts(self, group: int) -> list[str]:
-        return self._decode(group, 0, int(self.groups[group]), 0).to_pylist()
+    def texts(self, group: int) -> Iterator[str]:
+        num_documents = int(self.groups[group])
+        if self._is_large(group):
+            for first in range(0, num_documents, 64):
+                rows = np.arange(first, min(first + 64, num_documents))
+                yield from self._read_large(group, rows, num_documents)
+        else:
+            yield from self._decode(group, 0, num_documents, 0).to_pylist()
 
     def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
         """(size in bytes, compressed text) of every document of a group."""
-        texts = [text.encode() for text in self._decode(group, 0, int(self.groups[group]), 0).to_pylist()]
-        return [(len(text), pa.compress(text, codec="lz4_raw", asbytes=True)) for text in texts]
+        packed = []
+        for text in self.texts(group):
+            data = text.encode()
+            packed.append((len(data), pa.compress(data, codec="lz4_raw", asbytes=True)))
+        return packed
+
+    def _read_text_bytes(self, file: int) -> list[int]:
+        """The bytes of text in each group of a file."""
+        with open_parquet(self.paths[file], self.field) as f:
+            metadata = f.metadata
+        text = leaf_column(metadata, self.field)
+        return [metadata.row_group(g).column(text).total_uncompressed_size for g in range(metadata.num_row_groups)]
+
+    def _is_large(self, group: int) -> bool:
+        """Whether a group is decoded into a file. A group that is missing is not: reading it names the problem."""
+        file, number = self.file_of(group)
+        sizes = self._text_bytes(file)
+        return number < len(sizes) and sizes[number] > LARGE_BYTES
+
+    def _read_large(self, group: int, rows: np.ndarray, keep: int) -> list[str]:
+        """Documents `rows` of a large group. ValueError names the file."""
+        file, number = self.file_of(group)
+        path, expected = self.paths[file], int(self.groups[group])
+
+        def decode() -> Spill:
+            spill = decode_group(path, number, self.field, self._text_bytes(file)[number])
+            if spill.num_documents < expected:
+                raise self._shorter(group, spill.num_documents)
+            return spill
+
+        return self._spills.read(group, rows, keep, decode)
+
+    def _shorter(self, group: int, num_documents: int) -> ValueError:
+        """The error for a group with fewer documents than the run has pinned."""
+        file, number = self.file_of(group)
+        return ValueError(f"{self.paths[file]}: row group {number} ends at row {num_documents:,}, so the file has "
+                          f"changed since the run began; restore it, or start a new run (--model-tag)")
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
         """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in units of the same
@@ -170,8 +218,7 @@ class ParquetSource(Source):
                 if at >= max(stop, keep):
                     break
         if at < stop:
-            raise ValueError(f"{path}: row group {number} ends at row {at:,}, so the file has changed since the run "
-                             f"began; restore it, or start a new run (--model-tag)")
+            raise self._shorter(group, at)
         return pa.chunked_array(texts)
 
 

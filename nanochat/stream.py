@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 FORMAT = 5  # of cursors
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
+SAMPLE_TOKENS = 1 << 20  # of them that are read at once
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
@@ -344,9 +345,14 @@ def share(account: Mapping[str, int], name: str) -> float:
 
 def sample_lengths(source: Source) -> np.ndarray:
     """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups spread over a source."""
-    spread = np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int)
-    return np.array([len(ids) for group in spread.tolist() for ids in source.read(
-        group, np.arange(min(SAMPLE_DOCUMENTS, int(source.groups[group]))))[0]])
+    lengths: list[int] = []
+    for group in np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int).tolist():
+        num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
+        at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
+        for first in range(0, num_documents, at_once):
+            ids, _ = source.read(group, np.arange(first, min(first + at_once, num_documents)))
+            lengths += map(len, ids)
+    return np.array(lengths)
 
 
 def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,

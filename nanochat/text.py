@@ -42,6 +42,7 @@ SUFFIXES = (".parquet", *CONVERTED)
 TEXT_FIELD = "text"
 TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to exhaust memory
+EMPTY_BYTES = 200  # more than an empty document takes in a parquet file, even with a page of its own
 LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
@@ -230,17 +231,20 @@ def text_tokens(text_bytes: int, documents: int) -> int:
 
 
 def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
-    """Whether all documents of a parquet file are empty, according to the statistics in its footer. Without statistics,
-    the texts are read up to the first one that is not empty."""
+    """Whether all documents of a parquet file are empty, by the sizes and statistics in its footer. If these do
+    not tell, the texts are read up to the first one that is not empty."""
     with open_parquet(path, field) as file:
         text = leaf_column(file.metadata, field)
         for g in range(file.num_row_groups):
-            statistics = file.metadata.row_group(g).column(text).statistics
-            if statistics is not None and statistics.has_min_max:
+            column = file.metadata.row_group(g).column(text)
+            statistics = column.statistics
+            if column.total_uncompressed_size > EMPTY_BYTES * (column.num_values + 1000):
+                blank = False  # without reading pages of books
+            elif statistics is not None and statistics.has_min_max:
                 blank = not statistics.max_raw
             else:
-                blank = not any(pc.any(pc.not_equal(column, "")).as_py()
-                                for column in read_batches(file, g, path, field=field))
+                blank = not any(pc.any(pc.not_equal(texts, "")).as_py()
+                                for texts in read_batches(file, g, path, field=field))
             if not blank:
                 return False
     return True

@@ -326,7 +326,7 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
 
 
 def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
-    text = opened("text")[0].data.train["code"].texts(0)[3]
+    text = [*opened("text")[0].data.train["code"].texts(0)][3]
     out = run("find", "text", f"--text={text}")
     assert re.search("the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? containing it", out)
     assert "code/0.parquet:3 (code)" in out and "epoch  step" in out and out.endswith(inspect_data.FIND_LEGEND + "\n")

@@ -2,7 +2,8 @@
 Text files: which of their documents are read, and how parquet is read.
 
     .parquet                         read in place: open_parquet, read_footer, read_batches
-    .jsonl, .jsonl.gz, .jsonl.zst    one {"text": ...} per line; broken lines are skipped with a warning
+    .jsonl, .jsonl.gz, .jsonl.zst    one {"text": ...} per line; broken lines are skipped with a warning. Also .ndjson,
+                                     and .json if it has one object per line
     .txt                             one document per file
     .arrow                           a data set that Hugging Face's `datasets` saved
 
@@ -23,6 +24,7 @@ import contextlib
 import ctypes
 import logging
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -37,14 +39,21 @@ from nanochat.common import as_path, counted, is_remote
 
 log = logging.getLogger(__name__)
 
-CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
-SUFFIXES = (".parquet", *CONVERTED)
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
+# of JSON with one object per line, under all the names that it has
+JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
 TEXT_FIELD = "text"
 TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to exhaust memory
 LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
+
+
+def text_suffix(name: str) -> str:
+    """The suffix of a text file in lower case, such as .jsonl.gz. "" for another kind of file."""
+    name = name.lower()
+    return next((suffix for suffix in (*SUFFIXES, *JSON_LINES) if name.endswith(suffix)), "")
 
 
 # ---- which documents are read --------------------------------------------------------------------
@@ -58,7 +67,7 @@ class TextSettings:
     min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
     val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last file",
                                   metavar="F", fixed=FIXED)
-    strict: bool = setting(False, "stop at a broken jsonl line instead of skipping it")
+    strict: bool = setting(False, "stop at a broken jsonl line or a null instead of skipping it")
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -140,9 +149,13 @@ def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
     not changed: they name the object, and the file is not at fault."""
     try:
         yield
-    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as e:  # last two: a corrupt size, name
+    # MemoryError and UnicodeDecodeError: a corrupt size, or name; the last two: Python's reader of .gz
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError, EOFError, zlib.error) as e:
         if is_remote(path) and str(e).startswith(str(path)):
             raise
+        if "requires too much memory" in str(e):
+            raise ValueError(f"{path}: it was compressed with a window above 128 MiB (zstd --long), which cannot be "
+                             f"read; compress it again: zstd -d --long=31 -c FILE | zstd -o NEW") from e
         raise ValueError(f"{path}: {problem} ({e}); delete the file and download or create it again (python -m "
                          f"nanochat.dataset --verify checks all files of a folder)") from e
 
@@ -186,11 +199,15 @@ def misfit(schema: pa.Schema, field: str) -> str:
     return ""
 
 
-def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Array:
+def checked(column: pa.Array, path: Path | str, field: str, group: int,
+            skipped: dict[str, Any] | None = None) -> pa.Array:
     """A column of texts, after checks. ValueError for a null or a text that is too large, ArrowException for a text
-    that is not UTF-8."""
+    that is not UTF-8. With `skipped`, nulls are dropped instead, and skipped["nulls"] counts them."""
     column.validate(full=True)
-    if column.null_count:
+    if column.null_count and skipped is not None:
+        skipped["nulls"] = skipped.get("nulls", 0) + column.null_count
+        column = column.drop_null()
+    elif column.null_count:
         raise ValueError(NULLS.format(path, counted(column.null_count, "null"), field, group))
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_DOCUMENT_BYTES:
@@ -229,6 +246,23 @@ def text_tokens(text_bytes: int, documents: int) -> int:
     return text_bytes // 4 + documents
 
 
+def find_nulls(path: Path, field: str = TEXT_FIELD) -> int | None:
+    """The number of nulls in the text column of a parquet file, according to its footer. None if the statistics of some
+    row group do not say it."""
+    with open_parquet(path, field) as file:
+        metadata = file.metadata
+    text = leaf_column(metadata, field)
+    if metadata.schema.column(text).max_definition_level == 0:
+        return 0  # the column cannot hold nulls
+    nulls = 0
+    for g in range(metadata.num_row_groups):
+        statistics = metadata.row_group(g).column(text).statistics
+        if statistics is None or not statistics.has_null_count:
+            return None
+        nulls += statistics.null_count
+    return nulls
+
+
 def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
     """Whether all documents of a parquet file are empty, according to the statistics in its footer. Without statistics,
     the texts are read up to the first one that is not empty."""
@@ -247,9 +281,9 @@ def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
 
 
 def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_size: int = 256,
-                 field: str = TEXT_FIELD) -> Iterator[pa.Array]:
+                 field: str = TEXT_FIELD, skipped: dict[str, Any] | None = None) -> Iterator[pa.Array]:
     """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names the file if pages are
-    corrupt, or if a text is null, too large or not UTF-8.
+    corrupt, or if a text is null (unless `skipped` counts nulls, see `checked`), too large or not UTF-8.
 
     At the end, freed memory is returned to the system. Otherwise Arrow's pool would keep the memory of the largest
     group, and units of many sizes would fragment glibc's heap (after 960 steps of 64 lanes: 158 MB and growing, instead
@@ -260,7 +294,7 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
         with named_in_errors(path, f"row group {group} cannot be read, or a document in it is not UTF-8"):
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=[field], use_threads=False):
                 [column] = flat(pa.Table.from_batches([batch]))[field].chunks
-                column = checked(column, path, field, group)
+                column = checked(column, path, field, group, skipped)
                 num_bytes += column.nbytes
                 yield column
     finally:
@@ -273,10 +307,23 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
 # ---- any kind ------------------------------------------------------------------------------------
 
 def as_parquet(path: Path, selection: Selection = ALL) -> Path:
-    """`path` itself, or its cached conversion (`nanochat.text_kinds.converted`) if it is not parquet or if the
-    selection skips some of its documents."""
-    if not (path.name.endswith(CONVERTED) or selection.skips_some) or not path.exists():
+    """`path` itself, or its cached conversion (`nanochat.text_kinds.converted`) if it is not parquet, if it has nulls,
+    or if the selection skips some of its documents."""
+    is_text = text_suffix(path.name) not in ("", ".parquet")
+    if not path.exists():
         return path
-    from nanochat.text_kinds import converted
+    if not (is_text or selection.skips_some) and find_nulls(path, selection.text_field) == 0:
+        return path
+    from nanochat.text_kinds import converted, count_nulls
 
-    return converted(path, selection)
+    if is_text or selection.skips_some or count_nulls(path, selection.text_field):
+        return converted(path, selection)
+    return path
+
+
+def as_pinned(path: Path, entry: Mapping[str, Any], selection: Selection) -> Path:
+    """`as_parquet` of a file that a manifest's entry describes. No parquet file is opened: the entry tells whether it
+    was converted."""
+    if text_suffix(path.name) == ".parquet" and not selection.skips_some and "own_size" not in entry:
+        return path
+    return as_parquet(path, selection)

@@ -101,7 +101,7 @@ DATA = [  # (command line, files, words)
     ("base_train --data-path=data --val-path=nowhere", {}, ("nowhere",)),
     ("base_train --val-path=data", {}, ("climbmix", "nanochat.dataset")),  # a download that never was
     ("base_train --data-path=one", {"one/only.parquet": TEXTS}, ("only.parquet", "--val-path")),
-    (ONE, {"one/only.parquet": [*TEXTS, None, None]},
+    (ONE + " --strict", {"one/only.parquet": [*TEXTS, None, None]},
      ("only.parquet", "2 nulls", "row group 1")),
     ("base_train --data-path=odd", {"odd/a.parquet": not_utf8, "odd/z.parquet": TEXTS},
      ("its name is not UTF-8; rename it",)),

@@ -29,7 +29,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
 
 from nanochat.cli import did_you_mean
-from nanochat.common import as_path, counted, each, is_remote
+from nanochat.common import as_path, counted, each, is_remote, local_copy
 from nanochat.text import SUFFIXES, text_suffix
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,26 @@ def exists(path: Path) -> bool:
 def is_folder(path: Path) -> bool:
     """Whether a path is a folder; see `exists`."""
     return exists(path) and path.is_dir()
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path is a file; see `exists`."""
+    return exists(path) and path.is_file()
+
+
+def read_data_args(path: Path | str) -> str:
+    """The --data-path in a file for Megatron's --data-args-path: prefixes, or weights and prefixes, separated by white
+    space. FileNotFoundError or ValueError names the file."""
+    try:
+        words = local_copy(as_path(path)).read_text().split()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"--data-args-path={path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"--data-args-path={path}: it cannot be read as text ({e})") from None
+    if not words or any("," in word for word in words):
+        raise ValueError(f"--data-args-path={path}: expected paths of token files without .bin, or weights and paths, "
+                         f"separated by spaces or lines, none of them with a comma")
+    return ",".join(words)
 
 
 def named_files(path: Path | str) -> list[Path]:

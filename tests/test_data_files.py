@@ -1,4 +1,5 @@
-"""The files below a data path: links, hidden names, other names of JSON lines, names that state a split, empty files."""
+"""The files below a data path: links, hidden names, other names of JSON lines, names that state a split, empty files,
+nulls."""
 
 import errno
 import gzip
@@ -195,8 +196,8 @@ def test_one_line_lists_all_files_that_could_be_data(tmp_path, caplog):
 
 def test_a_folder_with_only_files_that_are_not_read_says_why(tmp_path):
     write(tmp_path, "_temporary/a.parquet")
-    with pytest.raises(FileNotFoundError, match=r"no \.parquet.* file below it \(1 file that could be data is not read: "
-                                                r"_temporary/a\.parquet \(hidden.*check --data-path"):
+    with pytest.raises(FileNotFoundError, match=r"no \.parquet.* file below it \(1 file that could be data is not "
+                                                r"read: _temporary/a\.parquet \(hidden.*check --data-path"):
         find_files(tmp_path)
 
 
@@ -243,9 +244,9 @@ def test_names_decide_if_some_are_for_training_and_others_are_not(tmp_path, name
 def test_buckets_with_and_without_names_keep_their_own_splits(tmp_path):
     write(tmp_path, *(f"web/{name}" for name in HUB), "code/a.parquet", "code/b.parquet")
     found = split_names(tmp_path, by_bucket=True)
-    assert found["val"] == {"code": ["code/b.parquet"],
-                            "web": [f"web/validation-0000{i}-of-00002.parquet" for i in range(2)]}
-    assert found["train"] == {"code": ["code/a.parquet"], "web": [f"web/train-0000{i}-of-00002.parquet" for i in range(2)]}
+    named = {split: [f"web/{split}-0000{i}-of-00002.parquet" for i in range(2)] for split in ("train", "validation")}
+    assert found["train"] == {"code": ["code/a.parquet"], "web": named["train"]}
+    assert found["val"] == {"code": ["code/b.parquet"], "web": named["validation"]}
 
 
 def test_a_name_that_states_nothing_beside_names_that_do_is_an_error(tmp_path):
@@ -288,7 +289,8 @@ def test_files_beside_train_and_val_are_listed(tmp_path, caplog):
     assert "1 file that could be data is not read: more.jsonl (outside train/ and val/)" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt", "README.txt", "LICENSE.txt", "readme.TXT"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-dev.txt", "README.txt", "LICENSE.txt",
+                                  "readme.TXT"])
 def test_text_about_the_data_is_not_data(tmp_path, caplog, name):
     found = split_names(write(tmp_path, "a.parquet", "b.parquet", name))
     assert found["val"] == {"data": ["b.parquet"]} and found["train"] == {"data": ["a.parquet"]}
@@ -310,8 +312,8 @@ def test_validation_files_chosen_by_name_cause_no_warning_about_the_choice(tmp_p
 
 
 def test_the_topmost_name_that_counts_decides():
-    names = [PurePosixPath(name) for name in ("train/test-0.jsonl", "train/train-0.jsonl", "validation/a.jsonl", "b.jsonl")]
-    assert list(stated_splits(names).values()) == ["train", "train", "val", ""]
+    names = ("train/test-0.jsonl", "train/train-0.jsonl", "validation/a.jsonl", "b.jsonl")
+    assert list(stated_splits([*map(PurePosixPath, names)]).values()) == ["train", "train", "val", ""]
 
 
 # ---- files without documents ----------------------------------------------------------------------------------------

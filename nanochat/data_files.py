@@ -460,17 +460,22 @@ def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = Fals
 
 
 def drop_empty(root: Path, files: Sequence[Path]) -> list[Path]:
-    """The files that hold documents. One warning lists the others; ValueError if there is no other."""
-    from nanochat.text_kinds import is_empty
+    """The files that hold documents. One warning lists the others. ValueError if no file holds any, or if some only
+    stand for data that was not fetched."""
+    from nanochat.text_kinds import content_of
 
-    flags = list(each(is_empty, files))
-    empty = [file for file, flag in zip(files, flags) if flag]
+    contents = list(each(content_of, files) if is_remote(root) else map(content_of, files))
+    pointers = [file for file, content in zip(files, contents) if content == "pointer"]
+    if pointers:
+        raise ValueError(f"{root}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
+                         f"fetched: {few(pointers, root)}; fetch it (git lfs pull, git annex get), or delete the files")
+    empty = [file for file, content in zip(files, contents) if content == "nothing"]
     if len(empty) == len(files):
         raise ValueError(f"{root}: {counted(len(files), 'file')} but no document in any of them ({few(empty, root)}); "
                          f"write them again, or choose other data with --data-path and --val-path")
     if empty:
         log.warning("%s: skipping %s without documents: %s", root, counted(len(empty), "file"), few(empty, root))
-    return [file for file, flag in zip(files, flags) if not flag]
+    return [file for file, content in zip(files, contents) if content == "documents"]
 
 
 def last_of(files: Sequence[Path]) -> Path | None:

@@ -52,6 +52,7 @@ from nanochat.text import (
 log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+POINTER_BYTES = 1 << 10  # no pointer is larger
 EMPTY_BYTES = 1 << 20  # a larger file counts as one with documents
 JSON_LINE_BYTES = 16 << 20  # a .json file whose first line is longer is not JSON lines
 LISTED_LINES = 100  # maximum number of broken lines per file that the report lists
@@ -199,34 +200,43 @@ def _document(line: bytes, field: str) -> str:
     return value
 
 
-def is_empty(path: Path) -> bool:
-    """Whether a data file has no documents: no bytes, no rows, only nulls in its column `text`, only blank lines, no
-    entries. Only small files are opened. False for a file that cannot be read: reading it gives the reason."""
+def content_of(path: Path) -> str:
+    """What a data file holds: "documents"; "nothing": no bytes, no rows, only nulls in its column `text`, only blank
+    lines, no entries; or "pointer": it stands for data that Git LFS or git-annex has not fetched. Only small files are
+    opened. "documents" for a file that cannot be read: reading it gives the reason."""
     try:
         size = path.stat().st_size
-        if path.name.endswith(".bin"):
-            from nanochat.tokens import TokenFile
-
-            return size == 0 and len(TokenFile(path)) == 0
-        suffix = text_suffix(path.name)
-        if size == 0:
-            return suffix != ""
-        if size > EMPTY_BYTES or not suffix:
-            return False
-        with named_in_errors(path, "the file cannot be read"):
-            if suffix == ".parquet":
-                rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
-                return rows == 0 or find_nulls(path) == rows
-            if suffix == ".arrow":
-                with path.open("rb") as file:
-                    return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
-            if suffix in JSON_LINES:
-                with _open_lines(path) as lines:
-                    pieces = iter(lambda: lines.readline(EMPTY_BYTES), b"")
-                    return not any(piece.strip() for piece in pieces)
-        return False
+        if size <= POINTER_BYTES:
+            with path.open("rb") as file:
+                if file.read(POINTER_BYTES).startswith((b"version https://git-lfs.github.com/", b"/annex/objects/")):
+                    return "pointer"
+        is_empty = size <= EMPTY_BYTES and _is_empty(path, size)
     except (OSError, ValueError):
-        return False
+        is_empty = False
+    return "nothing" if is_empty else "documents"
+
+
+def _is_empty(path: Path, size: int) -> bool:
+    """Whether a file of `size` bytes holds no document. ValueError or OSError if it cannot be read."""
+    suffix = text_suffix(path.name)
+    if path.name.endswith(".bin"):
+        from nanochat.tokens import TokenFile
+
+        return size == 0 and len(TokenFile(path)) == 0
+    if size == 0:
+        return suffix != ""
+    with named_in_errors(path, "the file cannot be read"):
+        if suffix == ".parquet":
+            rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
+            return rows == 0 or find_nulls(path) == rows
+        if suffix == ".arrow":
+            with path.open("rb") as file:
+                return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
+        if suffix in JSON_LINES:
+            with _open_lines(path) as lines:
+                pieces = iter(lambda: lines.readline(EMPTY_BYTES), b"")
+                return not any(piece.strip() for piece in pieces)
+    return False
 
 
 # ---- cached parquet ------------------------------------------------------------------------------

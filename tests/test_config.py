@@ -57,7 +57,8 @@ def test_megatrons_data_args_path_is_a_file_with_the_list_of_data_path(tmp_path,
 
 
 @pytest.mark.parametrize(("content", "more", "message"), [
-    ("", [], "list: expected paths"), ("a,b c", [], "none of them with a comma"), (b"\xff", [], "cannot be read as text"),
+    ("", [], "list: expected paths"), ("a,b c", [], "none of them with a comma"),
+    (b"\xff", [], "cannot be read as text"),
     (None, [], "list: no such file"), ("web code x", ["--data-path=web"], "--data-path is also given")])
 def test_a_bad_data_args_path_is_one_sentence(tmp_path, content, more, message):
     if content is not None:

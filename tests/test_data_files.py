@@ -359,6 +359,16 @@ def test_an_empty_saved_data_set_has_no_documents(tmp_path, caplog):
     assert found["train"] == {"data": ["b.parquet"]} and "a.arrow" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet", "a.bin"])
+@pytest.mark.parametrize("content", ["version https://git-lfs.github.com/spec/v1\noid sha256:1f\nsize 9\n",
+                                     "/annex/objects/SHA256E-s9--1f.txt\n"])
+def test_a_file_that_stands_for_data_that_was_not_fetched_is_an_error(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    (tmp_path / "z.txt").write_text("a book")
+    with pytest.raises(ValueError, match=rf"1 file of Git LFS or git-annex whose data was not fetched: {name}"):
+        split_train_val(tmp_path, data_format="shards" if name.endswith(".bin") else "text")
+
+
 # ---- nulls ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("statistics", [True, False])

@@ -280,7 +280,7 @@ def test_a_megatron_bin_shorter_than_its_index_is_an_error_when_it_is_opened(tmp
     whole = (tmp_path / "a.bin").read_bytes()
     open_tokens(tmp_path / "a.bin").pin("a")
     os.truncate(tmp_path / "a.bin", 14)
-    with pytest.raises(ValueError, match=r"a\.bin: 14 bytes on disk, but sequence [12] of its \.idx ends at byte 18, so"):
+    with pytest.raises(ValueError, match=r"a\.bin: 14 bytes on disk, but sequence [12] of its \.idx ends at byte 18"):
         open_tokens(tmp_path / "a.bin")
     (tmp_path / "a.bin").write_bytes(whole)
     open_tokens(tmp_path / "a.bin").pin("a")
@@ -293,8 +293,8 @@ def test_a_megatron_bin_longer_than_its_index_is_read_with_a_warning(tmp_path, c
     assert entries_of(open_tokens(tmp_path / "a.bin")) == [[1, 2, E], [3, 4, 5, E]]
     open_tokens(tmp_path / "a.bin")
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/a.bin: 18 bytes on disk, but the sequences of its .idx end at byte 14, so the rest is not read; if "
-        f"the two files do not belong together, fetch them again"]
+        f"{tmp_path}/a.bin: 18 bytes on disk, but the sequences of its .idx end at byte 14, so the rest is not read; "
+        f"if the two files do not belong together, fetch them again"]
 
 
 def test_opening_checks_the_ends_only_and_inner_damage_is_named_when_it_is_read(tmp_path):

@@ -24,12 +24,12 @@ import logging
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePath, PurePosixPath
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from nanochat.cli import did_you_mean
-from nanochat.common import as_path, counted, each, is_remote, local_copy
+from nanochat.common import as_path, counted, each, few, is_remote, local_copy
 from nanochat.text import SUFFIXES, text_suffix
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,6 @@ GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names o
 GET_DATA = ("download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
             "-m dev.make_sample_corpus, or point --data-path at yours")
 BUCKET = "data"  # the name of the bucket if there is only one
-LISTED = 3  # number of files that a message names
 
 COULD_BE_DATA = re.compile(
     r"\.(jsonl?|ndjson|txt|text|csv|tsv|parquet|parq|pq|arrow|feather|orc|avro|xml|warc|tar|tgz|zip|npy|npz)"
@@ -112,13 +111,6 @@ def _kind(entry: os.DirEntry[str]) -> str:
             raise
         return "dangling"
     return "dangling" if entry.is_symlink() and not os.path.exists(entry.path) else ""
-
-
-def few(paths: Iterable[PurePath | str], folder: Path | str | None = None) -> str:
-    """The first paths, relative to a folder, and how many there are: "a, b, c and 7 more"."""
-    names = [os.path.relpath(path, folder) if folder and not is_remote(path) else str(path) for path in paths]
-    rest = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 # ---- what a --data-path names --------------------------------------------------------------------

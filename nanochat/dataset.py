@@ -69,9 +69,9 @@ from nanochat.text import (
     Selection,
     as_parquet,
     is_blank,
+    open_footer,
     open_parquet,
     read_batches,
-    read_footer,
     text_suffix,
     text_tokens,
 )
@@ -278,6 +278,7 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     folder = data_folder(root)
     files = find_files(root) if files is None else files
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
+    _warn_of_nulls(files)
     if all(text_suffix(file.name) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
         part = f"the {selection.part} part of the data" if selection.part else "this data"
@@ -291,11 +292,10 @@ def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
     for "own_size", which is for reports."""
     if not text_suffix(name):
         return reader_class(name).scan_file(path, name, selection.text_field)
-    parquet = as_parquet(path, selection)
-    footer, counts, text_bytes = read_footer(parquet, selection.text_field)
+    parquet, footer = open_footer(path, selection)
     own_size = {} if parquet == path else {"own_size": path.stat().st_size}
-    return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer), "groups": counts,
-            "tokens": text_tokens(text_bytes, sum(counts)), **etag_of(parquet), **own_size}
+    return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer.raw), "groups": footer.counts,
+            "tokens": text_tokens(footer.text_bytes, sum(footer.counts)), **etag_of(parquet), **own_size}
 
 
 def read_manifests(path: Path) -> Manifests:
@@ -391,7 +391,17 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
 
     folder.is_dir()  # in object storage: one listing instead of a request per file
     make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
-    return {**manifest, "root": new_root, "files": list(each(compare, manifest["files"]))}
+    entries = list(each(compare, manifest["files"]))
+    _warn_of_nulls([folder / entry["name"] for entry in entries if "own_size" in entry])
+    return {**manifest, "root": new_root, "files": entries}
+
+
+def _warn_of_nulls(files: Sequence[Path]) -> None:
+    """`nanochat.text_kinds.warn_of_nulls`, unless no file is text."""
+    if any(text_suffix(file.name) for file in files):
+        from nanochat.text_kinds import warn_of_nulls
+
+        warn_of_nulls()
 
 
 # ---- known data sets -----------------------------------------------------------------------------

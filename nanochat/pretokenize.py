@@ -427,8 +427,9 @@ class Pretokenizer:
         if self.windows.max_length == 0:  # keep the text's groups and size: rows then equal those made from text
             same_groups = text_suffix(i.path.name) == ".parquet" and not selection.skips_some
             if same_groups and not skipped.get("nulls"):  # otherwise, training reads a converted file
-                _, counts, text_bytes = read_footer(i.path, selection.text_field)
-                if (groups := [n for n in counts if n]) != record_groups(None, documents):
+                footer = read_footer(i.path, selection.text_field)
+                text_bytes = footer.text_bytes
+                if (groups := [n for n in footer.counts if n]) != record_groups(None, documents):
                     shard["groups"] = groups
             shard["text_bytes"] = text_bytes
         record = {"made_with": self.made_with, "source": source, "shard": shard}

@@ -28,7 +28,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -216,24 +216,38 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int,
     return column
 
 
-def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
-    """(raw footer, documents of each row group, bytes of all texts before compression) of a parquet file of text. Files
-    converted by nanochat record this number of bytes in their metadata. Raises the errors of `open_parquet`, and
-    ValueError if the footer reports nulls."""
+class Footer(NamedTuple):
+    """The footer of a parquet file of text: its bytes, the documents of each row group, the bytes of all texts before
+    compression, and the nulls among the documents (None if the statistics of a row group do not say it)."""
+
+    raw: bytes
+    counts: list[int]
+    text_bytes: int
+    nulls: int | None
+
+
+def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
+    """The footer of a parquet file of text. Files converted by nanochat record the number of bytes in their metadata.
+    Raises the errors of `open_parquet`."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     text = leaf_column(metadata, field)
-    counts, text_bytes = [], 0
+    may_have_nulls = metadata.schema.column(text).max_definition_level > 0
+    counts, text_bytes, nulls = list[int](), 0, 0
+    unknown = False
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
+        column = group.column(text)
         counts.append(group.num_rows)
-        text_bytes += group.column(text).total_uncompressed_size
-        statistics = group.column(text).statistics
-        if statistics is not None and statistics.has_null_count and statistics.null_count:
-            raise ValueError(NULLS.format(path, counted(statistics.null_count, "null"), field, g))
+        text_bytes += column.total_uncompressed_size
+        if may_have_nulls and (column.statistics is None or not column.statistics.has_null_count):
+            unknown = True
+        elif may_have_nulls:
+            nulls += column.statistics.null_count
     with path.open("rb") as f:
         f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
-        return f.read(), counts, int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))
+        text_bytes = int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))
+        return Footer(f.read(), counts, text_bytes, None if unknown else nulls)
 
 
 def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
@@ -244,23 +258,6 @@ def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
 def text_tokens(text_bytes: int, documents: int) -> int:
     """The estimated number of tokens in texts: one per 4 bytes, plus a BOS per document."""
     return text_bytes // 4 + documents
-
-
-def find_nulls(path: Path, field: str = TEXT_FIELD) -> int | None:
-    """The number of nulls in the text column of a parquet file, according to its footer. None if the statistics of some
-    row group do not say it."""
-    with open_parquet(path, field) as file:
-        metadata = file.metadata
-    text = leaf_column(metadata, field)
-    if metadata.schema.column(text).max_definition_level == 0:
-        return 0  # the column cannot hold nulls
-    nulls = 0
-    for g in range(metadata.num_row_groups):
-        statistics = metadata.row_group(g).column(text).statistics
-        if statistics is None or not statistics.has_null_count:
-            return None
-        nulls += statistics.null_count
-    return nulls
 
 
 def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
@@ -309,16 +306,26 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
 def as_parquet(path: Path, selection: Selection = ALL) -> Path:
     """`path` itself, or its cached conversion (`nanochat.text_kinds.converted`) if it is not parquet, if it has nulls,
     or if the selection skips some of its documents."""
-    is_text = text_suffix(path.name) not in ("", ".parquet")
-    if not path.exists():
-        return path
-    if not (is_text or selection.skips_some) and find_nulls(path, selection.text_field) == 0:
-        return path
-    from nanochat.text_kinds import converted, count_nulls
+    return path if text_suffix(path.name) == "" or not path.exists() else open_footer(path, selection)[0]
 
-    if is_text or selection.skips_some or count_nulls(path, selection.text_field):
-        return converted(path, selection)
-    return path
+
+def open_footer(path: Path, selection: Selection = ALL) -> tuple[Path, Footer]:
+    """(`as_parquet`, its footer) of a text file."""
+    field = selection.text_field
+    footer, nulls = None, 0
+    if text_suffix(path.name) == ".parquet" and not selection.skips_some:
+        footer = read_footer(path, field)
+        nulls = footer.nulls or 0
+        if footer.nulls is None:
+            from nanochat.text_kinds import count_nulls
+
+            nulls = count_nulls(path, field)
+    if footer is not None and not nulls:
+        return path, footer
+    from nanochat.text_kinds import converted
+
+    parquet = converted(path, selection)
+    return parquet, read_footer(parquet, field)
 
 
 def as_pinned(path: Path, entry: Mapping[str, Any], selection: Selection) -> Path:

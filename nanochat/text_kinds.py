@@ -24,7 +24,9 @@ from nanochat.common import (
     as_path,
     atomic_open,
     counted,
+    few,
     get_base_dir,
+    get_dist_info,
     hash_json,
     is_remote,
     local_copy,
@@ -40,12 +42,12 @@ from nanochat.text import (
     Selection,
     as_parquet,
     checked,
-    find_nulls,
     flat,
     misfit,
     named_in_errors,
     open_parquet,
     read_batches,
+    read_footer,
     text_suffix,
 )
 
@@ -58,6 +60,8 @@ JSON_LINE_BYTES = 16 << 20  # a .json file whose first line is longer is not JSO
 LISTED_LINES = 100  # maximum number of broken lines per file that the report lists
 GROUP_DOCUMENTS = 1024  # documents per row group of converted files
 
+
+NULLS_FOUND: dict[Path, tuple[int, str]] = {}  # {file: (nulls, column)}, until `warn_of_nulls` reports them
 
 # ---- documents -----------------------------------------------------------------------------------
 
@@ -228,7 +232,7 @@ def _is_empty(path: Path, size: int) -> bool:
     with named_in_errors(path, "the file cannot be read"):
         if suffix == ".parquet":
             rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
-            return rows == 0 or find_nulls(path) == rows
+            return rows == 0 or read_footer(path).nulls == rows
         if suffix == ".arrow":
             with path.open("rb") as file:
                 return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
@@ -243,14 +247,14 @@ def _is_empty(path: Path, size: int) -> bool:
 
 def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
     """The selected documents of a text file of any kind, read from the cached parquet; warns about broken lines."""
-    return read_documents(as_parquet(as_path(path), selection), Selection(selection.text_field))
+    parquet = as_parquet(as_path(path), selection)
+    warn_of_nulls()
+    return read_documents(parquet, Selection(selection.text_field))
 
 
 def count_nulls(path: Path, field: str) -> int:
-    """The number of nulls in the text column of a parquet file. If its footer does not say it, the column is read once,
+    """The number of nulls in the text column of a parquet file whose footer does not say it. The column is read once,
     under a progress bar, and the number is kept in the cache."""
-    if (number := find_nulls(path, field)) is not None:
-        return number
     path = local_copy(path)
     stat = path.stat()
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field, "nulls"]
@@ -283,6 +287,20 @@ def converted(path: Path, selection: Selection) -> Path:
     return target
 
 
+def warn_of_nulls() -> None:
+    """Warn about the nulls in all files that were converted since the last call, in one line. Each file is counted once
+    per process."""
+    if not NULLS_FOUND:
+        return
+    total = sum(number for number, _ in NULLS_FOUND.values())
+    field = next(iter(NULLS_FOUND.values()))[1]
+    files = sorted(NULLS_FOUND)
+    NULLS_FOUND.clear()
+    if get_dist_info()[1] == 0:
+        log.warning("skipped %s in column `%s` of %s: %s", counted(total, "null"), field,
+                    counted(len(files), "file"), few(files))
+
+
 def convert(path: Path, target: Path, selection: Selection) -> dict[str, Any]:
     """Write the selected documents of a file as parquet. Returns `skipped` as `read_documents` fills it."""
     skipped: dict[str, Any] = {}
@@ -311,14 +329,13 @@ def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> Va
 
 @functools.cache
 def _warn_of_skipped(path: Path, report: Path) -> None:
-    """Warn about a file's broken lines, nulls and short documents, once per process."""
+    """Warn about a file's broken lines and short documents, once per process, and take note of its nulls."""
     skipped = read_json(report)
     if skipped.get("short"):
         log.warning("%s: skipped %s shorter than --min-chars %d", path, counted(skipped["short"], "document"),
                     skipped["min_chars"])
     if skipped.get("nulls"):
-        log.warning("%s: skipped %s in column `%s`", path, counted(skipped["nulls"], "null"),
-                    skipped.get("text_field", TEXT_FIELD))
+        NULLS_FOUND[path] = skipped["nulls"], skipped.get("text_field", TEXT_FIELD)
     if skipped.get("lines"):
         number, why = skipped["lines"][0]
         broken = counted(skipped["count"], "broken line")

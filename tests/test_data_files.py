@@ -13,6 +13,7 @@ import pytest
 
 from nanochat.data_files import find_files, stated_splits, walk
 from nanochat.dataset import check, describe_split, files_of, pin_files, scan, split_train_val
+from nanochat.text import Selection
 from nanochat.text_kinds import read_texts
 from nanochat.tokens import HEADERS
 from tests.token_files import write_megatron, write_pair
@@ -375,7 +376,24 @@ def test_a_file_that_stands_for_data_that_was_not_fetched_is_an_error(tmp_path, 
 def test_nulls_are_skipped_and_counted_when_the_files_are_pinned(tmp_path, caplog, statistics):
     path = write_parquet(tmp_path / "a.parquet", ["one", None, "two", None], 2, write_statistics=statistics)
     assert sum(scan(path)["files"][0]["groups"]) == 2 and list(read_texts(path)) == ["one", "two"]
-    assert [record.message for record in caplog.records] == [f"{path}: skipped 2 nulls in column `text`"]
+    assert [record.message for record in caplog.records] == [f"skipped 2 nulls in column `text` of 1 file: {path}"]
+
+
+def test_one_warning_lists_all_files_with_nulls(tmp_path, caplog):
+    for i in range(5):
+        write_parquet(tmp_path / f"{i}.parquet", ["one", None])
+    manifest = scan(tmp_path)
+    assert [record.message for record in caplog.records] == [
+        f"skipped 5 nulls in column `text` of 5 files: {tmp_path}/0.parquet, {tmp_path}/1.parquet, "
+        f"{tmp_path}/2.parquet and 2 more"]
+    assert check(manifest) == manifest
+
+
+def test_with_strict_a_null_is_an_error(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", ["one", None])
+    assert scan(path)["files"][0]["groups"] == [1]
+    with pytest.raises(ValueError, match=r"a\.parquet: 1 null in column `text` of row group 0"):
+        scan(path, selection=Selection(strict=True))
 
 
 @pytest.mark.parametrize("how", [{}, {"write_statistics": False}])

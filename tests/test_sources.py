@@ -133,7 +133,7 @@ def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
     pq.write_table(table, tmp_path / "s.parquet")
     assert all_texts(open_source(tmp_path)) == [["x", "y"]]
     pq.write_table(table.set_column(1, "text", [["x", None]]), tmp_path / "s.parquet")
-    assert text.find_nulls(tmp_path / "s.parquet") == 1
+    assert text.read_footer(tmp_path / "s.parquet").nulls == 1
 
 
 # ---- parquet --------------------------------------------------------------------------------------------------------

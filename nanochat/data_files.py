@@ -227,7 +227,7 @@ def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listi
     hidden = [entry.path for entry in entries if entry.kind == "file" and has_suffix(entry.path.name, suffixes)
               and is_hidden(entry.path.relative_to(path), data_format)]
     if hidden:
-        ignored["hidden: a name begins with _"] = hidden
+        ignored["a name begins with _"] = hidden
     found = [entry.path for entry in data]
     _check_names(found)
     if ".bin" in suffixes:
@@ -437,7 +437,10 @@ def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = Fals
         if stray:
             ignored[f"outside {' and '.join(f'{name}/' for name in sorted(used))}"] = stray
     else:
-        stated = stated_splits(list(names.values()))
+        try:
+            stated = stated_splits(list(names.values()))
+        except ValueError as e:
+            raise ValueError(f"{root}: {e}") from None
         by_use: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
         for file in data:
             by_use[stated[names[file]] or "train" if names else "train"].append(file)

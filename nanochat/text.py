@@ -315,11 +315,12 @@ def open_footer(path: Path, selection: Selection = ALL) -> tuple[Path, Footer]:
     footer, nulls = None, 0
     if text_suffix(path.name) == ".parquet" and not selection.skips_some:
         footer = read_footer(path, field)
-        nulls = footer.nulls or 0
         if footer.nulls is None:
             from nanochat.text_kinds import count_nulls
 
             nulls = count_nulls(path, field)
+        else:
+            nulls = footer.nulls
     if footer is not None and not nulls:
         return path, footer
     from nanochat.text_kinds import converted

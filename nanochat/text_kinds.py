@@ -232,7 +232,7 @@ def _is_empty(path: Path, size: int) -> bool:
     with named_in_errors(path, "the file cannot be read"):
         if suffix == ".parquet":
             rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
-            return rows == 0 or read_footer(path).nulls == rows
+            return rows == 0 or count_nulls(path, TEXT_FIELD) == rows
         if suffix == ".arrow":
             with path.open("rb") as file:
                 return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
@@ -253,8 +253,10 @@ def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
 
 
 def count_nulls(path: Path, field: str) -> int:
-    """The number of nulls in the text column of a parquet file whose footer does not say it. The column is read once,
+    """The number of nulls in the text column of a parquet file. If its footer does not say it, the column is read once,
     under a progress bar, and the number is kept in the cache."""
+    if (number := read_footer(path, field).nulls) is not None:
+        return number
     path = local_copy(path)
     stat = path.stat()
     key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field, "nulls"]

@@ -142,7 +142,7 @@ def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(tmp_path, cap
     assert names_of(folder) == ["a.parquet", "b.parquet"]
     split_train_val(folder)
     assert ("3 files that could be data are not read: _c.parquet, _temporary/0/p.parquet, x/_logs/q.jsonl "
-            "(hidden: a name begins with _)") in caplog.text
+            "(a name begins with _)") in caplog.text
 
 
 def test_a_hidden_data_path_is_read(tmp_path):
@@ -198,7 +198,7 @@ def test_one_line_lists_all_files_that_could_be_data(tmp_path, caplog):
 def test_a_folder_with_only_files_that_are_not_read_says_why(tmp_path):
     write(tmp_path, "_temporary/a.parquet")
     with pytest.raises(FileNotFoundError, match=r"no \.parquet.* file below it \(1 file that could be data is not "
-                                                r"read: _temporary/a\.parquet \(hidden.*check --data-path"):
+                                                r"read: _temporary/a\.parquet \(a name.*check --data-path"):
         find_files(tmp_path)
 
 
@@ -323,7 +323,8 @@ EMPTY = {"a0.parquet": lambda path: write_parquet(path, []), "a1.jsonl": lambda 
          "a2.jsonl.gz": lambda path: path.write_bytes(gzip.compress(b"")), "a3.txt": lambda path: path.touch(),
          "a4.jsonl": lambda path: path.write_bytes(b"\n  \n"), "a5.parquet": lambda path: path.touch(),
          "a6.jsonl.gz": lambda path: path.touch(), "a7.parquet": lambda path: write_parquet(path, [None, None]),
-         "a8.json": lambda path: path.touch(), "zz.parquet": lambda path: write_parquet(path, [])}
+         "a8.json": lambda path: path.touch(), "a9.parquet": lambda path: write_parquet(
+             path, [None], write_statistics=False), "zz.parquet": lambda path: write_parquet(path, [])}
 
 
 def test_files_without_documents_are_skipped_with_one_warning(tmp_path, caplog):
@@ -333,13 +334,13 @@ def test_files_without_documents_are_skipped_with_one_warning(tmp_path, caplog):
     assert [[entry["name"] for entry in pinned[split]["data"]["files"]] for split in ("train", "val")] == [
         ["b.parquet"], ["c.parquet"]]
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}: skipping 10 files without documents: a0.parquet, a1.jsonl, a2.jsonl.gz and 7 more"]
+        f"{tmp_path}: skipping 11 files without documents: a0.parquet, a1.jsonl, a2.jsonl.gz and 8 more"]
 
 
 def test_data_without_any_document_is_one_error(tmp_path):
     for name, make in EMPTY.items():
         make(tmp_path / name)
-    with pytest.raises(ValueError, match=r"10 files but no document in any of them \(a0\.parquet, .* and 7 more\)"):
+    with pytest.raises(ValueError, match=r"11 files but no document in any of them \(a0\.parquet, .* and 8 more\)"):
         pin_files(tmp_path)
 
 

@@ -134,8 +134,8 @@ class DataSettings:
         None, "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
         f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
     val_path: str | None = setting(
-        None, "validation data (default: val/ below --data-path or files named so, else its last file; with --order=megatron, the "
-        "complete documents of the validation split)")
+        None, "validation data (default: val/ below --data-path or files named so, else its last file; with "
+        "--order=megatron, the complete documents of the validation split)")
     data_format: str = setting(
         "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
         "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "

@@ -33,8 +33,9 @@ from tqdm import tqdm
 from dev.measure import SHARED, anonymous_mb, in_process, print_setup
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
+from nanochat.data_files import find_buckets, find_files
 from nanochat.dataloader import DataLoader
-from nanochat.dataset import find_buckets, find_files, scan
+from nanochat.dataset import scan
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
 from nanochat.sources import open_source

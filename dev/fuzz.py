@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -46,6 +46,7 @@ from nanochat import (
     checkpoint,
     config,
     curriculum,
+    data_files,
     dataset,
     lifecycle,
     plan,
@@ -89,6 +90,7 @@ def make_files(base: Path) -> None:
         texts = training.texts(60, seed=1)
         data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
         for name, packed in (("a.jsonl", data), ("a.jsonl.gz", gzip.compress(data)), ("a.txt", data),
+                             ("a.json.gz", gzip.compress(data)), ("a.NDJSON", data),
                              ("a.jsonl.zst", pa.compress(data, "zstd", asbytes=True))):
             (base / name).write_bytes(packed)
         table = pa.table({"text": texts})
@@ -227,6 +229,85 @@ def read_columns(base: Path, seed: int) -> None:
         raise ValueError(problems[0])
 
 
+NAMES = ("a.parquet", "b.jsonl", "c.NDJSON", "d.json", "e.txt", "train-0.parquet", "test-0.parquet", "validation.jsonl",
+         "_f.parquet", "README.txt", "g.csv", "train_1.json.gz", "dev.jsonl")
+PLACES = (*[""] * 6, "web", "_temporary/0", ".git", "train", "validation", "test", "../disk", "../disk/deep")
+LINKS = (("linked", "../disk"), ("web", "../disk"), ("loop", "."), ("disk.parquet", "../gone"), ("gone", "../gone"),
+         ("twice.parquet", "a.parquet"), ("../disk/up", "../data"))
+CONTENTS: tuple[list[str | None], ...] = (*[["one", "two"]] * 6, ["one", None, "two"], [None], [])  # type: ignore
+
+
+def make_folder(folder: Path, rng: random.Random) -> None:
+    """Fill a data folder as people have them: links, hidden folders, empty files, nulls, names that state a split."""
+    (folder / "../disk").resolve().mkdir(parents=True)
+    for name in rng.sample(NAMES, rng.randrange(2, 10)):
+        path, texts = folder / rng.choice(PLACES) / name, rng.choice(CONTENTS)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            column = pa.table({"text": pa.array(texts, pa.string())})
+            pa.parquet.write_table(column, path, write_statistics=rng.random() < 0.5)
+        else:
+            lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+            path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    folder.mkdir(exist_ok=True)
+    for link, target in rng.sample(LINKS, rng.choice((0, 0, 1, 2))):
+        with contextlib.suppress(FileExistsError):
+            (folder / link).symlink_to(target)
+
+
+def read_folder(base: Path, seed: int) -> None:
+    """Pin a random data folder. Hidden files, files for testing and nulls are never read; every other file is."""
+    with tempfile.TemporaryDirectory(dir=base) as temporary:
+        folder = Path(temporary).resolve() / "data"
+        make_folder(folder, random.Random(seed))
+        try:
+            manifests = dataset.pin_files(folder)
+        except (ValueError, OSError) as e:
+            assert str(folder) in str(e), str(e)
+            raise
+        for split, buckets in manifests.items():
+            entries = [entry for manifest in buckets.values() for entry in manifest["files"]]
+            names = [PurePosixPath(entry["name"]) for entry in entries]
+            states = data_files.stated_splits([name for name in names if name.parts[0] != "train"]).values()
+            for entry in entries:
+                texts = list(text_kinds.read_texts(folder / entry["name"]))
+                assert texts and len(texts) == sum(entry["groups"]) and None not in texts, entry
+                assert not data_files.is_hidden(Path(entry["name"])) and "/." not in entry["name"], entry
+            assert "test" not in states, (split, entries)
+        assert dataset.check_files(manifests) == manifests
+
+
+def read_short_pair(base: Path, seed: int) -> None:
+    """Open token files whose .bin is shorter than the index says: always a ValueError."""
+    rng = random.Random(seed)
+    source = base / rng.choice(("pairs/shard_0", "shards/train/data/shard_0"))
+    with tempfile.TemporaryDirectory(dir=base) as folder:
+        for ending in (".bin", ".idx"):
+            shutil.copy(f"{source}{ending}", folder)
+        short = Path(folder) / "shard_0.bin"
+        os.truncate(short, rng.randrange(short.stat().st_size))
+        tokens.open_tokens(short)
+    raise AssertionError(f"{source}: opened, although its .bin is truncated")
+
+
+def read_prefixes(base: Path, seed: int) -> None:
+    """Find token files by lists of prefixes: some longer than any path, some with weights or odd characters."""
+    rng = random.Random(seed)
+    good = [str(path.with_suffix("")) for path in sorted((base / "pairs").glob("*.bin"))]
+    odd = ("x" * 300, "", "nul\0", "70", str(base / "nowhere"), "a b", "\n")
+    words = [rng.choice(odd) if rng.random() < 0.02 else rng.choice(good) for _ in range(rng.choice((1, 3, 500)))]
+    weighted = rng.random() < 0.3
+    (base / "list.txt").write_text(" ".join(f"{rng.random():.3f} {word}" if weighted else word for word in words))
+    listed = data_files.read_data_args(base / "list.txt")
+    paths, weights = tokens.split_weights(rng.choice((listed, ",".join(words))))
+    assert weights is None or len(weights) == len(paths.split(","))
+    try:
+        assert data_files.find_files(paths, "megatron"), "no file and no error"
+    except ValueError as e:
+        assert "embedded null" not in str(e), str(e)
+        raise
+
+
 def read_url(_: Path, seed: int) -> None:
     """Pass URLs with secrets to commands and functions. No output may show a secret."""
     rng = random.Random(seed)
@@ -318,7 +399,8 @@ PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
     "parquet": text_reader("data/shard_0.parquet"),
     "footer": Reader(lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)),
-    **{kind: text_reader(f"a.{kind}") for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "arrow", "txt")},
+    **{kind: text_reader(f"a.{kind}")
+       for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "arrow", "txt", "json.gz", "NDJSON")},
     "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
                      (*PAIR, "shards/train/data/manifest.json"), 2),
     "megatron": Reader(lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2),
@@ -348,6 +430,9 @@ READERS: dict[str, Reader] = {
     "tasks": Reader(lambda base, _: read_tasks(base / "bundle"), ("bundle/*.yaml", "bundle/*.csv", "bundle/*/*/*"), 2),
     "archive": Reader(read_archive, ("bundle.zip",)),
     "columns": Reader(read_columns),
+    "folder": Reader(read_folder, weight=2),
+    "short pair": Reader(read_short_pair),
+    "prefixes": Reader(read_prefixes),
     "url": Reader(read_url, weight=2),
     "tokenizer_config": Reader(lambda base, _: get_tokenizer(base / "hf"), ("hf/tokenizer_config.json",)),
     "page": Reader(script(page.main, "run", "--out={}/page.html"), RUN_FILES, 0.5),

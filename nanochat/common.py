@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -357,6 +357,13 @@ def counted(number: int, noun: str) -> str:
     """1 row; 1,024 rows; 2 batches."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def few(paths: Iterable[PurePath | str], folder: PurePath | str | None = None) -> str:
+    """The first paths, relative to a folder, and the number of the others: a.txt, b.txt, c.txt and 7 more."""
+    names = [os.path.relpath(path, folder) if folder and not is_remote(path) else str(path) for path in paths]
+    rest = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 def duration(seconds: float | None) -> str:

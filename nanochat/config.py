@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.cli import Parser, setting
 from nanochat.common import check_shape, parse_json
+from nanochat.data_files import read_data_args
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.order import LAYOUTS, StreamConfig
 from nanochat.packing import VERSION
@@ -50,6 +51,7 @@ SHAPE = "decides the shape of the model"
 STREAM = "decides which tokens come in which order"
 TARGETS = "decides which targets count in the loss"
 STEP = "decides what a step computes"
+DATA_ARGS = "file with a long --data-path, as Megatron's: paths, or weights and paths, separated by spaces or lines"
 ORIGIN = "decides how the run begins"
 # what a change does
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
@@ -132,8 +134,8 @@ class DataSettings:
         None, "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
         f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
     val_path: str | None = setting(
-        None, "validation data (default: val/ below --data-path, else its last file; with --order=megatron, the "
-        "complete documents of the validation split)")
+        None, "validation data (default: val/ below --data-path or files named so, else its last file; with "
+        "--order=megatron, the complete documents of the validation split)")
     data_format: str = setting(
         "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
         "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "
@@ -448,6 +450,8 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
                 how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
             elif kind in (int, float):  # everything else, such as the path of a curriculum, stays text
                 how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
+            if f.name == "data_path":
+                titled.add_argument("--data-args-path", metavar="FILE", help=DATA_ARGS if listed else argparse.SUPPRESS)
             flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
             action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
             action.help = action.help if listed else argparse.SUPPRESS
@@ -465,12 +469,17 @@ def from_flags(args: argparse.Namespace) -> Settings:
     """The settings of a parsed command line. A curriculum file's two switches become settings, separate from its
     mix. ValueError or FileNotFoundError for invalid values."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
-    if args.order == "megatron" and args.data_path:
+    if (list_path := getattr(args, "data_args_path", None)) is not None:
+        if args.data_path is not None:
+            raise ValueError(f"--data-args-path={list_path}: --data-path is also given; remove one of the two")
+        given["data_path"] = read_data_args(list_path)
+    if args.order == "megatron" and given["data_path"]:
         from nanochat.tokens import split_weights
 
-        given["data_path"], weights = split_weights(args.data_path)
+        given["data_path"], weights = split_weights(given["data_path"])
         if weights and args.blend_weights:
-            raise ValueError(f"--blend-weights: --data-path={args.data_path} also has weights; remove one of the two")
+            raise ValueError(f"--blend-weights: --data-path={given['data_path'][:200]} also has weights; remove one of "
+                             f"the two")
         given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
         inline = args.curriculum.startswith("{")  # from a file of flags

@@ -8,11 +8,13 @@ Which files are used for training and for validation, and how a run pins them; n
 
 A file's path decides whether it is used for training or validation, and --data-format decides which suffixes are read:
 
-    DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]
+    DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]. Also valid/, validation/, dev/
+    DIR/train-0.parquet  DIR/val-0.parquet     as the names say. What is for testing, by name or folder, is not used
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
     PREFIX,PREFIX                              token files listed without their suffixes, in order
 
-Hidden files are never data. All of these paths may be in object storage.
+nanochat/data_files.py finds the files and reads their names. Files without documents are skipped with a warning. All of
+these paths may be in object storage.
 
 **Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
 its size, a hash of its footer, the sizes of its groups and, for an object, its ETag. If a file has changed or vanished,
@@ -31,12 +33,11 @@ if it is missing. Otherwise a failed download would silently change all validati
 
 import importlib
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanochat.cli import did_you_mean, run_main
+from nanochat.cli import run_main
 from nanochat.common import (
     as_path,
     check_shape,
@@ -46,20 +47,32 @@ from nanochat.common import (
     get_base_dir,
     hash_bytes,
     hash_json,
-    is_remote,
     local_copy,
     make_local_copies,
     read_json,
 )
+from nanochat.data_files import (
+    FORMATS,
+    data_folder,
+    drop_empty,
+    exists,
+    find_files,
+    find_splits,
+    group_by_bucket,
+    is_folder,
+    last_of,
+    stated_splits,
+    val_folders,
+)
 from nanochat.text import (
     ALL,
-    SUFFIXES,
     Selection,
     as_parquet,
     is_blank,
+    open_footer,
     open_parquet,
     read_batches,
-    read_footer,
+    text_suffix,
     text_tokens,
 )
 
@@ -67,12 +80,6 @@ if TYPE_CHECKING:
     from nanochat.curriculum import Curriculum
 
 log = logging.getLogger(__name__)
-
-FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}  # suffixes by --data-format
-GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
-GET_DATA = ("download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
-            "-m dev.make_sample_corpus, or point --data-path at yours")
-BUCKET = "data"  # the name of the bucket if there is only one
 
 Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
 Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {bucket: manifest}}
@@ -98,7 +105,7 @@ NAME = "climbmix"  # the default
 BASE_URL, MAX_SHARD = DATASETS[NAME]  # karpathy/nanochat's names; DATA_DIR is computed on access
 
 
-# ---- the files below a path ----------------------------------------------------------------------
+# ---- which files are for training, and which for validation --------------------------------------
 
 def reader_class(name: str) -> Any:
     """The subclass of `nanochat.sources.Source` that pins and reads a file that is not text: `TokenSource` for .bin,
@@ -115,92 +122,12 @@ def reader_class(name: str) -> Any:
         raise ValueError(f"{name}: no source reads .{suffix} files; write nanochat/source_{suffix}.py") from e
 
 
-def named_files(path: Path | str) -> list[Path]:
-    """The files that a --data-path names one by one: a single file, or token files without their suffixes. [] for a
-    folder or a path that does not exist."""
-    if as_path(path).exists():
-        return [as_path(path)] if as_path(path).is_file() else []
-    from nanochat.tokens import find_prefixes
-
-    return find_prefixes(str(path))
-
-
-def data_folder(path: Path | str) -> Path:
-    """The folder that file names are relative to: the --data-path, or the folder of the files that it names."""
-    folders = [file.parent for file in named_files(path)]
-    return as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0] if folders else as_path(path)
-
-
-def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
-    """The files of a format at a --data-path: all files below a folder, in the order of their relative paths, or the
-    files that it names. FileNotFoundError or ValueError if there are none, or if one cannot be data."""
-    # A format that is not in the table is a suffix (see `reader_class`).
-    path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
-    if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
-        ours = GPT_SIMPLE.get(data_format)
-        hint = f"; gpt-simple's {data_format} is called {ours} here" if ours else did_you_mean(data_format, FORMATS)
-        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
-                         f"NAME with a nanochat/source_NAME.py{hint}")
-    if path.is_dir():
-        below = [file for file in path.rglob("*") if file.is_file()
-                 and not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        below.sort(key=lambda file: file.relative_to(path).as_posix())
-        files = [file for file in below if file.name.endswith(suffixes)]
-        if folders := {file.parent for file in files if file.suffix == ".arrow"}:
-            from nanochat.text_kinds import saved_files
-
-            saved = {folder: saved_files(folder) for folder in folders}
-            files = [file for file in files if file.suffix != ".arrow" or file.name in saved[file.parent]]
-    else:
-        below = files = named_files(path) if path.is_file() or data_format != "text" else []
-        if not files:
-            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() and not is_remote(path) else []
-            hint = did_you_mean(path.name, beside) or (
-                f"; {GET_DATA} (token files may be named without .bin if --data-format is set)")
-            raise FileNotFoundError(f"{path}: no such data folder{hint}")
-        if not files[0].name.endswith(suffixes):
-            raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
-                             f"--data-format {data_format}; rename it, or change --data-format")
-    for file in files:
-        try:
-            str(file).encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{file}: its name is not UTF-8; rename it") from None
-    if ".bin" in suffixes:
-        known = set(below)
-        for idx in below:
-            if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:  # its data would silently be missing
-                raise FileNotFoundError(f"{idx.with_suffix('.bin')}: missing, but {idx.name} needs it; restore it, or "
-                                        f"delete {idx.name} and rerun scripts.tok_shards")
-    if not files:
-        others = [name for name, some in FORMATS.items() if any(file.name.endswith(some) for file in below)]
-        hint = f"it has files for --data-format {' or '.join(others)}" if others else "check --data-path"
-        raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it; {hint}")
-    return files
-
-
-def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files}: each subfolder is a bucket, and so is each of several prefixes. Files beside the subfolders form
-    the bucket BUCKET; with `merge`, all files do."""
-    folder, prefixes = data_folder(path), not path.exists()
-    buckets: dict[str, list[Path]] = {}
-    for file in find_files(path, data_format):
-        name = file.relative_to(folder)
-        if merge or (len(name.parts) == 1 and not prefixes):
-            bucket = BUCKET
-        else:
-            bucket = name.with_suffix("").as_posix() if prefixes else name.parts[0]
-        buckets.setdefault(bucket, []).append(file)
-    return buckets
-
-
-# ---- which of them are for training, and which for validation ------------------------------------
-
 def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
                     by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
     """{"train": {bucket: files}, "val": {bucket: files}} for a --data-path.
 
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
+        DIR/train-0.parquet, DIR/validation.parquet  as their names say
         DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket is for validation
         DIR/...                                      one bucket: the last of all files is for validation
         PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise one bucket
@@ -209,36 +136,63 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     for --val-fraction. ValueError or FileNotFoundError if a split has no files.
     """
     root = as_path(data_path)
-    has_train = (root / "train").is_dir()
-    if shared:
-        if val_path is not None or has_train:
-            raise ValueError(f"--val-fraction: the data already has validation files "
-                             f"({root / 'val' if val_path is None else val_path}); remove one of the two")
-        files = find_buckets(root, data_format, merge=not by_bucket)
-        return {"train": files, "val": files}
-    if known_dataset(root):
+    has_train = is_folder(root / "train")
+    if not shared and known_dataset(root):
         list_parquet_files(root)  # raises if the validation shard is missing
-    if has_train and val_path is None:
-        val_path = root / "val"
-        if not val_path.is_dir():
-            raise FileNotFoundError(f"{root}: it has train/ but no val/; name validation data with --val-path")
-    train = find_buckets(root / "train" if has_train else root, data_format, merge=not by_bucket)
+    if has_train and not shared and val_path is None:
+        folders = val_folders(root)
+        if not folders:
+            test = " (test/ is used for neither)" if is_folder(root / "test") else ""
+            raise FileNotFoundError(f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
+                                    f"or divide the documents of train/ with --val-fraction=0.01")
+        if len(folders) > 1:
+            raise ValueError(f"{root}: it has {' and '.join(f'{folder.name}/' for folder in folders)}; name the one to "
+                             f"use for validation with --val-path")
+    train, val, _ = find_splits(root, data_format, by_bucket=by_bucket)
+    if shared:
+        named = val_path or next((files[0] for files in val.values()), None)
+        if named is not None:
+            raise ValueError(f"--val-fraction: the data already has validation files ({named}); remove one of the two")
+        return {"train": train, "val": train}
     if val_path is not None:
-        return {"train": train, "val": find_buckets(as_path(val_path), data_format)}
-    val = {bucket: files[-1:] for bucket, files in train.items() if len(files) > 1}
-    if not val:
-        only = next(iter(train.values()))[0].name
-        raise ValueError(f"{root}: only one data file ({only}){' in each bucket' * (len(train) > 1)}, expected at "
-                         f"least two (the last one is used for validation); add one, name validation data with "
-                         f"--val-path, or divide its documents with --val-fraction=0.01")
-    return {"train": {bucket: files[:-1] if bucket in val else files for bucket, files in train.items()},
-            "val": val}
+        return {"train": train, "val": _val_files(as_path(val_path), data_format)}
+    if not has_train:
+        last = {bucket: file for bucket, files in train.items()
+                if bucket not in val and (file := last_of(files)) is not None}
+        if not val and not last:
+            raise ValueError(f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
+                             f"documents with --val-fraction=0.01")
+        if by_bucket or not val:
+            val = {bucket: [last[bucket]] if bucket in last else val[bucket] for bucket in [*train, *val]
+                   if bucket in last or bucket in val}
+            train = {bucket: [file for file in files if file != last.get(bucket)] for bucket, files in train.items()}
+    return {"train": train, "val": val}
+
+
+def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
+    """Why no file of the training data can validate."""
+    files = next(iter(train.values()))
+    other = next((file for file in files if text_suffix(file.name) != ".txt"), files[0])
+    beside = " beside .txt files" if len(files) > 1 else ""
+    each_of = " in each bucket" if len(train) > 1 else ""
+    return (f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
+            f"validation)")
+
+
+def _val_files(path: Path, data_format: str) -> dict[str, list[Path]]:
+    """{bucket: files} of a --val-path: files whose names say that they are for training or testing, beside files for
+    validation, are not used."""
+    if not is_folder(path):
+        return group_by_bucket(drop_empty(path, find_files(path, data_format)), path)
+    splits = find_splits(path, data_format, by_bucket=True)
+    return splits.val or splits.train
 
 
 def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether, without --val-fraction, the last file is used for validation, because nothing names validation data."""
+    """Whether, without --val-fraction and names that state a split, the last file is used for validation, because
+    nothing names validation data."""
     root = as_path(data_path)
-    return val_path is None and not (root / "train").is_dir() and known_dataset(root) is None
+    return val_path is None and not is_folder(root / "train") and known_dataset(root) is None
 
 
 class DataFile(NamedTuple):
@@ -290,7 +244,8 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
             odd.append(f"{file.name} is {kind}, the others are {', '.join(sorted(kinds))}")
         elif Path(file.name).parent not in folders:
             odd.append(f"no training file is in its folder ({file.name})")
-    if odd and chosen:
+    stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)]) if odd and chosen else {}
+    if odd and chosen and "val" not in stated.values():
         lines.append(f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation data "
                      f"with --val-path, or use 5% of the documents of every file with --val-fraction=0.05")
     return lines
@@ -323,7 +278,8 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
     folder = data_folder(root)
     files = find_files(root) if files is None else files
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
-    if all(file.name.endswith(SUFFIXES) and is_blank(as_parquet(file, selection), selection.text_field)
+    _warn_of_nulls(files)
+    if all(text_suffix(file.name) and is_blank(as_parquet(file, selection), selection.text_field)
            for file in files):
         part = f"the {selection.part} part of the data" if selection.part else "this data"
         raise ValueError(f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; choose "
@@ -334,13 +290,12 @@ def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Se
 def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
     """A file's entry in a manifest. If the file is converted to parquet, the entry describes the parquet file, except
     for "own_size", which is for reports."""
-    if not name.endswith(SUFFIXES):
+    if not text_suffix(name):
         return reader_class(name).scan_file(path, name, selection.text_field)
-    parquet = as_parquet(path, selection)
-    footer, counts, text_bytes = read_footer(parquet, selection.text_field)
+    parquet, footer = open_footer(path, selection)
     own_size = {} if parquet == path else {"own_size": path.stat().st_size}
-    return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer), "groups": counts,
-            "tokens": text_tokens(text_bytes, sum(counts)), **etag_of(parquet), **own_size}
+    return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer.raw), "groups": footer.counts,
+            "tokens": text_tokens(footer.text_bytes, sum(footer.counts)), **etag_of(parquet), **own_size}
 
 
 def read_manifests(path: Path) -> Manifests:
@@ -436,7 +391,17 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
 
     folder.is_dir()  # in object storage: one listing instead of a request per file
     make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
-    return {**manifest, "root": new_root, "files": list(each(compare, manifest["files"]))}
+    entries = list(each(compare, manifest["files"]))
+    _warn_of_nulls([folder / entry["name"] for entry in entries if "own_size" in entry])
+    return {**manifest, "root": new_root, "files": entries}
+
+
+def _warn_of_nulls(files: Sequence[Path]) -> None:
+    """`nanochat.text_kinds.warn_of_nulls`, unless no file is text."""
+    if any(text_suffix(file.name) for file in files):
+        from nanochat.text_kinds import warn_of_nulls
+
+        warn_of_nulls()
 
 
 # ---- known data sets -----------------------------------------------------------------------------
@@ -464,7 +429,7 @@ def known_dataset(data_dir: Path | str) -> str | None:
     """The name of the data set in a download folder, according to the downloader's marker or the path. None for any
     other folder, whose last file is used for validation."""
     folder = as_path(data_dir)
-    if not (folder / MARKER).exists():
+    if not exists(folder / MARKER):
         return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
     name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
@@ -503,6 +468,7 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, *,
     if len(paths) < 2:
         raise ValueError(f"{paths[0]}: the only file, expected at least 2 (the last one is for validation); add one")
     for path in paths[:-1] if split == "train" else paths[-1:]:
+        path = str(as_parquet(Path(path)))  # without nulls
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):
                 yield [text for column in read_batches(file, group, path) for text in column.to_pylist()]

@@ -68,7 +68,7 @@ from nanochat.common import (
     remove_leftovers,
     write_json,
 )
-from nanochat.text import ALL, Selection, read_footer
+from nanochat.text import ALL, Selection, read_footer, text_suffix
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
@@ -384,7 +384,7 @@ class Pretokenizer:
         shard = record["shard"]
         same = record["made_with"] == self.made_with and record["source"] == i.describe()
         whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
-        broken = self.selection.strict and shard["skipped"]["count"]
+        broken = self.selection.strict and (shard["skipped"]["count"] or shard["skipped"].get("nulls"))
         return record if same and whole and not broken else None
 
     def make(self, i: Input) -> Record:
@@ -425,9 +425,11 @@ class Pretokenizer:
         shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
                  "documents": documents, "skipped": skipped}
         if self.windows.max_length == 0:  # keep the text's groups and size: rows then equal those made from text
-            if i.path.name.endswith(".parquet") and not selection.skips_some:
-                _, counts, text_bytes = read_footer(i.path, selection.text_field)
-                if (groups := [n for n in counts if n]) != record_groups(None, documents):
+            same_groups = text_suffix(i.path.name) == ".parquet" and not selection.skips_some
+            if same_groups and not skipped.get("nulls"):  # otherwise, training reads a converted file
+                footer = read_footer(i.path, selection.text_field)
+                text_bytes = footer.text_bytes
+                if (groups := [n for n in footer.counts if n]) != record_groups(None, documents):
                     shard["groups"] = groups
             shard["text_bytes"] = text_bytes
         record = {"made_with": self.made_with, "source": source, "shard": shard}

@@ -31,7 +31,7 @@ import pyarrow as pa
 from nanochat.common import as_path
 from nanochat.dataset import Manifest, fingerprint, reader_class
 from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
-from nanochat.text import SUFFIXES, Selection, as_parquet, leaf_column, open_parquet, read_batches, text_tokens
+from nanochat.text import Selection, as_pinned, leaf_column, open_parquet, read_batches, text_suffix, text_tokens
 from nanochat.tokenizer import CannotEncode, Tokenizer
 
 SMALL_TOKENS = 32 << 20  # a bucket with at most this many estimated tokens is shuffled document by document,
@@ -124,7 +124,7 @@ class ParquetSource(Source):
         super().__init__(manifest, tokenizer)
         selection = Selection.of(manifest)
         self.field = selection.text_field
-        self.paths = [as_parquet(path, selection) for path in self.paths]
+        self.paths = [as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])]
         self._kept: dict[tuple[int, int, int], bytes] = {}  # compressed units, by (group, first row, size)
         self._groups = functools.cache(self._pack_group)  # of a small bucket
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
@@ -244,7 +244,7 @@ def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = F
     if as_stored and not name.endswith(".bin"):
         raise ValueError("--packing binned: this data is text, but binned packs stored tokens; convert it with "
                          "python -m scripts.tok_shards, or use --packing bestfit")
-    kind = ParquetSource if name.endswith(SUFFIXES) else reader_class(name)
+    kind = ParquetSource if text_suffix(name) else reader_class(name)
     return kind(manifest, tokenizer, **({"as_stored": True} if as_stored else {}))
 
 

@@ -572,6 +572,12 @@ def print_split(start: Start, data: RunData) -> None:
            sep="\n")
 
 
+def show_short(value: Any) -> str:
+    """`show` of a setting. A list of hundreds of paths is cut."""
+    text = show(value)
+    return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"
+
+
 def print_summary(start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]) -> None:
     """Print what is about to run. For a new run: settings from the command line or its --config file (`typed`) that
     differ from the defaults, and the values that follow from these, the data and this machine. For a resume: the
@@ -582,10 +588,11 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
             print0(f"changed: {change}{effect and f' ({effect})'}")
     else:
         settings = start.settings.differing()
-        print0("set:", *(f"  {flag(name):32s} {show(settings[name])}" for name in settings if name in typed), sep="\n")
+        print0("set:", *(f"  {flag(name):32s} {show_short(settings[name])}" for name in settings if name in typed),
+               sep="\n")
         worked_out = {name: value for name, value in {**settings, **derive(start)}.items() if name not in typed}
         print0("worked out from these settings, the data and this machine:",
-               *(f"  {name:32s} {show(value)}" for name, value in worked_out.items()), sep="\n")
+               *(f"  {name:32s} {show_short(value)}" for name, value in worked_out.items()), sep="\n")
     batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
     print0(f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
            f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "

@@ -2,7 +2,8 @@
 Text files: which of their documents are read, and how parquet is read.
 
     .parquet                         read in place: open_parquet, read_footer, read_batches
-    .jsonl, .jsonl.gz, .jsonl.zst    one {"text": ...} per line; broken lines are skipped with a warning
+    .jsonl, .jsonl.gz, .jsonl.zst    one {"text": ...} per line; broken lines are skipped with a warning. Also .ndjson,
+                                     and .json if it has one object per line
     .txt                             one document per file
     .arrow                           a data set that Hugging Face's `datasets` saved
 
@@ -23,10 +24,11 @@ import contextlib
 import ctypes
 import logging
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -37,8 +39,9 @@ from nanochat.common import as_path, counted, is_remote
 
 log = logging.getLogger(__name__)
 
-CONVERTED = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
-SUFFIXES = (".parquet", *CONVERTED)
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
+# of JSON with one object per line, under all the names that it has
+JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
 TEXT_FIELD = "text"
 TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to exhaust memory
@@ -46,6 +49,12 @@ EMPTY_BYTES = 200  # more than an empty document takes in a parquet file, even w
 LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
+
+
+def text_suffix(name: str) -> str:
+    """The suffix of a text file in lower case, such as .jsonl.gz. "" for another kind of file."""
+    name = name.lower()
+    return next((suffix for suffix in (*SUFFIXES, *JSON_LINES) if name.endswith(suffix)), "")
 
 
 # ---- which documents are read --------------------------------------------------------------------
@@ -59,7 +68,7 @@ class TextSettings:
     min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
     val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last file",
                                   metavar="F", fixed=FIXED)
-    strict: bool = setting(False, "stop at a broken jsonl line instead of skipping it")
+    strict: bool = setting(False, "stop at a broken jsonl line or a null instead of skipping it")
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *names: str) -> None:
@@ -141,9 +150,13 @@ def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
     not changed: they name the object, and the file is not at fault."""
     try:
         yield
-    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError) as e:  # last two: a corrupt size, name
+    # MemoryError and UnicodeDecodeError: a corrupt size, or name; the last two: Python's reader of .gz
+    except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError, EOFError, zlib.error) as e:
         if is_remote(path) and str(e).startswith(str(path)):
             raise
+        if "requires too much memory" in str(e):
+            raise ValueError(f"{path}: it was compressed with a window above 128 MiB (zstd --long), which cannot be "
+                             f"read; compress it again: zstd -d --long=31 -c FILE | zstd -o NEW") from e
         raise ValueError(f"{path}: {problem} ({e}); delete the file and download or create it again (python -m "
                          f"nanochat.dataset --verify checks all files of a folder)") from e
 
@@ -187,11 +200,15 @@ def misfit(schema: pa.Schema, field: str) -> str:
     return ""
 
 
-def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Array:
+def checked(column: pa.Array, path: Path | str, field: str, group: int,
+            skipped: dict[str, Any] | None = None) -> pa.Array:
     """A column of texts, after checks. ValueError for a null or a text that is too large, ArrowException for a text
-    that is not UTF-8."""
+    that is not UTF-8. With `skipped`, nulls are dropped instead, and skipped["nulls"] counts them."""
     column.validate(full=True)
-    if column.null_count:
+    if column.null_count and skipped is not None:
+        skipped["nulls"] = skipped.get("nulls", 0) + column.null_count
+        column = column.drop_null()
+    elif column.null_count:
         raise ValueError(NULLS.format(path, counted(column.null_count, "null"), field, group))
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_DOCUMENT_BYTES:
@@ -200,24 +217,38 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int) -> pa.Ar
     return column
 
 
-def read_footer(path: Path, field: str = TEXT_FIELD) -> tuple[bytes, list[int], int]:
-    """(raw footer, documents of each row group, bytes of all texts before compression) of a parquet file of text. Files
-    converted by nanochat record this number of bytes in their metadata. Raises the errors of `open_parquet`, and
-    ValueError if the footer reports nulls."""
+class Footer(NamedTuple):
+    """The footer of a parquet file of text: its bytes, the documents of each row group, the bytes of all texts before
+    compression, and the nulls among the documents (None if the statistics of a row group do not say it)."""
+
+    raw: bytes
+    counts: list[int]
+    text_bytes: int
+    nulls: int | None
+
+
+def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
+    """The footer of a parquet file of text. Files converted by nanochat record the number of bytes in their metadata.
+    Raises the errors of `open_parquet`."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     text = leaf_column(metadata, field)
-    counts, text_bytes = [], 0
+    may_have_nulls = metadata.schema.column(text).max_definition_level > 0
+    counts, text_bytes, nulls = list[int](), 0, 0
+    unknown = False
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
+        column = group.column(text)
         counts.append(group.num_rows)
-        text_bytes += group.column(text).total_uncompressed_size
-        statistics = group.column(text).statistics
-        if statistics is not None and statistics.has_null_count and statistics.null_count:
-            raise ValueError(NULLS.format(path, counted(statistics.null_count, "null"), field, g))
+        text_bytes += column.total_uncompressed_size
+        if may_have_nulls and (column.statistics is None or not column.statistics.has_null_count):
+            unknown = True
+        elif may_have_nulls:
+            nulls += column.statistics.null_count
     with path.open("rb") as f:
         f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
-        return f.read(), counts, int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))
+        text_bytes = int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))
+        return Footer(f.read(), counts, text_bytes, None if unknown else nulls)
 
 
 def leaf_column(metadata: pq.FileMetaData, field: str) -> int:
@@ -251,9 +282,9 @@ def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
 
 
 def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_size: int = 256,
-                 field: str = TEXT_FIELD) -> Iterator[pa.Array]:
+                 field: str = TEXT_FIELD, skipped: dict[str, Any] | None = None) -> Iterator[pa.Array]:
     """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names the file if pages are
-    corrupt, or if a text is null, too large or not UTF-8.
+    corrupt, or if a text is null (unless `skipped` counts nulls, see `checked`), too large or not UTF-8.
 
     At the end, freed memory is returned to the system. Otherwise Arrow's pool would keep the memory of the largest
     group, and units of many sizes would fragment glibc's heap (after 960 steps of 64 lanes: 158 MB and growing, instead
@@ -264,7 +295,7 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
         with named_in_errors(path, f"row group {group} cannot be read, or a document in it is not UTF-8"):
             for batch in file.iter_batches(batch_size, row_groups=[group], columns=[field], use_threads=False):
                 [column] = flat(pa.Table.from_batches([batch]))[field].chunks
-                column = checked(column, path, field, group)
+                column = checked(column, path, field, group, skipped)
                 num_bytes += column.nbytes
                 yield column
     finally:
@@ -277,10 +308,34 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
 # ---- any kind ------------------------------------------------------------------------------------
 
 def as_parquet(path: Path, selection: Selection = ALL) -> Path:
-    """`path` itself, or its cached conversion (`nanochat.text_kinds.converted`) if it is not parquet or if the
-    selection skips some of its documents."""
-    if not (path.name.endswith(CONVERTED) or selection.skips_some) or not path.exists():
-        return path
+    """`path` itself, or its cached conversion (`nanochat.text_kinds.converted`) if it is not parquet, if it has nulls,
+    or if the selection skips some of its documents."""
+    return path if text_suffix(path.name) == "" or not path.exists() else open_footer(path, selection)[0]
+
+
+def open_footer(path: Path, selection: Selection = ALL) -> tuple[Path, Footer]:
+    """(`as_parquet`, its footer) of a text file."""
+    field = selection.text_field
+    footer, nulls = None, 0
+    if text_suffix(path.name) == ".parquet" and not selection.skips_some:
+        footer = read_footer(path, field)
+        if footer.nulls is None:
+            from nanochat.text_kinds import count_nulls
+
+            nulls = count_nulls(path, field)
+        else:
+            nulls = footer.nulls
+    if footer is not None and not nulls:
+        return path, footer
     from nanochat.text_kinds import converted
 
-    return converted(path, selection)
+    parquet = converted(path, selection)
+    return parquet, read_footer(parquet, field)
+
+
+def as_pinned(path: Path, entry: Mapping[str, Any], selection: Selection) -> Path:
+    """`as_parquet` of a file that a manifest's entry describes. No parquet file is opened: the entry tells whether it
+    was converted."""
+    if text_suffix(path.name) == ".parquet" and not selection.skips_some and "own_size" not in entry:
+        return path
+    return as_parquet(path, selection)

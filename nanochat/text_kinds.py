@@ -7,6 +7,7 @@ their documents through this module.
 
 import contextlib
 import functools
+import gzip
 import io
 import itertools
 import json
@@ -19,12 +20,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from nanochat.common import as_path, atomic_open, counted, get_base_dir, hash_json, local_copy, read_json, write_json
+from nanochat.common import (
+    as_path,
+    atomic_open,
+    counted,
+    few,
+    get_base_dir,
+    get_dist_info,
+    hash_json,
+    is_remote,
+    local_copy,
+    read_json,
+    write_json,
+)
 from nanochat.text import (
     ALL,
-    CONVERTED,
+    JSON_LINES,
     MAX_DOCUMENT_BYTES,
     TEXT_BYTES,
+    TEXT_FIELD,
     Selection,
     as_parquet,
     checked,
@@ -33,14 +47,21 @@ from nanochat.text import (
     named_in_errors,
     open_parquet,
     read_batches,
+    read_footer,
+    text_suffix,
 )
 
 log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+POINTER_BYTES = 1 << 10  # no pointer is larger
+EMPTY_BYTES = 1 << 20  # a larger file counts as one with documents
+JSON_LINE_BYTES = 16 << 20  # a .json file whose first line is longer is not JSON lines
 LISTED_LINES = 100  # maximum number of broken lines per file that the report lists
 GROUP_DOCUMENTS = 1024  # documents per row group of converted files
 
+
+NULLS_FOUND: dict[Path, tuple[int, str]] = {}  # {file: (nulls, column)}, until `warn_of_nulls` reports them
 
 # ---- documents -----------------------------------------------------------------------------------
 
@@ -52,42 +73,45 @@ def read_documents(path: Path, selection: Selection = ALL, skipped: dict[str, An
     problem) of the first ones; and "short", the number of short documents. If a file is divided between training and
     validation, only the training part counts its broken lines. A truncated compressed file is an error, because it has
     lost an unknown number of documents. So are a line above the size limit and a .txt file that is not UTF-8.
+
+    A null in a column is skipped, too, unless `selection` is strict; skipped["nulls"], if any, is their number.
     """
     skipped = {} if skipped is None else skipped
     skipped.update(count=0, lines=[], short=0)
-    if path.name.endswith(".txt"):
+    suffix = text_suffix(path.name)
+    if suffix == ".txt":
         return selection.of_one_document(_read_txt(path), skipped)
-    if path.name.endswith(CONVERTED) and path.suffix != ".arrow":
+    if suffix in JSON_LINES:
         return selection.documents(_read_jsonl(path, selection, skipped), skipped)
-    read = _read_arrow if path.suffix == ".arrow" else _read_parquet
-    columns = read(path, selection.text_field)
+    read = _read_arrow if suffix == ".arrow" else _read_parquet
+    columns = read(path, selection.text_field, None if selection.strict else skipped)
     return selection.documents((text for column in columns for text in column.to_pylist()), skipped)
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[pa.Array]:
-    """The texts of a parquet file."""
+def _read_parquet(path: Path, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
+    """The texts of a parquet file. `skipped`: see `nanochat.text.checked`."""
     with open_parquet(path, field) as file:
         for group in range(file.num_row_groups):
-            yield from read_batches(file, group, path, field=field)
+            yield from read_batches(file, group, path, field=field, skipped=skipped)
 
 
-def _read_arrow(path: Path, field: str) -> Iterator[pa.Array]:
-    """The texts of a stream of Arrow record batches, as `datasets` saves it."""
+def _read_arrow(path: Path, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
+    """The texts of a stream of Arrow record batches, as `datasets` saves it. `skipped`: see `nanochat.text.checked`."""
     with named_in_errors(path, "truncated or not a stream of Arrow record batches"), path.open("rb") as file:
         batches = pa.ipc.open_stream(file)
         if problem := misfit(batches.schema, field):
             raise ValueError(f"{path}: {problem}")
         for number, batch in enumerate(batches):
             column = flat(pa.Table.from_batches([batch]))[field]
-            yield from (checked(chunk, path, field, number) for chunk in column.chunks)
+            yield from (checked(chunk, path, field, number, skipped) for chunk in column.chunks)
 
 
-def saved_files(folder: Path) -> set[str]:
-    """The names of a folder's .arrow files that are data. If the folder has a state.json of Hugging Face's
-    `datasets`, these are the files that it lists, because caches may lie beside them; otherwise all files."""
+def saved_files(folder: Path) -> set[str] | None:
+    """The names of the .arrow files that a folder's state.json of Hugging Face's `datasets` lists: caches may lie
+    beside them. None for a folder without a state.json, all of whose files are data."""
     state = folder / "state.json"
     if not state.is_file():
-        return {file.name for file in folder.rglob("*.arrow")}
+        return None
     saved = read_json(local_copy(state), {"_data_files": [{"filename": str}]}, remedy="save the data set again")
     names = {entry["filename"] for entry in saved["_data_files"]}
     for name in sorted(names):
@@ -109,16 +133,45 @@ def _read_txt(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 ({e}); convert it with iconv, or remove it") from e
 
 
+@contextlib.contextmanager
+def _open_lines(path: Path) -> Iterator[Any]:
+    """The bytes of a file of lines, which may be compressed, as a buffered binary file. ValueError names the file if it
+    is truncated, corrupt, or compressed in a way that cannot be read."""
+    suffix = path.suffix.lower()
+    codec = CODECS.get(suffix)
+    with contextlib.ExitStack() as files:
+        file = files.enter_context(path.open("rb", buffering=1 << 20))
+        problem = f"truncated or not a {codec} file" if codec else "the file cannot be read to its end"
+        files.enter_context(named_in_errors(path, problem))
+        if suffix == ".gz":  # unlike Arrow's, Python's reader accepts zeros after the last member
+            file = files.enter_context(io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20))
+        elif codec:
+            file = files.enter_context(io.BufferedReader(pa.CompressedInputStream(file, codec), 1 << 20))
+        yield file
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a .json file, which may be compressed, has one object per line, on at least two lines. True also for an
+    empty file, and for one whose beginning cannot be read: reading it gives the reason."""
+    try:
+        with _open_lines(path) as lines:
+            filled = (line for line in iter(lambda: lines.readline(JSON_LINE_BYTES), b"") if line.strip())
+            first, second = next(filled, b""), next(filled, b"")
+            if not first:
+                return True
+    except (OSError, ValueError):
+        return True
+    try:
+        is_object = isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
+    return is_object and second.lstrip().startswith(b"{")
+
+
 def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> Iterator[str]:
     """All documents of a .jsonl file, which may be compressed. `skipped` counts broken lines; with --strict, the first
     one is an error."""
-    codec = CODECS.get(path.suffix)
-    with contextlib.ExitStack() as files:
-        lines: Any = files.enter_context(path.open("rb", buffering=1 << 20))
-        problem = f"truncated or not a {codec} file" if codec else "the file cannot be read to its end"
-        files.enter_context(named_in_errors(path, problem))
-        if codec:
-            lines = files.enter_context(io.BufferedReader(pa.CompressedInputStream(lines, codec), 1 << 20))
+    with _open_lines(path) as lines:
         for number in itertools.count(1):
             line = lines.readline(MAX_DOCUMENT_BYTES + 1)
             if not line:
@@ -151,11 +204,72 @@ def _document(line: bytes, field: str) -> str:
     return value
 
 
+def content_of(path: Path) -> str:
+    """What a data file holds: "documents"; "nothing": no bytes, no rows, only nulls in its column `text`, only blank
+    lines, no entries; or "pointer": it stands for data that Git LFS or git-annex has not fetched. Only small files are
+    opened. "documents" for a file that cannot be read: reading it gives the reason."""
+    try:
+        size = path.stat().st_size
+        if size <= POINTER_BYTES:
+            with path.open("rb") as file:
+                if file.read(POINTER_BYTES).startswith((b"version https://git-lfs.github.com/", b"/annex/objects/")):
+                    return "pointer"
+        is_empty = size <= EMPTY_BYTES and _is_empty(path, size)
+    except (OSError, ValueError):
+        is_empty = False
+    return "nothing" if is_empty else "documents"
+
+
+def _is_empty(path: Path, size: int) -> bool:
+    """Whether a file of `size` bytes holds no document. ValueError or OSError if it cannot be read."""
+    suffix = text_suffix(path.name)
+    if path.name.endswith(".bin"):
+        from nanochat.tokens import TokenFile
+
+        return size == 0 and len(TokenFile(path)) == 0
+    if size == 0:
+        return suffix != ""
+    with named_in_errors(path, "the file cannot be read"):
+        if suffix == ".parquet":
+            rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
+            return rows == 0 or count_nulls(path, TEXT_FIELD) == rows
+        if suffix == ".arrow":
+            with path.open("rb") as file:
+                return not any(batch.num_rows for batch in pa.ipc.open_stream(file))
+        if suffix in JSON_LINES:
+            with _open_lines(path) as lines:
+                pieces = iter(lambda: lines.readline(EMPTY_BYTES), b"")
+                return not any(piece.strip() for piece in pieces)
+    return False
+
+
 # ---- cached parquet ------------------------------------------------------------------------------
 
 def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
     """The selected documents of a text file of any kind, read from the cached parquet; warns about broken lines."""
-    return read_documents(as_parquet(as_path(path), selection), Selection(selection.text_field))
+    parquet = as_parquet(as_path(path), selection)
+    warn_of_nulls()
+    return read_documents(parquet, Selection(selection.text_field))
+
+
+def count_nulls(path: Path, field: str) -> int:
+    """The number of nulls in the text column of a parquet file. If its footer does not say it, the column is read once,
+    under a progress bar, and the number is kept in the cache."""
+    if (number := read_footer(path, field).nulls) is not None:
+        return number
+    path = local_copy(path)
+    stat = path.stat()
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field, "nulls"]
+    counted_before = get_base_dir() / "converted" / hash_json(key) / "nulls.json"
+    if not counted_before.exists():
+        skipped: dict[str, Any] = {"nulls": 0}
+        columns = tqdm(_read_parquet(path, field, skipped), desc=f"counting nulls in {path.name}", unit=" batches",
+                       delay=1, disable=None)
+        for _ in columns:
+            pass
+        counted_before.parent.mkdir(parents=True, exist_ok=True)
+        write_json(counted_before, {"source": str(path), "nulls": skipped["nulls"]})
+    return read_json(counted_before, {"nulls": int})["nulls"]
 
 
 def converted(path: Path, selection: Selection) -> Path:
@@ -167,11 +281,26 @@ def converted(path: Path, selection: Selection) -> Path:
     folder = get_base_dir() / "converted" / hash_json(key)
     target, report = folder / "text.parquet", folder / "report.json"
     exists = target.exists() and report.exists()
-    if not exists or (selection.strict and read_json(report).get("count")):  # if strict, converting again raises
+    refused = selection.strict and exists and any(read_json(report).get(name) for name in ("count", "nulls"))
+    if not exists or refused:  # converting again raises
         folder.mkdir(parents=True, exist_ok=True)
         write_json(report, {"source": str(path), **convert(path, target, selection), **selection.named()})
     _warn_of_skipped(path, report)
     return target
+
+
+def warn_of_nulls() -> None:
+    """Warn about the nulls in all files that were converted since the last call, in one line. Each file is counted once
+    per process."""
+    if not NULLS_FOUND:
+        return
+    total = sum(number for number, _ in NULLS_FOUND.values())
+    field = next(iter(NULLS_FOUND.values()))[1]
+    files = sorted(NULLS_FOUND)
+    NULLS_FOUND.clear()
+    if get_dist_info()[1] == 0:
+        log.warning("skipped %s in column `%s` of %s: %s", counted(total, "null"), field,
+                    counted(len(files), "file"), few(files))
 
 
 def convert(path: Path, target: Path, selection: Selection) -> dict[str, Any]:
@@ -195,17 +324,20 @@ def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> Va
     """The error for a file without any selected document."""
     why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
     part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}" if selection.part else ""
-    return ValueError(f"{path}: no document is left{part} ({counted(skipped['count'], 'broken line')}{why}; "
+    nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
+    return ValueError(f"{path}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
                       f"{skipped['short']:,} shorter than --min-chars); fix the file, or remove it")
 
 
 @functools.cache
 def _warn_of_skipped(path: Path, report: Path) -> None:
-    """Warn about a file's broken lines and short documents, once per process."""
+    """Warn about a file's broken lines and short documents, once per process, and take note of its nulls."""
     skipped = read_json(report)
     if skipped.get("short"):
         log.warning("%s: skipped %s shorter than --min-chars %d", path, counted(skipped["short"], "document"),
                     skipped["min_chars"])
+    if skipped.get("nulls"):
+        NULLS_FOUND[path] = skipped["nulls"], skipped.get("text_field", TEXT_FIELD)
     if skipped.get("lines"):
         number, why = skipped["lines"][0]
         broken = counted(skipped["count"], "broken line")

@@ -48,7 +48,8 @@ from nanochat.common import (
     write_bytes,
     write_json,
 )
-from nanochat.dataset import GET_DATA, default_data_dir
+from nanochat.data_files import GET_DATA
+from nanochat.dataset import default_data_dir
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import; only `token_bytes` needs it

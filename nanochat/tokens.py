@@ -23,8 +23,9 @@ Megatron's format is a document, and its sequences may be anywhere in the .bin. 
 formats come from gpt-simple 0.1.2 and megatron-core: this module reads files of both programs, and both read ours. A
 manifest.json in a folder of pairs names the tokenizer that made them.
 
-**Opening** checks the header, the sizes, and the first and last offset (or boundary), so it takes as long for a billion
-entries as for ten. The rest is checked when it is used.
+**Opening** checks the header, the sizes, and the first and last offset (or boundary and sequence), so it takes as long
+for a billion entries as for ten. The rest is checked when it is used. If the last sequence does not end where the .bin
+ends, all sequences are checked: one beyond the end is an error.
 
 **Which entries end a document?** If the manifest shows that every later window has a prefix, no ids are read: an entry
 ends its document when the next one has no prefix. Otherwise an entry ends its document if its last id is E.
@@ -35,6 +36,7 @@ a memory map, SIGBUS ends the process.
 """
 
 import functools
+import logging
 import os
 import re
 import struct
@@ -57,10 +59,13 @@ from nanochat.common import (
     make_local_copies,
     read_json,
 )
+from nanochat.data_files import exists, is_file
 from nanochat.dataset import Manifest
 from nanochat.sources import Source
 from nanochat.text import text_tokens
 from nanochat.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
@@ -72,6 +77,7 @@ GROUP_ENTRIES = 1024  # entries per group, unless the manifest lists the groups
 EDGE_BYTES = 1 << 16  # bytes hashed at each end of an .idx
 BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin, hashed
 REDO = "fetch it again, or delete it and rerun scripts.tok_shards"
+CHECKED_ROWS = 1 << 20  # rows of an index that are checked at once
 VERIFY = f"list such places with python -m scripts.verify PATH; then {REDO}"
 
 
@@ -98,8 +104,8 @@ def split_weights(data_path: str) -> tuple[str, list[float] | None]:
     """Split Megatron's own list, which has a weight before each prefix (70,web,30,code), into the prefixes, still
     separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
     parts = data_path.split(",")
-    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
-    if not weighted or as_path(data_path).exists():
+    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2])
+    if not weighted or exists(as_path(data_path)):
         return data_path, None
     return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 
@@ -110,14 +116,15 @@ def find_prefixes(data_path: str) -> list[Path]:
     which only --order=megatron uses."""
     parts = data_path.split(",")
     if split_weights(data_path)[1] is not None:
-        raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which --order=lanes does "
-                         f"not use; add --order=megatron, or write --data-path={','.join(parts[1::2])}")
+        shown = [",".join(some) if len(some) < 9 else ",".join(some[:8]) + ",..." for some in (parts, parts[1::2])]
+        raise ValueError(f"--data-path: got {shown[0]}, with a weight before each prefix, which --order=lanes does "
+                         f"not use; add --order=megatron, or write --data-path={shown[1]}")
     if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
         raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
                          f"and on this machine; a run reads from only one place, so copy all files to one of them")
     files = [as_path(f"{as_path(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
-        if not file.is_file() and not file.with_suffix(".idx").is_file():
+        if not is_file(file) and not is_file(file.with_suffix(".idx")):
             if len(parts) == 1:
                 return []
             raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
@@ -211,6 +218,13 @@ def _size(path: Path) -> int:
                                 f"scripts.tok_shards, or start a new run (--model-tag)") from None
 
 
+@functools.cache
+def _warn_of_rest(path: Path, num_bytes: int, end: int) -> None:
+    """Warn, once per process, that a .bin is longer than its index says."""
+    log.warning("%s: %d bytes on disk, but the sequences of its .idx end at byte %d, so the rest is not read; if the "
+                "two files do not belong together, fetch them again", path, num_bytes, end)
+
+
 class TokenFile:
     """An open pair: `len` entries of ids.
 
@@ -242,6 +256,33 @@ class TokenFile:
             raise ValueError(f"{self.path}: {total:,.10g} {unit} on disk, but the {self._edges} in its .idx go from "
                              f"{first:,} to {last:,}; {REDO}")
         self._last_edge = int(total)
+        if self.format == "megatron":
+            self._check_end()
+
+    def _check_end(self) -> None:
+        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin, and a warning if the .bin
+        continues after the last sequence. Usually the last entry of the index shows that neither is the case; only
+        otherwise, all entries are read."""
+        rows, end = self.tables["lengths"][2], 0
+        if rows:
+            end = int(self._ends(rows - 1, rows)[0])
+        if end == self.num_bytes:
+            return
+        for first in range(0, rows, CHECKED_ROWS):
+            ends = self._ends(first, min(first + CHECKED_ROWS, rows))
+            if ends.max() > self.num_bytes:
+                at = int(np.argmax(ends > self.num_bytes))
+                raise ValueError(f"{self.path}: {self.num_bytes:,} bytes on disk, but sequence {first + at:,} of its "
+                                 f".idx ends at byte {ends[at]:,}, so the file is truncated, or the .idx belongs to "
+                                 f"another file; {REDO}")
+            end = max(end, int(ends.max()))
+        if end < self.num_bytes:
+            _warn_of_rest(self.path, self.num_bytes, end)
+
+    def _ends(self, first: int, last: int) -> np.ndarray:
+        """The byte of the .bin after each of some sequences of a Megatron pair, (n,) int64, unchecked."""
+        lengths = self.table("lengths", first, last).astype(np.int64)
+        return self.table("pointers", first, last) + lengths * self.dtype.itemsize
 
     def _read_header(self) -> None:
         """Read format, id type and tables from the header. ValueError if it is unknown or contradicts the file's

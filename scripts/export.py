@@ -42,8 +42,9 @@ from torch import Tensor
 from nanochat import gpt, integrations
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
 from nanochat.cli import Parser, run_main, setup_logging
-from nanochat.common import as_local_path, begin_launch, fsync_dir, read_json, write_json
+from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
+from nanochat.data_files import is_folder
 from nanochat.dataset import DATA_MANIFEST, default_data_dir
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.gpt import GPTConfig
@@ -407,7 +408,7 @@ def import_run(args: argparse.Namespace) -> str:
              "tokenizer_fingerprint": tokenizer.fingerprint}
     with new_folder(out, advice) as run_dir:
         open_folders(run_dir)
-        if args.data_path or Path(settings.data_path or "").is_dir():
+        if args.data_path or is_folder(as_path(settings.data_path or "")):
             write_json(run_dir / DATA_MANIFEST, pin_data(settings))
         else:
             log.warning("%s: no such folder, so base_eval cannot evaluate the run; set --data-path", settings.data_path)

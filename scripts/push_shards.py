@@ -23,7 +23,8 @@ from typing import Any
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
-from nanochat.common import as_path, each, is_remote, read_json
+from nanochat.common import as_path, counted, each, few, is_remote, read_json
+from nanochat.data_files import walk
 from nanochat.integrations import object_storage as store
 from nanochat.tokens import pair_format
 
@@ -51,8 +52,11 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
     data, if half of a pair is missing, or if shards are not finished."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    files = [f for f in sorted(folder.rglob("*")) if f.is_file()
-             and not any(part.startswith(".") for part in f.relative_to(folder).parts)]
+    entries = sorted(walk(folder))
+    files = [entry.path for entry in entries if entry.kind == "file"]
+    if dangling := [entry.path for entry in entries if entry.kind == "dangling"]:
+        raise FileNotFoundError(f"{folder}: {counted(len(dangling), 'link')} to something that does not exist: "
+                                f"{few(dangling, folder)}; restore what is missing, or delete the links")
     data = [f for f in files if f.name.endswith(DATA)]
     if not data:
         raise FileNotFoundError(f"{folder}: no {', '.join(DATA)} file below it; scripts.tok_shards makes shards")
@@ -60,9 +64,9 @@ def find_files(folder: Path) -> tuple[list[Path], list[Path]]:
         other = path.with_suffix({".bin": ".idx", ".idx": ".bin"}.get(path.suffix, path.suffix))
         if other not in data:
             raise FileNotFoundError(f"{path}: {other.name} is missing; restore it, or delete {path.name}")
-    for records in sorted(folder.rglob(".records")):
-        if not (records.parent / "manifest.json").exists():
-            raise ValueError(f"{records.parent}: its shards are not finished (no manifest.json); run "
+    for parent in [folder, *(entry.path for entry in entries if entry.kind == "folder")]:
+        if (parent / ".records").exists() and not (parent / "manifest.json").exists():
+            raise ValueError(f"{parent}: its shards are not finished (no manifest.json); run "
                              f"scripts.tok_shards again to finish them")
     data += [f for f in files if f.parent == folder / TOKENIZER]
     return sorted(data, key=lambda f: -f.stat().st_size), [f for f in files if f.name in LAST]

@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import as_local_path, as_path, counted
-from nanochat.dataset import data_folder, find_buckets, find_files, split_train_val
+from nanochat.data_files import data_folder, find_splits, last_of
+from nanochat.dataset import split_train_val
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
-from nanochat.text import SUFFIXES, Selection, add_text_flags
+from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 
 OUTPUTS = {"gpts": "shards", "megatron": "megatron"}  # --format: the --data-format that reads it
@@ -81,25 +82,26 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     splits: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}
     if shared:
         splits = split_train_val(raw, by_bucket=True, shared=True)
-    elif (raw / "train").is_dir():
-        splits = {split: find_buckets(raw / split) for split in splits if (raw / split).is_dir()}
-        known = [files for buckets in splits.values() for files in buckets.values()]
-        if stray := set(find_files(raw)).difference(*known):
-            raise ValueError(f"--input-dir {raw}: {min(stray).relative_to(raw)} is in neither train/ nor val/; move it "
-                             f"into one of them")
     else:
-        for bucket, files in find_buckets(raw).items():
-            if len(files) == 1:
-                print(f"{bucket}: it has a single file, which is used for training; none is left for validation")
-            last = max(1, len(files) - 1)
-            splits["train"][bucket], splits["val"][bucket] = files[:last], files[last:]
+        found = find_splits(raw, by_bucket=True)
+        if found.stray:
+            raise ValueError(f"--input-dir {raw}: {found.stray[0].relative_to(raw)} is in neither train/ nor val/; "
+                             f"move it into one of them")
+        splits = {"train": found.train, "val": found.val}
+        if not (raw / "train").is_dir():
+            for bucket, files in found.train.items():
+                if bucket in found.val:
+                    continue
+                if (last := last_of(files)) is None:
+                    print(f"{bucket}: it has a single file, which is used for training; none is left for validation")
+                splits["train"][bucket] = [file for file in files if file != last]
+                splits["val"][bucket] = [file for file in files if file == last]
     inputs: dict[tuple[str, str, str], Input] = {}
     for split, bucket, files in ((s, b, files) for s in splits for b, files in splits[s].items()):
         for path in files:
             name = path.relative_to(data_folder(raw)).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
-            suffix = next(suffix for suffix in SUFFIXES if inside.endswith(suffix))
-            stem = inside.removesuffix(suffix).replace("/", "__")
+            stem = inside[:-len(text_suffix(inside))].replace("/", "__")
             new = Input(path, name, split, bucket, stem, path.stat().st_size)
             other = inputs.setdefault((split, bucket, stem), new)
             if other is not new:
@@ -145,6 +147,8 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
     for shard in shards:
         if short := shard["skipped"].get("short"):
             print(f"{shard['input']['name']}: {counted(short, 'document')} shorter than --min-chars skipped")
+        if nulls := shard["skipped"].get("nulls"):
+            print(f"{shard['input']['name']}: {counted(nulls, 'null')} skipped")
         if shard["skipped"]["count"]:
             print(f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped")
         for number, why in shard["skipped"]["lines"][:SHOWN]:

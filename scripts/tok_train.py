@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import as_local_path, get_base_dir, is_remote
+from nanochat.data_files import BUCKET
 from nanochat.dataset import (
-    BUCKET,
     FORMATS,
     NAME,
     DataFile,

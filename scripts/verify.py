@@ -41,6 +41,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import as_path, begin_launch, counted, duration, hash_file, is_remote, local_copy, table
+from nanochat.data_files import walk
 from nanochat.dataset import DATA_MANIFEST, check, read_manifests
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
@@ -330,9 +331,9 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
     pairs: dict[Path, set[Path]] = {}
     checks: list[Check] = []  # of checkpoints, cursors, row losses, pinned data
     closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
-    for p in [path, *sorted(below(path))]:
-        hidden = any(part.startswith(".") for part in p.relative_to(path).parts)
-        if hidden or not closed.isdisjoint(p.parents):
+    entries = sorted(walk(path)) if is_remote(path) or path.is_dir() else []
+    for p in [path, *(entry.path for entry in entries if entry.kind != "dangling")]:
+        if not closed.isdisjoint(p.parents):
             continue
         if p.suffix in (".bin", ".idx"):
             pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
@@ -355,8 +356,17 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
     if not (pairs or checks):
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
                          f"below it (text files have no checksums); name another path")
+    dangling = [entry.path for entry in entries if entry.kind == "dangling" and "wandb" not in entry.path.parts]
+    if dangling:
+        checks.append(partial(report_dangling, dangling))
     return [*(partial(check_pairs, folder, sorted(files), args, whole=True)
               for folder, files in sorted(pairs.items())), *checks]
+
+
+def report_dangling(links: Sequence[Path], _: tqdm) -> Iterator[str]:
+    """Report links to files or folders that do not exist."""
+    yield from (Problem(f"{link}: a link to {os.readlink(link)}, which does not exist; restore it, or delete the link")
+                for link in links)
 
 
 def below(path: Path) -> Iterable[Path]:

@@ -49,6 +49,24 @@ def test_without_flags_settings_are_defaults_and_json_restores_them():
     assert parse("--no-deterministic").differing() == {"deterministic": False}
 
 
+@pytest.mark.parametrize("content", ["70 web\n30 code\n", "7e1\tweb 30.0 code", "  70\nweb\n30\ncode"])
+def test_megatrons_data_args_path_is_a_file_with_the_list_of_data_path(tmp_path, content):
+    (tmp_path / "list").write_text(content)
+    listed = parse(f"--data-args-path={tmp_path / 'list'}", "--order=megatron", "--data-format=megatron")
+    assert (listed.data_path, listed.blend_weights) == ("web,code", [70.0, 30.0])
+
+
+@pytest.mark.parametrize(("content", "more", "message"), [
+    ("", [], "list: expected paths"), ("a,b c", [], "none of them with a comma"),
+    (b"\xff", [], "cannot be read as text"),
+    (None, [], "list: no such file"), ("web code x", ["--data-path=web"], "--data-path is also given")])
+def test_a_bad_data_args_path_is_one_sentence(tmp_path, content, more, message):
+    if content is not None:
+        (tmp_path / "list").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        parse(f"--data-args-path={tmp_path / 'list'}", *more)
+
+
 def test_help_shows_each_flag_with_its_default():
     text = " ".join(add_flags(Parser(prog="x")).format_help().split())
     for name, f in FIELDS.items():

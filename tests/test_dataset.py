@@ -28,7 +28,7 @@ from nanochat.dataset import (
 from nanochat.sources import open_data
 from nanochat.start_run import pin_data
 from nanochat.text import as_parquet, open_parquet, read_batches
-from nanochat.tokens import check_format
+from nanochat.tokens import check_format, split_weights
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
@@ -182,6 +182,25 @@ def test_prefixes_are_pinned_by_names_that_survive_a_move(tmp_path):
     moved = check_files(pinned, settings.data_path, settings.val_path)
     assert moved["train"]["data"]["root"] == str((tmp_path / "new").resolve())
     assert len(open_data(moved, Tokenizer()).train["data"].read(1, np.arange(3))[0]) == 3
+
+
+def test_hundreds_of_prefixes_are_longer_than_any_path_and_are_found(tmp_path):
+    prefixes = ",".join(str(tiny(tmp_path / ("a long folder name " * 4) / f"{i:04d}_text_document")) for i in range(60))
+    assert len(prefixes) > 4095
+    assert len(split_train_val(prefixes, data_format="megatron")["train"]["data"]) == 59
+    assert split_weights(prefixes) == (prefixes, None)
+    pinned = {order: pin_data(Settings(data_path=prefixes, data_format="megatron", order=order, split="60,40,0"
+                                       if order == "megatron" else None, packing="bestfit"))
+              for order in ("lanes", "megatron")}
+    assert len(pinned["megatron"]["train"]) == 60
+    assert check_files(pinned["lanes"], prefixes)["train"] == pinned["lanes"]["train"]
+
+
+@pytest.mark.parametrize("data_format", ["text", "megatron"])
+@pytest.mark.parametrize("path", ["x" * 300, "y/" * 3000, "a" * 5000, "nul\0"])
+def test_a_path_that_no_file_can_have_is_no_such_folder(path, data_format):
+    with pytest.raises((FileNotFoundError, ValueError), match="no such data folder"):
+        find_files(path, data_format)
 
 
 @pytest.mark.parametrize("make, path, data_format, message", [

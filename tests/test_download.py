@@ -81,6 +81,27 @@ def clean_env(monkeypatch, tmp_path):
     monkeypatch.setattr(download, "BACKOFF_S", 0.001)
 
 
+@pytest.mark.parametrize("blocked", ["http://127.0.0.2:9/x?sig=HIDDEN", "http://cdn.invalid/x"])
+def test_a_redirect_to_a_host_that_does_not_answer_names_that_host(server, tmp_path, monkeypatch, blocked):
+    monkeypatch.setattr(download, "ATTEMPTS", 1)
+    server.script[VAL] = [{"redirect": blocked}]
+    with pytest.raises(OSError, match=r"no complete answer .* from (127\.0\.0\.2:9|cdn\.invalid), to which 127\."):
+        try:
+            job_for(server).fetch(LAST)
+        except OSError as e:
+            assert "HIDDEN" not in str(e)
+            raise
+
+
+def test_a_refusal_after_a_redirect_names_the_host_that_refused(server):
+    other = Server({})
+    server.script[VAL] = [{"redirect": f"{other.url}/nothing"}]
+    with pytest.raises(OSError, match=rf"got HTTP 404 .* from 127.*:{other.server_port}, to which 127.* redirects"):
+        job_for(server).fetch(LAST)
+    other.shutdown()
+    other.server_close()
+
+
 def job_for(server, data_dir=None):
     return make_downloader(base_url=server.url, data_dir=data_dir)
 

@@ -24,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import LAUNCH, StopAsked, as_path, begin_launch, is_remote, local_copy, make_local_copies
+from nanochat.data_files import find_files
 from nanochat.integrations import object_storage
 from nanochat.integrations.megatron import IndexedDatasetBuilder
 from nanochat.integrations.object_storage import (
@@ -190,6 +191,51 @@ def test_a_temporary_fault_changes_no_byte(store, name, monkeypatch):
         fault = replace(TEMPORARY[name], name="tokens.bin")
         store.proxy.faults.append(fault)
         assert (read() == TOKENS[1000:5000]).all() and fault.times == 0
+
+
+@pytest.mark.parametrize("code, status", [
+    ("InternalError", 500), ("BadGateway", 502), ("SlowDown", 503), ("ServiceUnavailable", 503),
+    ("GatewayTimeout", 504), ("RequestTimeout", 400), ("IncompleteBody", 400), ("RequestThrottled", 400),
+    ("RequestTimeTooSkewed", 403), ("OperationAborted", 409), ("ConditionalRequestConflict", 409),
+    ("TooManyRequests", 429)])
+def test_an_error_that_s3_calls_temporary_is_repeated(store, code, status):
+    r = reader(store)
+    find(r.pinned.path)
+    store.proxy.faults.append(Fault(name="tokens.bin", code=code, status=status, times=2))
+    assert (r.read(1000, 5000) == TOKENS[1000:5000]).all()
+    store.proxy.faults.append(Fault(name="list-type", code=code, status=status, times=2))
+    begin_launch()
+    assert as_path(store.path("a")).is_dir() and not any(fault.times for fault in store.proxy.faults)
+
+
+@pytest.mark.parametrize("code, status, cause", [
+    ("RequestTimeTooSkewed", 403, r"the clock of this machine and that of http.* differ .* set this machine's clock"),
+    ("OperationAborted", 409, r"could not answer just now, 5 times \(HTTP 409 OperationAborted\)"),
+    ("InvalidObjectState", 403, "the object is archived.*restore it from the archive"),
+    ("PermanentRedirect", 301, "the bucket is in another region.*set AWS_DEFAULT_REGION"),
+    ("AuthorizationHeaderMalformed", 400, "the bucket is in another region.*set AWS_DEFAULT_REGION"),
+    ("ExpiredToken", 400, "credentials have expired.*renew them.*AWS_SESSION_TOKEN"),
+    ("KMS.DisabledException", 400, r"the key that encrypts the object cannot be used \(HTTP 400 KMS\.Disabled"),
+    ("InvalidRequest", 400, r"refused the request \(HTTP 400 InvalidRequest\); check the path")])
+def test_an_error_names_its_real_cause(store, monkeypatch, code, status, cause):
+    monkeypatch.setattr(object_storage.time, "sleep", lambda s: None)
+    r = reader(store)
+    store.proxy.faults.append(Fault(name="tokens.bin", code=code, status=status, times=-1))
+    with pytest.raises(OSError, match=cause) as e:
+        r.read(0, 10)
+    assert code == "ExpiredToken" or "AWS_ACCESS_KEY_ID" not in str(e.value)
+
+
+def test_markers_of_folders_are_not_files(store, caplog):
+    for key in ("m/", "m/corpus.parquet/", "m/lonely.jsonl/", "m/both.parquet/", "m/x/"):
+        store.put(key, b"")
+    for key in ("m/corpus.parquet/part-0.parquet", "m/both.parquet", "m/b.jsonl"):
+        store.put(key, b'{"text": "one"}')
+    store.put("m/empty.jsonl", b"")
+    root = as_path(store.path("m"))
+    names = ["b.jsonl", "both.parquet", "corpus.parquet/part-0.parquet", "empty.jsonl"]
+    assert [str(file.relative_to(root)) for file in find_files(root)] == names
+    assert (root / "both.parquet").stat().st_size == 15
 
 
 def test_a_service_that_stays_unavailable_is_a_warning_and_then_an_error(store, monkeypatch, caplog):

@@ -149,3 +149,13 @@ def test_a_signal_ends_it_at_once_and_the_command_resumes(store, folder):
     assert not any(k.endswith("manifest.json") for k in store.names())
     store.proxy.faults.clear()
     assert main([str(folder), store.path("s")]) == 0
+
+
+def test_a_linked_folder_is_sent_and_a_dangling_link_is_an_error(store, folder, tmp_path):
+    (folder / "train").rename(tmp_path / "elsewhere")
+    (folder / "train").symlink_to(tmp_path / "elsewhere")
+    assert main([str(folder), store.path("set/linked/")]) == 0
+    assert "set/linked/train/web/a.bin" in store.names()
+    (folder / "more.bin").symlink_to(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match=r"1 link to something that does not exist: more\.bin"):
+        push_shards.find_files(folder)

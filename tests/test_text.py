@@ -1,6 +1,7 @@
 """Which documents of a text file of any kind are read: parts for training and validation, skipped short documents, data
 sets that Hugging Face's `datasets` saved."""
 
+import gzip
 import json
 import math
 
@@ -109,6 +110,41 @@ def test_law_no_part_of_a_txt_file_is_empty(lines, end, fraction):
     train, val = ("".join(Selection(val_fraction=fraction, part=part).of_one_document(content, {"short": 0}))
                   for part in ("train", "val"))
     assert train + val == content and train.strip() and (val.strip() or len(content.strip()) < 2 / fraction)
+
+
+# ---- compressed files -----------------------------------------------------------------------------------------------
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize("content", [
+    gzip.compress(LINES) + bytes(512), gzip.compress(LINES[:16]) + gzip.compress(LINES[16:]),
+    gzip.compress(LINES[:16]) + bytes(9) + gzip.compress(LINES[16:])])
+def test_members_of_gz_and_zeros_after_them_are_read(tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    assert list(read_texts(tmp_path / "a.jsonl.gz")) == ["one", "two"]
+
+
+@pytest.mark.parametrize("content", [
+    gzip.compress(LINES)[:-5], gzip.compress(LINES)[:20], gzip.compress(LINES) * 2 + gzip.compress(LINES)[:-9],
+    gzip.compress(LINES) + b"rest", LINES, gzip.compress(LINES)[:12] + b"\xff" * 9])
+def test_truncated_or_corrupt_gz_is_an_error_that_names_it(tmp_path, content):
+    (tmp_path / "a.jsonl.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: truncated or not a gzip file"):
+        list(read_texts(tmp_path / "a.jsonl.gz"))
+
+
+def test_zst_with_a_window_above_128_mib_says_how_to_compress_it_again(tmp_path):
+    window_log = 31
+    header = bytes.fromhex("28b52ffd 00") + bytes([(window_log - 10) << 3])
+    block = (len(LINES) << 3 | 1).to_bytes(3, "little") + LINES  # the last block, not compressed
+    (tmp_path / "a.jsonl.zst").write_bytes(header + block)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst: .* window above 128 MiB .*zstd -d --long=31") as e:
+        list(read_texts(tmp_path / "a.jsonl.zst"))
+    assert "truncated" not in str(e.value)
+    header = header[:-1] + bytes([(27 - 10) << 3])
+    (tmp_path / "a.jsonl.zst").write_bytes(header + block)
+    assert list(read_texts(tmp_path / "a.jsonl.zst")) == ["one", "two"]
 
 
 # ---- saved data sets ------------------------------------------------------------------------------------------------

@@ -272,6 +272,31 @@ def test_a_bad_pair_is_one_sentence(tmp_path, damage, message):
             open_tokens(tmp_path / name)
 
 
+@pytest.mark.parametrize("scattered", [False, True])
+def test_a_megatron_bin_shorter_than_its_index_is_an_error_when_it_is_opened(tmp_path, scattered):
+    write_megatron(tmp_path / "a", [[[1, 2, E]], [[3, 4, 5, E]], [[6, E]]])
+    if scattered:  # the last sequence of the index is the first one of the .bin
+        patch(tmp_path / "a.idx", 34 + 3 * 4, np.array([6, 10, 0], "<i8").tobytes())
+    whole = (tmp_path / "a.bin").read_bytes()
+    open_tokens(tmp_path / "a.bin").pin("a")
+    os.truncate(tmp_path / "a.bin", 14)
+    with pytest.raises(ValueError, match=r"a\.bin: 14 bytes on disk, but sequence [12] of its \.idx ends at byte 18"):
+        open_tokens(tmp_path / "a.bin")
+    (tmp_path / "a.bin").write_bytes(whole)
+    open_tokens(tmp_path / "a.bin").pin("a")
+
+
+def test_a_megatron_bin_longer_than_its_index_is_read_with_a_warning(tmp_path, caplog):
+    write_megatron(tmp_path / "a", [[[1, 2, E]], [[3, 4, 5, E]]])
+    with open(tmp_path / "a.bin", "ab") as file:
+        file.write(b"more")
+    assert entries_of(open_tokens(tmp_path / "a.bin")) == [[1, 2, E], [3, 4, 5, E]]
+    open_tokens(tmp_path / "a.bin")
+    assert [record.message for record in caplog.records] == [
+        f"{tmp_path}/a.bin: 18 bytes on disk, but the sequences of its .idx end at byte 14, so the rest is not read; "
+        f"if the two files do not belong together, fetch them again"]
+
+
 def test_opening_checks_the_ends_only_and_inner_damage_is_named_when_it_is_read(tmp_path):
     write_pair(tmp_path / "a", [[i, E] for i in range(100)], [0] * 20 + [3] + [0] * 79)
     patch(tmp_path / "a.idx", 16 + 8 * 50, (97).to_bytes(8, "little"))

@@ -260,3 +260,24 @@ def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trai
     monkeypatch.setattr(verify, "check_checkpoint", deleting)
     code, problems, out = run(trained)
     assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it in the meantime" in out
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+def test_pairs_in_a_linked_folder_are_verified(tmp_path):
+    write_folder(tmp_path / "disk/de", {"a": (ENTRIES, PREFIXES)})
+    write_folder(tmp_path / "shards/en", {"a": (ENTRIES, PREFIXES)})
+    (tmp_path / "shards/de").symlink_to(tmp_path / "disk/de")
+    (tmp_path / "shards/en/again").symlink_to(tmp_path / "shards")
+    assert run(tmp_path / "shards")[:2] == (0, [])
+    truncate(tmp_path / "disk/de/a.bin", 4)
+    code, problems, _ = run(tmp_path / "shards")
+    assert code == 1 and len(problems) == 1 and "shards/de/a.bin: 2 tokens on disk" in problems[0]
+
+
+def test_a_link_to_something_that_does_not_exist_is_a_problem(tmp_path):
+    write_folder(tmp_path / "en", {"a": (ENTRIES, PREFIXES)})
+    (tmp_path / "de").symlink_to(tmp_path / "gone")
+    code, problems, _ = run(tmp_path)
+    assert code == 1 and problems == [
+        f"{tmp_path}/de: a link to {tmp_path}/gone, which does not exist; restore it, or delete the link"]

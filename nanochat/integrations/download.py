@@ -111,10 +111,10 @@ def copy(url: str, part: Path, token: str = "") -> None:
         return request
 
     for attempt in range(1, ATTEMPTS + 1):
-        pause = BACKOFF_S * 2**(attempt - 1)
+        pause, reached = BACKOFF_S * 2**(attempt - 1), url
         try:
             with requests.get(url, stream=True, timeout=TIMEOUT_S, auth=sign if token else None) as response:
-                status = response.status_code
+                status, reached = response.status_code, response.url
                 if status == 200:
                     with open(part, "wb") as f:
                         chunks = response.iter_content(1 << 20)
@@ -123,18 +123,27 @@ def copy(url: str, part: Path, token: str = "") -> None:
                         os.fsync(f.fileno())
                     return
                 if status != 429 and status < 500:
-                    raise OSError(f"got HTTP {status} {response.reason}")
-                problem = f"got HTTP {status}, so the server is busy"
+                    raise OSError(f"got HTTP {status} {response.reason}{redirected(url, reached)}")
+                problem = f"got HTTP {status}, so the server is busy{redirected(url, reached)}"
                 pause = Retry().get_retry_after(response.raw) or pause
         except requests.RequestException as e:
             cause: BaseException = e
             while cause.__context__ is not None:  # the original error is the most specific
                 cause = cause.__context__
-            problem = f"no complete answer ({public(str(cause))})"
+            if e.request is not None and e.request.url:
+                reached = e.request.url
+            problem = f"no complete answer ({public(str(cause))}){redirected(url, reached)}"
         if attempt < ATTEMPTS:
             log.warning("%s: %s; attempt %d of %d in %.0f s", url, problem, attempt + 1, ATTEMPTS, pause)
             time.sleep(pause)
     raise OSError(f"gave up after {ATTEMPTS} attempts; the last: {problem}")
+
+
+def redirected(url: str, reached: str) -> str:
+    """The end of a sentence about a failed request: the server that failed, if it is not the one of `url`. Its address
+    may be signed, so only its host is shown."""
+    first, last = urlsplit(url).netloc, urlsplit(reached).netloc.rpartition("@")[2]
+    return f" from {last}, to which {first} redirects; that host must be reachable, too" if first != last else ""
 
 
 def check_url(given_by: str, url: str) -> None:

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote
-from nanochat.dataset import Manifest, data_folder, find_files, scan, split_train_val
+from nanochat.data_files import data_folder, find_files, is_folder
+from nanochat.dataset import Manifest, scan, split_train_val
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.sources import Source
@@ -199,7 +200,7 @@ class SampleConfig:
 
 def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
     """Whether validation has its own files: --val-path, or DIR/val next to DIR/train."""
-    return val_path is not None or (as_path(data_path) / "train").is_dir()
+    return val_path is not None or is_folder(as_path(data_path) / "train")
 
 
 def samples_needed(start: "Start") -> int:
@@ -234,15 +235,15 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
     if parts[0] is None:
         raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be "
                          f"above 0")
-    folder = root / "train" if (root / "train").is_dir() else root
+    folder = root / "train" if is_folder(root / "train") else root
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
-    pairs: dict[str, Manifest] = {}
-    for file in files:
-        name = file.relative_to(data_folder(folder)).as_posix().removesuffix(".bin")
+    of_all, base, pairs = scan(root, files), data_folder(folder), dict[str, Manifest]()
+    for file, entry in zip(files, of_all["files"]):
+        name = file.relative_to(base).as_posix().removesuffix(".bin")
         if name in pairs:
             raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
-        pairs[name] = scan(root, [file])
+        pairs[name] = {**of_all, "files": [entry]}
     train = {name: _documents(pair, parts[0]) for name, pair in pairs.items()}
     if has_own_val(data_path, val_path):
         val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]

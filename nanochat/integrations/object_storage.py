@@ -18,7 +18,8 @@ proxy drops If-Match: a changed object is an error that names it.
 **Waiting.** Every request goes through `request`. obstore retries a failed request if that may help: for 300 s, but for
 only 9 s if the bucket has never answered, because then the endpoint is probably wrong. The request runs in a daemon
 thread, while the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a
-signal nor Python's exit. If an answer does not fit the request, the request is repeated up to four times.
+signal nor Python's exit. If an answer does not fit the request, or has the code of an error that S3 calls temporary,
+the request is repeated up to four times.
 
 **Secrets.** obstore's error messages may contain an access key or a signed URL. None of that text is passed on:
 each message is ours, with at most the HTTP status and the S3 code from obstore's. A path that may hold credentials is
@@ -49,7 +50,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path, PosixPath
+from pathlib import Path, PosixPath, PurePosixPath
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -68,6 +69,18 @@ PROXY = "bypass the proxy that changes requests between this machine and object 
 # The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
+# Errors that may not occur again, according to the documentation of S3 and of its clients. obstore itself repeats a
+# request after 408, 429 and 5xx, but not after these codes with other statuses.
+CLOCK_CODES = frozenset(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"))
+BUSY_CODES = frozenset((
+    "OperationAborted", "ConditionalRequestConflict", "InternalError", "ServiceUnavailable", "SlowDown", "Busy",
+    "IncompleteBody", "RequestTimeoutException", "Throttling", "ThrottlingException", "ThrottledException",
+    "RequestThrottled", "RequestThrottledException", "TooManyRequests", "TooManyRequestsException",
+    "RequestLimitExceeded", "BandwidthLimitExceeded", "LimitExceededException", "TransactionInProgressException",
+    "PriorRequestNotComplete"))
+EXPIRED_CODES = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"))
+REGION_CODES = frozenset(("PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed",
+                          "IllegalLocationConstraintException"))
 KEYS_HINT = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
@@ -104,7 +117,8 @@ class Changed(ValueError):
 
 
 class Garbled(OSError):
-    """The answer does not fit the request. obstore does not retry then, but a retry may help."""
+    """The answer does not fit the request, or the service cannot answer it just now. obstore does not retry then, but a
+    retry may help."""
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -182,8 +196,7 @@ class Bucket:
     def list_below(self, prefix: str) -> list[Stat]:
         """All objects that a path can name below a prefix. A warning gives the number of others."""
         try:
-            stats = {meta["path"]: self.stat(meta) for metas in self.obs.list(self.store, prefix or None)
-                     for meta in metas}
+            stats = self._list(prefix)
             keys = list(stats)
         except Exception as e:
             if type(e).__name__ != "InvalidPathError" or self.scheme != "s3":
@@ -194,6 +207,21 @@ class Bucket:
             log.warning("%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
                         "or might be a secret)", self.name, prefix, len(keys) - len(usable))
         return [stat for key in usable if (stat := stats.get(key) or self.head(key))]
+
+    def _list(self, prefix: str) -> dict[str, Stat]:
+        """{key: description} of all objects below a prefix. Programs mark folders by empty objects whose keys end with
+        a slash, which obstore drops, as in corpus.parquet/: these are left out."""
+        stats: dict[str, Stat] = {}
+        for metas in self.obs.list(self.store, prefix or None):
+            for meta in metas:
+                stat = self.stat(meta)
+                if stat.size or meta["path"] not in stats:  # not a marker beside an object of the same name
+                    stats[meta["path"]] = stat
+        folders = {parent.as_posix() for key in stats for parent in PurePosixPath(key).parents}
+        empty = [key for key, stat in stats.items() if not stat.size]
+        alone = [key for key in empty if key not in folders and PurePosixPath(key).suffix]
+        missing = {key for key, stat in zip(alone, each(self.head, alone)) if stat is None}
+        return {key: stat for key, stat in stats.items() if key not in missing and (stat.size or key not in folders)}
 
     def _all_keys(self, prefix: str) -> list[str]:
         """All keys below a prefix, listed by pyarrow: obstore refuses a listing that contains one unusable key."""
@@ -227,9 +255,11 @@ class Bucket:
             return e
         text, name = str(e), type(e).__name__  # obstore may not be installed, so its types are known by name only
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
-        code = (re.search(r"<Code>(\w{1,40})</Code>", text) or ["", ""])[1]
+        code = (re.search(r"<Code>([\w.]{1,60})</Code>", text) or ["", ""])[1]
         answered, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
-        unavailable = status in (408, 429) or status >= 500 or (status == 0 and "redirect" not in text)
+        moved = status in (301, 307, 308) or (status == 0 and "redirect" in text)
+        unavailable = status in (408, 429) or status >= 500 or (status == 0 and not moved)
+        denied = isinstance(e, PermissionError) or status in (401, 403) or code in EXPIRED_CODES
         causes: list[tuple[object, type[Exception], str]] = [  # the first true test decides
             (re.search(r"169\.254\.169\.254|metadata\.google\.internal", text), PermissionError,
              f"no credentials; set {keys}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket"),
@@ -244,11 +274,28 @@ class Bucket:
             (code == "RequestTimeout", Garbled,
              f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
              f"machine or the connection is less busy: a run resumes from its last checkpoint"),
+            (code in CLOCK_CODES, Garbled,
+             f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
+             f"({answered}); set this machine's clock (NTP), then restart: a run resumes from its last checkpoint"),
+            (code in BUSY_CODES and status not in (0, 408, 429) and status < 500, Garbled,
+             f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it is less busy: a run "
+             f"resumes from its last checkpoint"),
             (unavailable and not isinstance(e, PermissionError), OSError,
              f"no complete answer from {self.host} ({answered if status else 'no connection, or it was interrupted'}); "
              f"check the network and {self.setting}, then restart: a run resumes from its last checkpoint"),
-            (True, PermissionError, f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
-                                    f"and AWS_DEFAULT_REGION")]
+            (code == "InvalidObjectState", OSError,
+             f"the object is archived, so it cannot be read ({answered}); restore it from the archive first"),
+            (moved or code in REGION_CODES, PermissionError,
+             f"the bucket is in another region, or behind another address ({answered if status else 'a redirect'}); "
+             f"set AWS_DEFAULT_REGION to the bucket's region, and check {self.setting}"),
+            (code in EXPIRED_CODES, PermissionError,
+             f"access denied ({answered}): the temporary credentials have expired or are not valid; renew them, and "
+             f"check {keys} and AWS_SESSION_TOKEN"),
+            (code.startswith("KMS."), PermissionError,
+             f"the key that encrypts the object cannot be used ({answered}); check it, and the permission to use it"),
+            (denied, PermissionError, f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
+                                      f"and AWS_DEFAULT_REGION"),
+            (True, OSError, f"{self.host} refused the request ({answered}); check the path and {self.setting}")]
         return next(kind(f"{path}: {sentence}") for test, kind, sentence in causes if test)
 
 

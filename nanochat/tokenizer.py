@@ -213,6 +213,21 @@ class Tokenizer(metaclass=_Opens):
         return self.bos_token_id
 
     @property
+    def eod(self) -> int:
+        """Megatron's name for `bos_token_id`, which ends a document there."""
+        return self.bos_token_id
+
+    @property
+    def pad(self) -> int:
+        """Megatron's name for the id of padding: -1, which equals no id."""
+        return -1
+
+    @property
+    def vocab_size(self) -> int:
+        """Megatron's name for `get_vocab_size()`."""
+        return self.get_vocab_size()
+
+    @property
     def token_dtype(self) -> np.dtype:
         """uint16 if it holds every id, else uint32."""
         return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)

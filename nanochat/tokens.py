@@ -95,9 +95,9 @@ def pair_format(path: Path) -> str | None:
 # ---- which pairs a --data-path names ------------------------------------------------------------
 
 def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code), into the prefixes, still
-    separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
-    parts = data_path.split(",")
+    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code or "70 web 30 code"), into the
+    prefixes, separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
+    parts = data_path.split(",") if "," in data_path else data_path.split()
     weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", part) for part in parts[::2])
     if not weighted or as_path(data_path).exists():
         return data_path, None
@@ -109,9 +109,10 @@ def find_prefixes(data_path: str) -> list[Path]:
     extension; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
     which only --order=megatron uses."""
     parts = data_path.split(",")
-    if split_weights(data_path)[1] is not None:
+    prefixes, weights = split_weights(data_path)
+    if weights is not None:
         raise ValueError(f"--data-path: got {data_path}, with a weight before each prefix, which --order=lanes does "
-                         f"not use; add --order=megatron, or write --data-path={','.join(parts[1::2])}")
+                         f"not use; add --order=megatron, or write --data-path={prefixes}")
     if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
         raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
                          f"and on this machine; a run reads from only one place, so copy all files to one of them")

@@ -8,9 +8,10 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
 Everything except a run's data is opened as in training and read to the end; whatever training would refuse is a
 problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
 
-    pairs         .bin and .idx, ids with an index (see nanochat/tokens.py): no empty entries, prefixes and windows
-                  within their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and
-                  nowhere else, and the records of manifest.json. Then a table of the lengths of entries
+    pairs         .bin and .idx, ids with an index (see nanochat/tokens.py): no empty entries (only Megatron's files
+                  may have them), prefixes and windows within their limits, ids inside the vocabulary, end-of-document
+                  ids at the ends of documents and nowhere else, and the records of manifest.json. Then a table of the
+                  lengths of entries
     checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
     cursors       all those that a run keeps in logs/
     row losses    the checksum of every logged step's record in logs/rows
@@ -135,7 +136,8 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
             wrong.setdefault(problem, [sentence, 0])[1] += np.count_nonzero(entries)
 
     full = lengths > 0
-    report(~full, "is empty")
+    if pair.format == "shards":  # Megatron's files may have empty documents
+        report(~full, "is empty")
     report(full & (prefixes >= lengths), "is not longer than its prefix")
     if first == 0 and prefixes[0] > 0:
         report(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but it is the first entry")

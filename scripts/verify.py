@@ -66,11 +66,11 @@ def length_table(lengths: Counter[int], row: int) -> list[str]:
     """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a row of `row` ids."""
     entries, tokens = Counter[int](), Counter[int]()  # by the power of two
     for ids, number in lengths.items():
-        power = max(ids, 1).bit_length() - 1
+        power = ids.bit_length() - 1  # -1 for an empty entry
         entries[power] += number
         tokens[power] += ids * number
     num_entries, num_tokens = entries.total(), max(1, tokens.total())
-    rows = [(f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
+    rows = [("0" if power < 0 else f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
              f"{tokens[power] / num_tokens:.2%}") for power, number in sorted(entries.items())]
     longer = {ids: number for ids, number in lengths.items() if ids > row}
     beyond = sum((ids - row) * number for ids, number in longer.items())

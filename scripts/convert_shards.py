@@ -52,7 +52,7 @@ LLM_C = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # {magic: (
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("input", type=Path, metavar="IN",
-                        help="folder of pairs, or PREFIX[,PREFIX...]; or .bin files of nanoGPT or llm.c, or their folder")
+                        help="folder of pairs, or PREFIX[,PREFIX...]; or nanoGPT's or llm.c's .bin, or their folder")
     parser.add_argument("output", type=Path, metavar="OUT", help="folder to write, not IN")
     parser.add_argument("--to", required=True, choices=list(TARGETS), help="format of OUT")
     parser.add_argument("--eod", type=int, metavar="ID",

@@ -4,6 +4,7 @@ List all commands, or run one of them by its name.
     python -m scripts.help                      # every command on one line, grouped by purpose
     python -m scripts.help tok-shards           # the help of one command
     nanochat train --depth=12                   # after `pip install -e .`: python -m scripts.base_train --depth=12
+    python -m scripts.help --translate run.yaml # our command line for gpt-simple's file of settings
     nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
 Every module in scripts/ is a command, including those that a fork adds. Its name is written with dashes, and the first
@@ -82,10 +83,25 @@ def completion(own: Parser, shell: str) -> str:
     return shtab.complete(top, shell)
 
 
+def print_translation(path: str) -> None:
+    """Print our command line for gpt-simple's file, and a line for each value without a flag. ValueError or OSError for
+    a bad file."""
+    from nanochat.integrations.gpt_simple import translate_file
+
+    translation = translate_file(path)
+    print(translation.command())
+    print("", *(f"# {note}" for note in translation.notes), sep="\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """List the commands, or run one. ValueError for an unknown name."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["help"]
     known = commands()
+    if name == "help" and rest[:1] and rest[0].partition("=")[0] == "--translate":
+        parser = Parser(prog="nanochat help", description="Print our command line for a file of another program.")
+        parser.add_argument("--translate", metavar="FILE", required=True, help="gpt-simple's YAML or JSON file")
+        print_translation(parser.parse_args(rest).translate)
+        return 0
     if name in ("help", "--help", "-h") and rest and not rest[0].startswith("-"):
         name, rest = rest[0], ["--help"]
     elif name in ("help", "--help", "-h"):

@@ -48,7 +48,7 @@ from nanochat.common import (
     write_bytes,
     write_json,
 )
-from nanochat.dataset import GET_DATA, default_data_dir
+from nanochat.dataset import GET_DATA, default_data_path
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import; only `token_bytes` needs it
@@ -319,7 +319,7 @@ class Tokenizer(metaclass=_Opens):
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
             missing = "no tokenizer here;"
-            if not data and not default_data_dir().exists():
+            if not data and not default_data_path().exists():
                 missing = f"no tokenizer here, and no data to train one on: {GET_DATA}; then"
             raise FileNotFoundError(f"{json_path}: {missing} train one with python -m scripts.tok_train "
                                     f"{data}--output-dir {tokenizer_dir}")

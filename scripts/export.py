@@ -47,7 +47,7 @@ from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_by
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
-from nanochat.dataset import DATA_MANIFEST, default_data_dir
+from nanochat.dataset import DATA_MANIFEST, default_data_path
 from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.engine import load_model
 from nanochat.gpt import GPTConfig
@@ -384,7 +384,7 @@ def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[S
     settings = Settings(
         depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
         max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
-        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_dir()),
+        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_path()),
         model_tag=args.model_tag or (args.out or source.folder).name, num_iterations=max(1, source.step),
         **source.batch)
     model = build_model(settings)

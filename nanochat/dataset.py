@@ -485,8 +485,8 @@ def known_dataset(data_dir: Path | str) -> str | None:
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     """Full paths of the parquet files below a folder (default: `default_data_path()`), in the order of their relative
-    paths. The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation shard;
-    ValueError if that shard is not the last file."""
+    paths. The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation
+    shard; ValueError if that shard is not the last file."""
     root = as_path(data_dir) if data_dir is not None else default_data_path()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:

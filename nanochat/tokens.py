@@ -208,8 +208,10 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx").name
+        plain = ("; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
+                 if path.suffix == ".idx" else "")
         raise FileNotFoundError(f"{path}: the file is missing; restore it, or delete {other} and rerun "
-                                f"scripts.tok_shards, or start a new run (--model-tag)") from None
+                                f"scripts.tok_shards, or start a new run (--model-tag){plain}") from None
 
 
 class TokenFile:

@@ -6,14 +6,16 @@ environment (pip install torch transformers lm-eval accelerate).
 
 1. `scripts.export --to=hf` writes the export. Offline, `AutoModelForCausalLM.from_pretrained` gives our logits in
    float32, also with padding on the left and beyond sequence_len. `generate` gives our tokens, with and without its
-   cache. So does the model after `save_pretrained` and `from_pretrained`. `AutoTokenizer` gives our ids of hard texts
-   and of prose.
+   cache, and in a padded batch. So does the model after `save_pretrained` and `from_pretrained`. `AutoTokenizer` gives
+   our ids of hard texts and of prose. A step of `Trainer` moves the weights as far with gradient accumulation and with
+   gradient checkpointing as without.
 2. `lm_eval` scores a small multiple-choice task and a likelihood task, made from text that is part of every Python. Our
    model scores the same requests: the sum of the log-probabilities of the continuation after BOS and context.
 
 Exit code 1 if a difference exceeds its limit. --out keeps the export.
 """
 
+import copy
 import json
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +28,7 @@ import torch
 from dev import peers
 
 LOGITS, SCORES = 1e-5, 1e-4  # largest differences that are accepted
+STEP = 1e-5  # the same for a step of training, relative to its length
 NUM_TOKENS = 200  # to generate
 NUM_ITEMS = 24  # per task
 PADDING = 7
@@ -63,8 +66,19 @@ def run_transformers(work: Path) -> None:
                                attention_mask=torch.ones_like(prompt), **how)
         return tokens[:, prompt.size(1):].tolist()
 
+    longest = max(peers.PROMPTS)
+    batch = torch.full((len(prompts), longest), tokenizer.pad_token_id)
+    for padded, prompt in zip(batch, prompts):
+        padded[longest - prompt.size(1):] = prompt
+    batch_mask = torch.tensor([[0] * (longest - n) + [1] * n for n in peers.PROMPTS])
+    step = trained(model, rows, work, 4, 1, False)
+    accumulated = trained(model, rows, work, 1, 4, False)
+    checkpointed = trained(model, rows, work, 1, 4, True)
     with torch.no_grad():
         torch.save({
+            "steps": (step, accumulated, checkpointed),
+            "batch": model.generate(batch, attention_mask=batch_mask, max_new_tokens=NUM_TOKENS,
+                                    do_sample=False)[:, longest:].tolist(),
             "logits": model(rows).logits, "saved": reloaded(rows).logits,
             "padded": model(torch.cat((padding, rows), dim=1), attention_mask=mask).logits[:, PADDING:],
             "generated": [continued(prompt)[0] for prompt in prompts],
@@ -73,6 +87,22 @@ def run_transformers(work: Path) -> None:
             "ids": [tokenizer(text)["input_ids"] for text in requests["texts"]],
             "reloaded ids": [reloaded_tokenizer(text)["input_ids"] for text in requests["texts"]],
             "transformers": transformers.__version__}, work / "results.pt")
+
+
+def trained(model: Any, rows: torch.Tensor, work: Path, batch_size: int, micro_batches: int,
+            checkpointing: bool) -> torch.Tensor:
+    """How one step of Trainer on four rows moves the weights, as a vector. One row has fewer labels than the others."""
+    transformers = import_module("transformers")
+    trained_model, labels = copy.deepcopy(model), rows.clone()
+    labels[0, :rows.size(1) // 2] = -100
+    arguments = transformers.TrainingArguments(
+        str(work / "trainer"), per_device_train_batch_size=batch_size, gradient_accumulation_steps=micro_batches,
+        gradient_checkpointing=checkpointing, max_steps=1, learning_rate=0.1, optim="sgd", max_grad_norm=0.0,
+        lr_scheduler_type="constant", report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True)
+    data = [{"input_ids": row, "labels": label} for row, label in zip(rows, labels)]
+    transformers.Trainer(trained_model, arguments, train_dataset=data).train()
+    pairs = zip(trained_model.parameters(), model.parameters(), strict=True)
+    return torch.cat([(after - before).detach().flatten() for after, before in pairs])
 
 
 # ---- runs here ------------------------------------------------------------------------------------------------------
@@ -150,6 +180,10 @@ def compare(python: str, source: str, out: Path, work: Path) -> int:
         compared.same(f"{NUM_TOKENS} tokens generated after a prompt of {prompt}, with its cache",
                       own[i] == theirs["generated"][i])
         compared.same("the same without its cache", own[i] == theirs["uncached"][i])
+    compared.same("the same in a padded batch", own == theirs["batch"])
+    step, accumulated, checkpointed = theirs["steps"]
+    compared.close("a step of Trainer with four micro-batches", accumulated / step.norm(), step / step.norm(), STEP)
+    compared.close("the same with gradient checkpointing", checkpointed / step.norm(), step / step.norm(), STEP)
     compared.same("three beams, with and without its cache", theirs["beams"][0] == theirs["beams"][1])
     compared.same(f"ids of {len(texts)} texts, {sum(map(len, encoded)):,} tokens", encoded == theirs["ids"])
     compared.same("ids after save_pretrained, from_pretrained", encoded == theirs["reloaded ids"])

@@ -119,7 +119,7 @@ def nanochat(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches
     sys.modules["filelock"].FileLock = None  # type: ignore[attr-defined]
     from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
 
-    batches: Any = loader(Numbers(), ROWS // W, T, "train", device="cpu",  # type: ignore[arg-type]
+    batches: Any = loader(Numbers(), ROWS // W, T, "train", device="cpu",
                           resume_state_dict=None if states is None else states[0])
     _, y, state = next(batches)
     while state["epoch"] == 1:

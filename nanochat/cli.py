@@ -33,6 +33,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,10 @@ class Parser(argparse.ArgumentParser):
         namespace, rest = super().parse_known_args(given, namespace)
         if "config" in namespace:
             del namespace.config
+        at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
+        paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
+        if rest and rest[0] in paths[1:]:
+            self.error(f"--data-path: got {len(paths)} words; separate them by commas: --data-path={','.join(paths)}")
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
             self.error(f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
                        f"to read a run's flags")

@@ -400,8 +400,8 @@ TYPES = get_type_hints(Settings)
 
 # ---- the command line ---------------------------------------------------------------------------
 
-SECTION = ("each setting has its own flag, such as --data-path=DIR or --num-iterations=1000 (docs/coming_from.md lists "
-           "gpt-simple's names)")
+SECTION = ("each setting has its own flag, such as --data-path=DIR or --num-iterations=1000; for gpt-simple's file, "
+           "python -m scripts.help --translate FILE prints the command line")
 ELSEWHERE = {  # flags of other programs
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
                           "from the newest",

@@ -20,6 +20,7 @@ and a shutdown of their own.
 
 import contextlib
 import itertools
+import logging
 import math
 import queue
 import threading
@@ -38,6 +39,8 @@ from nanochat.order import StreamConfig
 from nanochat.sources import Source, open_source
 from nanochat.stream import Cursor, LaneState, Row, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
+
+log = logging.getLogger(__name__)
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches ready in advance
@@ -362,6 +365,16 @@ State = dict[str, Any]
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        *args: Any, **kwargs: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
+    """`nanochat_batches`, with a warning if there are several ranks: nanochat's state, saved by rank 0, serves all."""
+    _, rank, _, world_size = get_dist_info()
+    if world_size > 1 and rank == 0:
+        log.warning("the loader's state_dict has the place of its own rank only: each of the %d ranks must save its "
+                    "own and resume with it, or use nanochat.dataloader.DataLoader", world_size)
+    return nanochat_batches(*args, **kwargs)
+
+
+def nanochat_batches(
         tokenizer: Tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
         tokenizer_batch_size: int = 128, device: torch.device | str | None = None,
         resume_state_dict: State | None = None,
@@ -386,8 +399,8 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
                          f"documents in a different order: start without resume_state_dict")
     if (state["rank"], state["world_size"]) != (rank, world_size):
         raise ValueError(f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
-                         f"is rank {rank} of {world_size}. Use nanochat.dataloader.DataLoader, which resumes on any "
-                         f"number of ranks.")
+                         f"is rank {rank} of {world_size}. Give each rank the state that it saved itself, or use "
+                         f"nanochat.dataloader.DataLoader, which resumes on any number of ranks")
     lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= max(1, 64 // world_size))  # of each rank
     config = StreamConfig(T=T, V=lanes * world_size, layout=layout, buffer_size=max(16, buffer_size // lanes),
                           unit_size=min(64, tokenizer_batch_size))
@@ -410,8 +423,8 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
 
 
 def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) -> Iterator[Batch]:
-    """`tokenizing_distributed_data_loader_with_state_bos_bestfit` without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
+    """`nanochat_batches` without the state."""
+    for inputs, targets, _ in nanochat_batches(*args, **kwargs):
         yield inputs, targets
 
 

@@ -417,6 +417,16 @@ def default_data_dir(name: str = NAME) -> Path:
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
 
+def default_data_path() -> Path:
+    """The data of a command without --data-path: the folder of the default data set or, if only that exists,
+    karpathy/nanochat's older folder base_data, which has fineweb-edu and uses its last file for validation."""
+    folder, older = default_data_dir(), get_base_dir() / "base_data"
+    if folder.is_dir() or not older.is_dir():
+        return folder
+    log.info("%s: does not exist, so nanochat's older folder is used: %s", folder, older)
+    return older
+
+
 if not TYPE_CHECKING:
     def __getattr__(name: str) -> str:
         """DATA_DIR, nanochat's name for `default_data_dir()`."""
@@ -439,10 +449,10 @@ def known_dataset(data_dir: Path | str) -> str | None:
 
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
-    """Full paths of the parquet files below a folder (default: the download's), in the order of their relative paths.
-    The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation shard;
-    ValueError if that shard is not the last file."""
-    root = as_path(data_dir) if data_dir is not None else default_data_dir()
+    """Full paths of the parquet files below a folder (default: `default_data_path()`), in the order of their relative
+    paths. The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation
+    shard; ValueError if that shard is not the last file."""
+    root = as_path(data_dir) if data_dir is not None else default_data_path()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
         raise FileNotFoundError(f"{root}: no .parquet file below it; name another folder")

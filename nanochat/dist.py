@@ -69,7 +69,7 @@ def unseen_gpus() -> str:
             f"but this PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver")
 
 
-def compute_init(device_type: str, *, deterministic: bool = False, timeout_s: float = 1800.0
+def compute_init(device_type: str = "cuda", *, deterministic: bool = False, timeout_s: float = 1800.0
                  ) -> tuple[bool, int, int, int, torch.device]:
     """Join the process group if torchrun started us (NCCL on CUDA, gloo elsewhere), and select the device.
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import MODES, DocMasks, KVCache, attention, make_masks
+from nanochat.dist import get_compute_dtype
 from nanochat.optim import MuonAdamW
 
 ROPE_BASE = 100_000
@@ -311,11 +312,13 @@ class GPT(nn.Module):
         return self.lm_head.weight.device
 
     @torch.no_grad()
-    def init_weights(self, *, seed: int, compute_dtype: torch.dtype) -> None:
-        """Fill every parameter and buffer. Raises ValueError on the meta device."""
+    def init_weights(self, *, seed: int = 42, compute_dtype: torch.dtype | None = None) -> None:
+        """Fill every parameter and buffer. The values depend on the seed alone, not on PyTorch's generator.
+        compute_dtype: None for the device's default. Raises ValueError on the meta device."""
         if self.get_device().type == "meta":
             raise ValueError("init_weights on the meta device: call to_empty(device=...) first")
-        self.set_compute_dtype(compute_dtype)  # first, so each value is rounded once
+        # first, so each value is rounded once
+        self.set_compute_dtype(compute_dtype or get_compute_dtype(self.get_device()))
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd))
 

@@ -221,6 +221,7 @@ class MegatronWriter(TokenWriter):
         default = DTYPES["megatron"][8 if vocab_size < 65500 else 4]
         super().__init__(prefix, vocab_size=vocab_size, dtype=dtype or default)
         self._boundaries = array("q", [0])
+        self.modes: array[int] | None = None  # of multimodal data: one number for each sequence
 
     def end_documents(self, counts: Iterable[int]) -> None:
         """Group the sequences since the last document into documents of `counts` sequences."""
@@ -246,7 +247,8 @@ class MegatronWriter(TokenWriter):
                              f"cannot hold; split it into several")
         pointers = to_offsets(lengths * self.dtype.itemsize)[:-1]
         header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self.code, n, documents + 1)
-        return documents, [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
+        tables = [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
+        return documents, tables if self.modes is None else [*tables, self.modes]
 
 
 WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardWriter, "megatron": MegatronWriter}

@@ -44,7 +44,7 @@ from nanochat.dataset import (
     Manifests,
     check_files,
     data_folder,
-    default_data_dir,
+    default_data_path,
     describe_split,
     files_of,
     last_file_validates,
@@ -133,7 +133,7 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
     """(settings, tokenizer): the settings of a command line, completed with those that follow from this machine.
     ValueError and FileNotFoundError for settings that cannot work here."""
     begin_launch(settings.object_storage_cache)
-    data_path = str(as_path(settings.data_path or default_data_dir()).expanduser())
+    data_path = str(as_path(settings.data_path or default_data_path()).expanduser())
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
         tokenizer.encode("")  # an error now, not hours later, if the tokenizer knows only ids

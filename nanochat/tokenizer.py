@@ -49,7 +49,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.data_files import GET_DATA
-from nanochat.dataset import default_data_dir
+from nanochat.dataset import default_data_path
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import; only `token_bytes` needs it
@@ -214,6 +214,21 @@ class Tokenizer(metaclass=_Opens):
         return self.bos_token_id
 
     @property
+    def eod(self) -> int:
+        """Megatron's name for `bos_token_id`, which ends a document there."""
+        return self.bos_token_id
+
+    @property
+    def pad(self) -> int:
+        """Megatron's name for the id of padding: -1, which equals no id."""
+        return -1
+
+    @property
+    def vocab_size(self) -> int:
+        """Megatron's name for `get_vocab_size()`."""
+        return self.get_vocab_size()
+
+    @property
     def token_dtype(self) -> np.dtype:
         """uint16 if it holds every id, else uint32."""
         return np.dtype(np.uint16 if self.get_vocab_size() <= 1 << 16 else np.uint32)
@@ -305,7 +320,7 @@ class Tokenizer(metaclass=_Opens):
         if saved is None:
             data = f"--data-path {data_path} " if data_path else ""
             missing = "no tokenizer here;"
-            if not data and not default_data_dir().exists():
+            if not data and not default_data_path().exists():
                 missing = f"no tokenizer here, and no data to train one on: {GET_DATA}; then"
             raise FileNotFoundError(f"{json_path}: {missing} train one with python -m scripts.tok_train "
                                     f"{data}--output-dir {tokenizer_dir}")

@@ -101,9 +101,9 @@ def pair_format(path: Path) -> str | None:
 # ---- which pairs a --data-path names ------------------------------------------------------------
 
 def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code), into the prefixes, still
-    separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
-    parts = data_path.split(",")
+    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code or "70 web 30 code"), into the
+    prefixes, separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
+    parts = data_path.split(",") if "," in data_path else data_path.split()
     weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2])
     if not weighted or exists(as_path(data_path)):
         return data_path, None
@@ -115,10 +115,11 @@ def find_prefixes(data_path: str) -> list[Path]:
     extension; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
     which only --order=megatron uses."""
     parts = data_path.split(",")
-    if split_weights(data_path)[1] is not None:
-        shown = [",".join(some) if len(some) < 9 else ",".join(some[:8]) + ",..." for some in (parts, parts[1::2])]
-        raise ValueError(f"--data-path: got {shown[0]}, with a weight before each prefix, which --order=lanes does "
-                         f"not use; add --order=megatron, or write --data-path={shown[1]}")
+    prefixes, weights = split_weights(data_path)
+    if weights is not None:
+        raise ValueError(f"--data-path: got {_first_of(data_path)}, with a weight before each prefix, which "
+                         f"--order=lanes does not use; add --order=megatron, or write "
+                         f"--data-path={_first_of(prefixes)}")
     if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
         raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
                          f"and on this machine; a run reads from only one place, so copy all files to one of them")
@@ -130,6 +131,12 @@ def find_prefixes(data_path: str) -> list[Path]:
             raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
                                     f"or to paths without .bin and .idx, separated by commas")
     return files
+
+
+def _first_of(data_path: str) -> str:
+    """A list of prefixes for a sentence, which may have hundreds."""
+    parts = data_path.split(",")
+    return data_path if len(parts) < 9 else ",".join(parts[:8]) + ",..."
 
 
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
@@ -214,8 +221,10 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx").name
+        plain = ("; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
+                 if path.suffix == ".idx" else "")
         raise FileNotFoundError(f"{path}: the file is missing; restore it, or delete {other} and rerun "
-                                f"scripts.tok_shards, or start a new run (--model-tag)") from None
+                                f"scripts.tok_shards, or start a new run (--model-tag){plain}") from None
 
 
 @functools.cache

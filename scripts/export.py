@@ -14,7 +14,9 @@ Export a model to Hugging Face transformers or nanochat, or import a nanochat ch
                                            README.md, the model card
     logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)   receipt.json beside the model
 
-Parameters keep their names and types in every direction. One rename puts the output in place, complete or not at all;
+Parameters keep their names and types in every direction. Before an export is written, the run's model and the code that
+will run it elsewhere compute the logits of a small batch; if they differ, for example because gpt.py was changed, the
+export is refused. One rename puts the output in place, complete or not at all;
 it never overwrites anything. Reading executes nothing: weights are tensors only, and in a pickled tokenizer, only
 tiktoken's class is accepted.
 
@@ -25,6 +27,7 @@ sampled from and trained further with --init-from.
 import argparse
 import importlib
 import inspect
+import json
 import logging
 import os
 import pickle
@@ -45,9 +48,11 @@ from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
 from nanochat.data_files import is_folder
-from nanochat.dataset import DATA_MANIFEST, default_data_dir
+from nanochat.dataset import DATA_MANIFEST, default_data_path
 from nanochat.dataset import NAME as DATASET_NAME
+from nanochat.engine import load_model
 from nanochat.gpt import GPTConfig
+from nanochat.integrations.export_check import check_hf, check_nanochat
 from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_reader import RunReader
@@ -268,9 +273,11 @@ def to_hf(source: str, out: Path) -> str:
     card = model_card(checkpoint, RunReader(run_of(checkpoint)), sum(map(Tensor.numel, state.values())))
     files = {**model_files(config, dtype, tokenizer.get_bos_token_id()),
              **tokenizer_files(tokenizer, config.sequence_len), "README.md": card}
+    code = Path(integrations.__file__).with_name(f"{CODE}.py")
     with new_folder(out, "name a new folder") as folder:
+        check_hf(load_model(source, "cpu", compute_dtype=torch.float32)[0], code, json.loads(files["config.json"]))
         write_weights(folder, state)
-        shutil.copyfile(Path(integrations.__file__).with_name(f"{CODE}.py"), folder / f"{CODE}.py")
+        shutil.copyfile(code, folder / code.name)
         for name, content in files.items():
             (folder / name).write_bytes(content)
         write_receipt(folder, checkpoint)
@@ -297,6 +304,7 @@ def to_nanochat(source: str, out: Path) -> str:
             "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
             "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
     with new_folder(out, "name a new folder") as folder:
+        check_nanochat(load_model(source, "cpu", compute_dtype=torch.float32)[0])
         model_folder = folder / "base_checkpoints" / run_dir.name
         model_folder.mkdir(parents=True)
         torch.save(checkpoint.model_state(), model_folder / f"model_{step:06d}.pt")
@@ -377,7 +385,7 @@ def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[S
     settings = Settings(
         depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
         max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
-        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_dir()),
+        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_path()),
         model_tag=args.model_tag or (args.out or source.folder).name, num_iterations=max(1, source.step),
         **source.batch)
     model = build_model(settings)

@@ -4,6 +4,7 @@ List all commands, or run one of them by its name.
     python -m scripts.help                      # every command on one line, grouped by purpose
     python -m scripts.help tok-shards           # the help of one command
     nanochat train --depth=12                   # after `pip install -e .`: python -m scripts.base_train --depth=12
+    python -m scripts.help --translate run.yaml # our command line for gpt-simple's file of settings
     nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
 Every module in scripts/ is a command, including those that a fork adds. Its name is written with dashes, and the first
@@ -82,6 +83,31 @@ def completion(own: Parser, shell: str) -> str:
     return shtab.complete(top, shell)
 
 
+def print_translation(path: str) -> None:
+    """Print our command line for gpt-simple's file, and a line for each value without a flag. ValueError or OSError for
+    a bad file."""
+    from nanochat.integrations.gpt_simple import translate_file
+
+    translation = translate_file(path)
+    print(translation.command())
+    print("", *(f"# {note}" for note in translation.notes), sep="\n")
+
+
+def listing(known: dict[str, str]) -> str:
+    """All commands with a sentence for each, in groups."""
+    grouped = {name for names in GROUPS.values() for name in names}
+    shown = {name: module.removeprefix("scripts.") for name, module in known.items()}
+    width = max(map(len, shown.values())) + 2
+    lines = []
+    for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
+        lines += [f"{group}:", *(f"  {shown[name]:{width}}{about(known[name])}" for name in names), ""]
+    renamed = ", ".join(f"{shown[name]} is {name}" for name in SHORT.values())
+    lines += ["python -m scripts.COMMAND --help shows examples and flags. After `pip install -e .`, each command is "
+              "also",
+              f"nanochat COMMAND ({renamed}).", "For jobs on clusters, see docs/clusters.md."]
+    return "\n".join(lines)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """List the commands, or run one. ValueError for an unknown name."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["help"]
@@ -89,14 +115,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("help", "--help", "-h") and rest and not rest[0].startswith("-"):
         name, rest = rest[0], ["--help"]
     elif name in ("help", "--help", "-h"):
-        grouped = {name for names in GROUPS.values() for name in names}
-        shown = {name: module.removeprefix("scripts.") for name, module in known.items()}
-        width = max(map(len, shown.values())) + 2
-        for group, names in {**GROUPS, "More": [name for name in known if name not in grouped]}.items():
-            print(f"{group}:", *(f"  {shown[name]:{width}}{about(known[name])}" for name in names), "", sep="\n")
-        renamed = ", ".join(f"{shown[name]} is {name}" for name in SHORT.values())
-        print(f"python -m scripts.COMMAND --help shows examples and flags. After `pip install -e .`, each command is "
-              f"also\nnanochat COMMAND ({renamed}).\nFor jobs on clusters, see docs/clusters.md.")
+        parser = Parser(prog="nanochat help", description=listing(known))
+        parser.add_argument("--translate", metavar="FILE", help="print our command line for gpt-simple's YAML or JSON")
+        path = parser.parse_args(rest if name == "help" else ["--help"]).translate
+        if path is None:
+            print(parser.description)
+        else:
+            print_translation(path)
         return 0
     if name == "completion":
         parser = Parser(prog="nanochat completion", description="Print a script that completes commands in a shell.")

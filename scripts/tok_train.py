@@ -32,7 +32,7 @@ from nanochat.dataset import (
     NAME,
     DataFile,
     data_folder,
-    default_data_dir,
+    default_data_path,
     describe_split,
     last_file_validates,
     split_train_val,
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     setup_logging()
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # else it logs one line per percent
-    data_path = args.data_path or default_data_dir()
+    data_path = args.data_path or default_data_path()
     output_dir = as_local_path(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
     arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
     arguments |= Selection.of(vars(args)).named()

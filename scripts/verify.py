@@ -8,9 +8,10 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
 Everything except a run's data is opened as in training and read to the end; whatever training would refuse is a
 problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
 
-    pairs         .bin and .idx, ids with an index (see nanochat/tokens.py): no empty entries, prefixes and windows
-                  within their limits, ids inside the vocabulary, end-of-document ids at the ends of documents and
-                  nowhere else, and the records of manifest.json. Then a table of the lengths of entries
+    pairs         .bin and .idx, ids with an index (see nanochat/tokens.py): no empty entries (only Megatron's files
+                  may have them), prefixes and windows within their limits, ids inside the vocabulary, end-of-document
+                  ids at the ends of documents and nowhere else, and the records of manifest.json. Then a table of the
+                  lengths of entries
     checkpoints   size and checksum of each file; files that the checkpoint does not list. Nothing is unpickled
     cursors       all those that a run keeps in logs/
     row losses    the checksum of every logged step's record in logs/rows
@@ -66,11 +67,11 @@ def length_table(lengths: Counter[int], row: int) -> list[str]:
     """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a row of `row` ids."""
     entries, tokens = Counter[int](), Counter[int]()  # by the power of two
     for ids, number in lengths.items():
-        power = max(ids, 1).bit_length() - 1
+        power = ids.bit_length() - 1  # -1 for an empty entry
         entries[power] += number
         tokens[power] += ids * number
     num_entries, num_tokens = entries.total(), max(1, tokens.total())
-    rows = [(f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
+    rows = [("0" if power < 0 else f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
              f"{tokens[power] / num_tokens:.2%}") for power, number in sorted(entries.items())]
     longer = {ids: number for ids, number in lengths.items() if ids > row}
     beyond = sum((ids - row) * number for ids, number in longer.items())
@@ -136,7 +137,8 @@ def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None,
             wrong.setdefault(problem, [sentence, 0])[1] += np.count_nonzero(entries)
 
     full = lengths > 0
-    report(~full, "is empty")
+    if pair.format == "shards":  # Megatron's files may have empty documents
+        report(~full, "is empty")
     report(full & (prefixes >= lengths), "is not longer than its prefix")
     if first == 0 and prefixes[0] > 0:
         report(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but it is the first entry")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,3 +114,69 @@ def test_a_last_window_that_only_repeats_a_documents_end_is_dropped(tmp_path):
     assert len(documents) == json.loads((GOLDEN / "tiny.json").read_text())["documents"]
     assert all(d.count(0) == 1 and d[-1] == 0 for d in documents)
     assert documents[0] == [*range(65, 75), 0] and documents[2] == [*range(65, 73), 0]
+
+
+def test_empty_documents_of_megatrons_files_are_left_out_and_counted(tmp_path, capsys):
+    """Regression: they became entries of GPTS that scripts.verify calls a problem."""
+    write_megatron(tmp_path / "in" / "a", [[[1, E]], [], [[]], [[2, E]]])
+    convert(tmp_path / "in", tmp_path / "out", "gpts")
+    assert "; 2 empty documents left out, which GPTS cannot hold" in capsys.readouterr().out
+    assert entries_of(open_tokens(tmp_path / "out" / "a.bin")) == [[1, E], [2, E]]
+    assert verify.main([str(tmp_path / "out")]) == 0
+
+
+# ---- nanoGPT's and llm.c's files -------------------------------------------------------------------------------------
+
+def write_plain(path, ids, *, dtype="<u2", header=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    start = np.zeros(0 if header is None else 256, "<i4")
+    start[:3] = header or []
+    path.write_bytes(start.tobytes() + np.array(ids, dtype).tobytes())
+
+
+def converted(folder):
+    return {path.relative_to(folder).as_posix(): entries_of(open_tokens(path)) for path in folder.rglob("*.bin")}
+
+
+def test_nanogpts_files_become_documents_of_two_splits(tmp_path, capsys):
+    write_plain(tmp_path / "in" / "train.bin", [1, 2, 7, 3, 7, 7, 4, 7])
+    write_plain(tmp_path / "in" / "val.bin", [5, 7])
+    convert(tmp_path / "in", tmp_path / "out", "gpts", "--eod=7")
+    assert converted(tmp_path / "out") == {"train/train.bin": [[1, 2, 7], [3, 7], [4, 7]], "val/val.bin": [[5, 7]]}
+    assert "2 pairs of --data-format shards" in capsys.readouterr().out
+    assert verify.main([str(tmp_path / "out"), "--vocab-size=8"]) == 0
+    convert(tmp_path / "in" / "train.bin", tmp_path / "one", "megatron", "--eod=7")
+    assert converted(tmp_path / "one") == {"train.bin": [[1, 2, 7], [3, 7], [4, 7]]}
+
+
+@pytest.mark.parametrize(("header", "dtype", "end"), [((20240520, 1), "<u2", 50256), ((20240801, 7), "<u4", 128000)])
+def test_llm_cs_files_become_documents(tmp_path, header, dtype, end):
+    ids = [end, 1, 2, end, 3, end, 4]
+    write_plain(tmp_path / "in" / "fineweb_train_000001.bin", ids, dtype=dtype, header=(*header, len(ids)))
+    write_plain(tmp_path / "in" / "fineweb_val_000000.bin", ids[:3], dtype=dtype, header=(*header, 3))
+    convert(tmp_path / "in", tmp_path / "out", "gpts")
+    assert converted(tmp_path / "out") == {"train/fineweb_train_000001.bin": [[1, 2, end], [3, end], [4, end]],
+                                           "val/fineweb_val_000000.bin": [[1, 2, end]]}
+    assert open_tokens(tmp_path / "out/train/fineweb_train_000001.bin").dtype == dtype
+
+
+def test_a_file_without_the_id_that_ends_documents_is_one_document(tmp_path):
+    write_plain(tmp_path / "in" / "input.bin", [1, 2, 3])
+    convert(tmp_path / "in", tmp_path / "out", "gpts", "--eod=50256")
+    assert converted(tmp_path / "out") == {"input.bin": [[1, 2, 3, 50256]]}
+
+
+@pytest.mark.parametrize(("ids", "how", "flags", "reason"), [
+    ([1, 2], {}, [], r"does not name the id that ends documents; pass --eod=ID \(50256 for GPT-2\)"),
+    ([1, 2], {}, ["--eod=65536"], "--eod: got 65,536, expected 0 to 65,535"),
+    ([1, 2, 3], {"dtype": "u1"}, ["--eod=0"], "3 bytes, expected ids of two bytes, or a file of llm.c"),
+    ([], {}, ["--eod=0"], "0 bytes, expected ids of two bytes"),
+    ([1, 2], {"header": (20240520, 1, 3)}, [], "names version 1 and 1,030 bytes, but the file has 1,028"),
+    ([1, 2], {"header": (20240520, 2, 2)}, [], "names version 2 and 1,028 bytes, .* expected version 1"),
+    ([20240520 % 65536, 20240520 >> 16], {}, [], "expected version 1 and equal sizes: copy it again"),
+])
+def test_a_file_that_is_neither_nanogpts_nor_llm_cs_is_refused(tmp_path, ids, how, flags, reason):
+    write_plain(tmp_path / "in" / "a.bin", ids, **how)
+    with pytest.raises(ValueError, match=reason) as e:
+        convert(tmp_path / "in", tmp_path / "out", "gpts", *flags)
+    assert "\n" not in str(e.value) and not list((tmp_path / "out").rglob("*.bin"))

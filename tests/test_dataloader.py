@@ -365,3 +365,15 @@ def test_the_prefetch_thread_uses_its_own_gpu_and_sleeps_while_it_waits(monkeypa
     with make_loader(device="cuda:3") as loader:
         next(loader)
     assert set(calls) == {("prefetch", torch.device("cuda:3")), ("event", True)}
+
+
+@pytest.mark.parametrize(("state", "rank", "world_size", "warns"), [
+    (True, 0, 2, True), (True, 1, 2, False), (True, 0, 1, False), (False, 0, 2, False)])
+def test_a_nanochat_loader_with_state_says_at_once_that_it_serves_its_own_rank(
+        make, monkeypatch, caplog, state, rank, world_size, warns):
+    """Regression: nanochat saves the state of rank 0 alone, and the other ranks failed when they resumed."""
+    for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
+        monkeypatch.setenv(name, str(value))
+    loader = make(state=state)
+    assert ("has the place of its own rank only: each of the 2 ranks must save its own" in caplog.text) == warns
+    loader.close()

@@ -18,6 +18,7 @@ from nanochat.dataset import (
     DataFile,
     check_files,
     default_data_dir,
+    default_data_path,
     describe_split,
     find_files,
     list_parquet_files,
@@ -237,3 +238,14 @@ def test_nanochats_constants_and_importing_creates_no_folder(tmp_path):
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     url = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
     assert out == f"False {tmp_path}/base/data/climbmix 6542 {url} 1822\n"
+
+
+def test_nanochats_older_folder_is_the_data_if_no_download_exists(tmp_path):
+    """Regression: base_data, which nanochat falls back to, was not found."""
+    assert default_data_path() == default_data_dir()
+    older = tmp_path / "base" / "base_data"
+    write(older, "shard_00000.parquet", "shard_00001.parquet")
+    assert default_data_path() == older
+    assert [Path(path).name for path in list_parquet_files()] == ["shard_00000.parquet", "shard_00001.parquet"]
+    write(default_data_dir(), "shard_00000.parquet")
+    assert default_data_path() == default_data_dir()

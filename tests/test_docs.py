@@ -179,3 +179,14 @@ def test_flags_that_stand_for_those_of_other_projects_exist(capsys):
 def test_names_that_forks_import_are_where_nanochat_has_them(module, names):
     imported = importlib.import_module(f"nanochat.{module}")
     assert [n for n in names.split() if not hasattr(imported, n)] == []
+
+
+@pytest.mark.parametrize("page", ["coming_from.md", "megatron.md"])
+def test_our_names_in_the_table_of_another_projects_names_exist(page):
+    table = (ROOT / "docs" / page).read_text().split("| their name")[1].partition("\n\n")[0].splitlines()[2:]
+    names = [name for row in table for name in re.findall(r"`(nanochat\.[\w.]+)", row.split("|")[2])]
+    for name in names:
+        module, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), last), name
+    assert len(names) > 20
+    assert [row for row in table if not re.search("`nanochat|`decode|not here|not needed|the same|`Indexed", row)] == []

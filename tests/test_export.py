@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
+from nanochat import gpt, integrations
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import get_base_dir
 from nanochat.dataset import default_data_dir
+from nanochat.engine import load_model
+from nanochat.integrations import export_check
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
 from scripts import base_eval, base_train, export, sample
 from tests import training
@@ -55,6 +59,176 @@ def test_the_models_code_names_the_version_of_transformers_that_it_needs(base, m
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(ImportError, match=r"^This model's code needs transformers 5, but 4.57.1 is .*upgrade"):
         exec((base / "hf" / f"{export.CODE}.py").read_text(), {})
+
+
+# ---- the code of an export, with stand-ins for transformers ----------------------------------------------------------
+
+@pytest.fixture
+def exported(base):
+    """The exported model with the run's weights, in float32."""
+    code = export_check.load_code(Path(integrations.__file__).with_name(f"{export.CODE}.py"))
+    config = json.loads((base / "hf" / "config.json").read_text())
+    model = code.NanochatExactForCausalLM(code.NanochatExactConfig(**config)).eval()
+    model.load_state_dict(load_file(base / "hf" / "model.safetensors"))
+    return model
+
+
+ROWS = torch.randint(320, (3, 40), generator=torch.Generator().manual_seed(0))
+NUMBERS = torch.arange(40)[None]
+
+
+@pytest.mark.parametrize(("argument", "reason"), [
+    ({"rubbish": 1}, "rubbish: this model would ignore it; leave it out"),
+    ({"token_type_ids": ROWS, "cu_seq_lens_q": ROWS}, "token_type_ids, cu_seq_lens_q: this model would ignore it"),
+    ({"attention_mask": torch.zeros(3, 1, 40, 40)}, r"got the shape \(3, 1, 40, 40\), expected \(3, 40\)"),
+    ({"attention_mask": torch.ones(3, 39)}, r"got the shape \(3, 39\), expected \(3, 40\)"),
+    ({"position_ids": NUMBERS % 20}, "position_ids: .* documents packed into a row would attend to each other"),
+    ({"inputs_embeds": torch.zeros(3, 40, 24)}, "inputs_embeds: .* so pass input_ids"),
+    ({"input_ids": None}, "inputs_embeds: .* so pass input_ids"),
+    ({"output_attentions": True}, "output_attentions: attention is computed without storing its weights"),
+])
+def test_an_argument_that_an_exported_model_cannot_honour_is_an_error(exported, argument, reason):
+    """Regression: all of these gave wrong results without a word, or a traceback."""
+    with pytest.raises(ValueError, match=reason) as e:
+        exported(**{"input_ids": ROWS, "use_cache": False, **argument})
+    assert "\n" not in str(e.value)
+
+
+def test_an_exported_model_accepts_arguments_that_change_nothing(exported):
+    padded = F.pad(torch.ones(3, 36, dtype=torch.int64), (4, 0))
+    positions = (padded.cumsum(1) - 1).masked_fill(padded == 0, 1)
+    plain = exported(ROWS, attention_mask=padded, use_cache=False).logits
+    more = {"rubbish": None, "output_attentions": False, "position_ids": positions, "cache_position": NUMBERS[0]}
+    assert torch.equal(exported(ROWS, attention_mask=padded, use_cache=False, **more).logits, plain)
+    assert torch.equal(exported(ROWS, use_cache=False, return_dict=False)[0], exported(ROWS, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_does_not_change_the_logits_of_an_exported_model(exported, side):
+    lengths = [40, 25, 1]
+    for row, length in zip(ROWS, lengths):
+        at = slice(40 - length, None) if side == "left" else slice(length)
+        ids, mask = torch.zeros(1, 40, dtype=torch.int64), torch.zeros(1, 40)
+        ids[0, at], mask[0, at] = row[:length], 1
+        padded = exported(ids, attention_mask=mask, use_cache=False).logits[:, at]
+        alone = exported(row[None, :length], use_cache=False).logits
+        assert (padded - alone).norm() <= 1e-5 * alone.norm()
+
+
+class FakeLayer:
+    def __init__(self):
+        self.kept = None
+
+    def update(self, keys, values):
+        new = keys, values
+        self.kept = new if self.kept is None else [torch.cat(pair, dim=2) for pair in zip(self.kept, new)]
+        return self.kept
+
+
+class FakeCache:
+    """What the code needs of transformers' DynamicCache."""
+
+    is_compileable = False
+
+    def __init__(self):
+        self.layers = [FakeLayer(), FakeLayer()]
+
+    def get_seq_length(self):
+        kept = self.layers[0].kept
+        return 0 if kept is None else kept[0].size(2)
+
+    def update(self, keys, values, layer):
+        return self.layers[layer].update(keys, values)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_a_cache_under_either_name_continues_a_row(exported, name, monkeypatch):
+    """Regression: transformers 5.24 passes `cache`, which was ignored, so it generated from the last token alone."""
+    monkeypatch.setitem(type(exported).forward.__globals__, "DynamicLayer", FakeLayer)
+    cache, whole = FakeCache(), exported(ROWS, use_cache=False).logits
+    parts = [exported(ROWS[:, a:b], **{name: cache}).logits for a, b in ((0, 30), (30, 31), (31, 40))]
+    assert (torch.cat(parts, dim=1) - whole).norm() <= 1e-5 * whole.norm()
+
+
+def test_the_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(exported):
+    """Regression: Trainer passed num_items_in_batch, which was ignored, and steps became as many times too large as
+    there were micro-batches."""
+    labels = ROWS.clone()
+    labels[0, :30] = -100
+    num_items = (labels[:, 1:] != -100).sum()
+    parts = [exported(ROWS[i:i + 1], labels=labels[i:i + 1], num_items_in_batch=num_items).loss for i in range(3)]
+    assert exported.accepts_loss_kwargs
+    assert sum(parts).item() == pytest.approx(exported(ROWS, labels=labels).loss.item(), rel=1e-5)
+
+
+def test_an_exported_model_returns_the_output_of_each_layer(exported):
+    states = exported(ROWS, use_cache=False, output_hidden_states=True).hidden_states
+    logits = exported.lm_head(states[-1])[..., :320]
+    assert len(states) == exported.config.n_layer + 1 and {state.shape for state in states} == {(3, 40, 24)}
+    assert torch.equal(15 * torch.tanh(logits / 15), exported(ROWS, use_cache=False).logits)
+
+
+def test_the_vocabulary_of_an_exported_model_cannot_be_resized(exported):
+    assert exported.resize_token_embeddings(320) is exported.get_input_embeddings()
+    with pytest.raises(ValueError, match="got 321, but this model has 320 tokens"):
+        exported.resize_token_embeddings(321)
+
+
+# ---- checks before an export is written ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("to", "remedy"), [
+    ("hf", f"make the same change to nanochat/integrations/{export.CODE}.py"),
+    ("nanochat", "make the same change to gpt.py in nanochat")])
+def test_a_model_whose_code_was_changed_is_not_exported(base, monkeypatch, to, remedy):
+    """Regression: the README's own hack was exported, and transformers computed other logits."""
+    monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: self.c_proj(F.silu(self.c_fc(x))))
+    error = refused("run", base / "new", f"--to={to}")
+    assert error.startswith(f"--to {to}: ") and "computes other logits" in error and remedy in error
+
+
+@pytest.mark.parametrize(("name", "value"), [("QK_SCALE", 2.0), ("LOGIT_CAP", 30.0), ("ROPE_BASE", 100)])
+def test_a_changed_constant_travels_to_transformers_but_not_to_nanochat(base, monkeypatch, name, value):
+    code = Path(integrations.__file__).with_name(f"{export.CODE}.py")
+    config = load_model("run", "cpu")[0].config
+    before = export.model_files(config, torch.float32, 0)["config.json"]
+    monkeypatch.setattr(gpt, name, value)
+    model = load_model("run", "cpu", compute_dtype=torch.float32)[0]
+    export_check.check_hf(model, code, json.loads(export.model_files(config, torch.float32, 0)["config.json"]))
+    with pytest.raises(ValueError, match="computes other logits"):
+        export_check.check_hf(model, code, json.loads(before))
+    with pytest.raises(ValueError, match="computes other logits"):
+        export_check.check_nanochat(model)
+
+
+def test_a_change_of_the_windows_is_not_exported_to_nanochat(base, monkeypatch):
+    config = gpt.GPTConfig(sequence_len=300, vocab_size=100, n_layer=2, n_head=2, n_kv_head=2, n_embd=24)
+
+    def check():
+        model, rng = gpt.GPT(config), torch.Generator().manual_seed(0)
+        model.init_weights(seed=0, compute_dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():  # also those that are zero at first
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=rng))
+        export_check.check_nanochat(model)
+
+    check()
+    monkeypatch.setattr(gpt.GPTConfig, "window_sizes", [10, 300])
+    with pytest.raises(ValueError, match="computes other logits"):
+        check()
+
+
+def test_a_model_with_other_parameters_is_not_exported(base, monkeypatch):
+    """Regression: a SwiGLU was exported, and could not be loaded."""
+    model = load_model("run", "cpu", compute_dtype=torch.float32)[0]
+    model.transformer["h"][0].mlp.c_gate = torch.nn.Linear(24, 96, bias=False)
+    monkeypatch.setattr(export, "load_model", lambda *args, **kwargs: (model, None, {}))
+    assert 'cannot load this model (' in (error := refused("run", base / "new", "--to=hf")) and "c_gate" in error
+    error = refused("run", base / "new", "--to=nanochat")
+    assert "nanochat's gpt.py does not know transformer.h.0.mlp.c_gate.weight" in error
+
+
+def test_checking_an_export_leaves_no_stand_in_for_transformers(exported):
+    assert "transformers" not in sys.modules
 
 
 # ---- out ------------------------------------------------------------------------------------------------------------

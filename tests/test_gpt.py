@@ -429,3 +429,13 @@ def test_positions_past_the_rotary_tables_are_refused():
     assert model(tokens(1, 40)).shape == (1, 40, 70)
     with pytest.raises(ValueError, match="position 41 is past the rotary tables"):
         model(tokens(1, 41))
+
+
+def test_weights_are_initialized_without_arguments_as_in_nanochat():
+    """Regression: forks call init_weights() alone."""
+    models = [GPT(GPTConfig(64, 100, 2, 2, 2, 24)) for _ in range(2)]
+    models[0].init_weights()
+    models[1].init_weights(seed=42, compute_dtype=torch.float32)
+    states = [model.state_dict() for model in models]
+    assert models[0].compute_dtype == torch.float32, "the CPU's default"
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])

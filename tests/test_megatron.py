@@ -5,6 +5,7 @@ import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import LAUNCH
-from nanochat.integrations import megatron, megatron_tables
+from nanochat.integrations import megatron_files, megatron_tables
 from nanochat.integrations.megatron import (
     BlendedMegatronDatasetConfig,
     DType,
@@ -26,12 +27,16 @@ from nanochat.integrations.megatron import (
     MockGPTDataset,
     ObjectStorageConfig,
     Split,
+    get_bin_path,
+    get_blend_from_list,
+    get_idx_path,
     is_object_storage_path,
     pad_id,
     split_matrix,
 )
 from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
 from nanochat.integrations.megatron_tables import cached, plan_order
+from nanochat.tokenizer import get_tokenizer
 from nanochat.tokens import open_tokens
 from tests.token_files import write_megatron
 from tests.toy import examples
@@ -446,7 +451,7 @@ def test_indices_of_remote_data_are_copied_into_the_configured_folder(prefix, fo
         raise EOFError
 
     monkeypatch.setattr(LAUNCH, "cache", None)
-    monkeypatch.setattr(megatron, "TokenFile", open_file)
+    monkeypatch.setattr(megatron_files, "TokenFile", open_file)
     monkeypatch.setattr(IndexedDataset, "exists", staticmethod(lambda prefix: True))
     config = GPTDatasetConfig(random_seed=0, sequence_length=8, object_storage_cache_path="/somewhere")
     storage = ObjectStorageConfig(path_to_idx_cache="/elsewhere", bin_chunk_nbytes=1 << 20)
@@ -484,3 +489,157 @@ def test_bad_data_is_one_sentence():
     with pytest.raises(FileNotFoundError, match=r"^/no/such/prefix: no such pair; missing: /no/such/prefix\.bin and "
                                                 r"/no/such/prefix\.idx$"):
         BlendedMegatronDatasetBuilder(GPTDataset, [1, 1, 1], lambda: True, config).build()
+
+
+# ---- code written for megatron-core ----------------------------------------------------------------------------------
+
+class TheirTokenizer:
+    """Like most of Megatron's tokenizers, which have all properties, but raise errors for some."""
+
+    eod, vocab_size = EOD, 100
+
+    @property
+    def pad(self):
+        raise NotImplementedError
+
+    eos = pad
+
+    @property
+    def special_tokens_dict(self):
+        raise IndexError("no special tokens")
+
+
+def test_a_tokenizer_whose_properties_raise_has_no_padding():
+    """Regression: NotImplementedError, where megatron-core takes -1."""
+    config = GPTDatasetConfig(random_seed=0, sequence_length=8, tokenizer=TheirTokenizer(), eod_mask_loss=True)
+    mock = GPTDatasetConfig(random_seed=0, sequence_length=8, tokenizer=TheirTokenizer())
+    assert pad_id(config) == -1
+    rows, live = rows_of(GPTDataset(Memory([30, 30]), "p", range(2), None, Split.train, config), 7)
+    plain = make(Memory([30, 30]), eod_mask_loss=True)
+    assert (rows, live) == rows_of(plain, 7) and any(0 in row for row in live)
+    datasets = BlendedMegatronDatasetBuilder(MockGPTDataset, [4, 4, 4], lambda: True, mock).build()
+    assert all(len(dataset[0]["tokens"]) == 8 for dataset in datasets)
+
+
+def test_our_own_tokenizer_has_megatrons_names():
+    """Regression: eod_mask_loss and mock data refused it."""
+    tokenizer = get_tokenizer("ids:100:3")
+    assert (tokenizer.eod, tokenizer.pad, tokenizer.vocab_size) == (3, -1, 100)
+    config = GPTDatasetConfig(random_seed=0, sequence_length=8, tokenizer=tokenizer, eod_mask_loss=True)
+    assert MockGPTDataset.build_low_level_dataset("", config).eod == 3 and pad_id(config) == -1
+
+
+def test_a_subclass_that_queries_samples_in_its_own_way_is_called():
+    """Regression: it was ignored without a word."""
+    class Reversed(GPTDataset):
+        def _query_document_sample_shuffle_indices(self, idx):
+            ids, sequences, *_ = super()._query_document_sample_shuffle_indices(idx)
+            return ids[::-1], sequences, [len(ids)]
+
+    config = GPTDatasetConfig(random_seed=0, sequence_length=8, tokenizer=SimpleNamespace(eod=EOD))
+    theirs = Reversed(Memory([30]), "p", range(1), None, Split.train, config)
+    ours = GPTDataset(Memory([30]), "p", range(1), None, Split.train, config)
+    for i in range(3):
+        assert theirs[i]["tokens"].tolist() == ours[i]["labels"].flip(0).tolist()
+        assert theirs._query_document_sample_shuffle_indices(i)[1].tolist() == [0]
+
+
+def test_a_sample_of_a_subclass_that_is_too_long_is_refused():
+    class Long(GPTDataset):
+        def _query_document_sample_shuffle_indices(self, idx):
+            return np.zeros(10, np.int64), np.zeros(1, np.int64)
+
+    config = GPTDatasetConfig(random_seed=0, sequence_length=8)
+    with pytest.raises(ValueError, match="Long: a sample has 10 ids, expected at most 9"):
+        _ = Long(Memory([30]), "p", range(1), None, Split.train, config)[0]
+
+
+@pytest.mark.parametrize("method", ["_build_document_sample_shuffle_indices", "numel_low_level_dataset"])
+def test_a_subclass_that_replaces_a_method_that_is_never_called_is_refused(method):
+    with pytest.raises(TypeError, match=f"Theirs.{method}: this GPTDataset .* never calls it"):
+        type("Theirs", (GPTDataset,), {method: lambda self: None})
+
+
+def test_a_configuration_can_be_extended_and_assigned_until_a_data_set_is_built():
+    """Regression: a dataclass that is not frozen cannot inherit from a frozen one."""
+    @dataclass
+    class Extended(GPTDatasetConfig):
+        rate: float = 0.0
+
+    config = Extended(random_seed=0, sequence_length=4, rate=0.5)
+    config.sequence_length = 8
+    dataset = GPTDataset(Memory([30]), "p", range(1), None, Split.train, config)
+    assert config.rate == 0.5 and len(dataset[0]["tokens"]) == 8
+    config.sequence_length = 0
+    with pytest.raises(ValueError, match="sequence_length: got 0"):
+        GPTDataset(Memory([30]), "p", range(1), None, Split.train, config)
+
+
+@pytest.mark.parametrize("blend, expected", [
+    (None, None), (["a"], (["a"], None)), (["a", "b"], (["a", "b"], None)), (["a", "b", "c"], (["a", "b", "c"], None)),
+    (["70", "a", ".5", " b "], (["a", "b"], [70.0, 0.5])), (["70 a 30 b"], (["a", "b"], [70.0, 30.0])),
+    (["/a folder/b"], (["/a folder/b"], None))])
+def test_a_blend_is_read_from_a_list(blend, expected):
+    assert get_blend_from_list(blend) == expected
+
+
+@pytest.mark.parametrize("blend", [["70", "a", "b"], ["70", "a", "b", "c"], ["70"]])
+def test_a_blend_with_some_weights_is_refused(blend):
+    with pytest.raises(ValueError, match="begins with a weight; expected a weight before each prefix"):
+        get_blend_from_list(blend)
+
+
+def write_pair(prefix, documents, *, modes=None, dtype=np.uint16):
+    """Documents are lists of sequences."""
+    builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=dtype, multimodal=modes is not None)
+    for i, sequences in enumerate(documents):
+        ids = np.array([i for sequence in sequences for i in sequence], np.int64)
+        builder.add_document(ids, [len(sequence) for sequence in sequences], modes and modes[i])
+    builder.finalize(get_idx_path(prefix))
+
+
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_pairs_are_merged_as_by_megatrons_tool(tmp_path, monkeypatch, multimodal):
+    """Regression: IndexedDataset.index, add_index, get_bin_path and get_idx_path were missing."""
+    monkeypatch.setattr(megatron_files, "COPIED_IDS", 5)  # so that blocks end inside documents
+    documents = [[[1, 2], [], [3, 4, 5]], [[6]], [[7] * 9, [8]], [[], []]]
+    modes = [[0, 1, 2], [-1], [3, 4], [5, 6]] if multimodal else None
+    write_pair(tmp_path / "a", documents[:2], modes=modes and modes[:2])
+    write_pair(tmp_path / "b", documents[2:], modes=modes and modes[2:])
+    write_pair(tmp_path / "whole", documents, modes=modes)
+    index = IndexedDataset(tmp_path / "a", multimodal=multimodal).index
+    assert (index.dtype, index.dtype_size, index.sequence_count, index.document_count) == (np.uint16, 2, 4, 3)
+    builder = IndexedDatasetBuilder(get_bin_path(tmp_path / "merged"), dtype=index.dtype, multimodal=multimodal)
+    for name in "ab":
+        builder.add_index(tmp_path / name)
+    builder.finalize(get_idx_path(tmp_path / "merged"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"whole{suffix}").read_bytes()
+    merged = IndexedDataset(tmp_path / "merged", multimodal=multimodal)
+    assert (merged[6][0] if multimodal else merged[6]).tolist() == [] and len(merged.get_document_indices()) == 5
+    if multimodal:
+        assert merged.sequence_modes.tolist() == [0, 1, 2, -1, 3, 4, 5, 6]
+
+
+def test_pairs_that_cannot_be_merged_are_refused(tmp_path):
+    write_pair(tmp_path / "a", [[[1, 2]]])
+    with pytest.raises(ValueError, match=r"a\.bin: its ids are uint16, but the pair that it is added to has int32"):
+        IndexedDatasetBuilder(tmp_path / "b.bin").add_index(tmp_path / "a")
+    builder = IndexedDatasetBuilder(tmp_path / "b.bin", dtype=np.uint16)
+    builder.add_item(np.array([1]))
+    with pytest.raises(ValueError, match=r"the document before it has not ended; call end_document\(\) first"):
+        builder.add_index(tmp_path / "a")
+
+
+@pytest.mark.parametrize("modes", [[1], [1, 200]])
+def test_modes_that_do_not_fit_are_refused(tmp_path, modes):
+    with pytest.raises(ValueError, match=r"modes for 2 sequences, expected one for each, in -128 \.\. 127"):
+        write_pair(tmp_path / "a", [[[1], [2]]], modes=[modes])
+
+
+def test_an_id_below_zero_is_an_error_and_not_padding(tmp_path):
+    """Regression: megatron-core's id of padding, -1, turned such ids into 0 without a word."""
+    write_pair(tmp_path / "a", [[[5, 6, 7], [8, -1, 9]]], dtype=np.int32)
+    dataset = make(IndexedDataset(tmp_path / "a"), T=4)
+    with pytest.raises(ValueError, match=r"p\.bin: sequence 1 holds the id -1, expected 0 or more"):
+        _ = [dataset[i] for i in range(len(dataset))]

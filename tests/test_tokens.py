@@ -447,3 +447,9 @@ def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypa
     assert [d.tolist() for d in ids] == [[E, *documents[row]] for row in rows] and repeated == [0] * len(rows)
     assert sum(num_read) == sum(len(documents[row]) + 1 for row in set(rows))
     assert source.lengths(0, np.array(rows)) == ([len(documents[row]) + 1 for row in rows], repeated)
+
+
+def test_a_bin_without_an_index_names_the_conversion_of_nanogpts_files(tmp_path):
+    (tmp_path / "train.bin").write_bytes(b"\1\0")
+    with pytest.raises(FileNotFoundError, match=r"train\.idx: .* nanoGPT's or llm\.c's .*run scripts\.convert_shards$"):
+        open_tokens(tmp_path / "train.bin")

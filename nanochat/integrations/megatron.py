@@ -27,15 +27,21 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanochat.common import LAUNCH, hash_bytes, hash_json, is_remote
+from nanochat.common import hash_bytes, hash_json
+from nanochat.integrations.megatron_files import (  # noqa: F401  your own code imports all names from this module
+    DType,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    ObjectStorageConfig,
+    get_bin_path,
+    get_idx_path,
+    is_object_storage_path,
+)
 from nanochat.integrations.megatron_tables import Arrays, cached, find_samples, plan_order
-from nanochat.pretokenize import MegatronWriter
-from nanochat.tokens import TokenFile, pair_paths
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +49,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NO_PAD = -1  # stands for the padding id of a tokenizer that has none; no token equals it
+
+# methods of megatron-core's GPTDataset that have no counterpart here
+NEVER_CALLED = {"_build_document_sample_shuffle_indices", "_get_num_epochs", "_get_num_tokens_per_epoch",
+                "numel_low_level_dataset"}
 
 Blend = tuple[Sequence[str], Sequence[float] | None]  # prefixes, and a weight for each
 Part = tuple[float, float] | None  # (begin, end) in 0 .. 1; None: empty
@@ -65,10 +75,11 @@ WITHOUT_EFFECT = (
     "sequences_per_dataset", "context_parallel_size")
 
 
-@dataclass(frozen=True)
+@dataclass
 class BlendedMegatronDatasetConfig:
     """The settings of every kind of data set: `blend` with `split`, or `blend_per_split`, or neither for mock data.
-    ValueError for bad or contradictory settings."""
+    ValueError for bad or contradictory settings. A @dataclass may add fields; fields may be assigned until a data set
+    is built."""
 
     random_seed: int
     sequence_length: int
@@ -87,6 +98,13 @@ class BlendedMegatronDatasetConfig:
     defer_npy_index_mmap: bool = False
 
     def __post_init__(self) -> None:
+        self.check()
+        idle = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
+        if idle:
+            log.info("%s: accepted, but without effect", ", ".join(idle))
+
+    def check(self) -> None:
+        """ValueError for bad or contradictory settings."""
         surplus, per_split = self.mid_level_dataset_surplus, self.blend_per_split
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length: got {self.sequence_length}, expected at least 1")
@@ -107,9 +125,6 @@ class BlendedMegatronDatasetConfig:
                 raise ValueError(f"blend: got weights {given} for {len(prefixes)} prefixes, expected a number above 0 "
                                  f"for each, or no weights")
         _ = self.split_matrix  # raises for a bad split
-        idle = [f.name for f in fields(self) if f.name in WITHOUT_EFFECT and getattr(self, f.name) != f.default]
-        if idle:
-            log.info("%s: accepted, but without effect", ", ".join(idle))
 
     @property
     def mock(self) -> bool:
@@ -128,10 +143,10 @@ class BlendedMegatronDatasetConfig:
     @property
     def eod(self) -> int | None:
         """The id that ends a document; None if there is no tokenizer, or it has no such id."""
-        return getattr(self.tokenizer, "eod", None)
+        return attribute(self.tokenizer, "eod")
 
 
-@dataclass(frozen=True)
+@dataclass
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     """The settings of a `GPTDataset`."""
 
@@ -148,12 +163,46 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     sequences_per_dataset: dict[str, Any] | None = None
     context_parallel_size: int | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check(self) -> None:
+        """ValueError for bad or contradictory settings."""
+        super().check()
         resets = self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
         if resets and self.eod is None:
             raise ValueError("tokenizer: it has no `eod`, but reset_position_ids, reset_attention_mask and "
                              "eod_mask_loss need one")
+
+
+def attribute(tokenizer: Any, name: str) -> Any:
+    """An attribute of a tokenizer; None if it has none. Most of Megatron's tokenizers have properties that raise
+    NotImplementedError or another error, and megatron-core, too, takes any error for a missing token."""
+    try:
+        return getattr(tokenizer, name, None)
+    except Exception:
+        return None
+
+
+def get_blend_from_list(blend: Sequence[str] | None) -> tuple[list[str], list[float] | None] | None:
+    """The `blend` of a configuration from a list of prefixes, or of weights and prefixes: 70 web 30 code. ValueError
+    for a list that begins with a weight but does not alternate."""
+    if blend is None:
+        return None
+    words = [str(word).strip() for word in blend]
+    if len(words) == 1:  # one text that holds the whole list
+        words = words[0].split() if is_weight(words[0].partition(" ")[0]) else words
+    if not words or not is_weight(words[0]):
+        return words, None
+    if len(words) % 2 or not all(map(is_weight, words[::2])):
+        raise ValueError(f"blend: got {' '.join(words)}, which begins with a weight; expected a weight before each "
+                         f"prefix, such as 70 web 30 code, or prefixes alone")
+    return words[1::2], [float(word) for word in words[::2]]
+
+
+def is_weight(word: str) -> bool:
+    """Whether a word of a blend is a number."""
+    try:
+        return math.isfinite(float(word))
+    except ValueError:
+        return False
 
 
 def split_matrix(split: str | None) -> list[Part]:
@@ -177,148 +226,6 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-class DType(Enum):
-    """The types of ids, by their codes in an .idx."""
-
-    uint8 = 1
-    int8 = 2
-    int16 = 3
-    int32 = 4
-    int64 = 5
-    float64 = 6
-    float32 = 7
-    uint16 = 8
-
-    @classmethod
-    def code_from_dtype(cls, value: Any) -> int:
-        """The code of a NumPy type."""
-        return cls[np.dtype(value).name].value
-
-    @classmethod
-    def dtype_from_code(cls, value: int) -> Any:
-        """The NumPy type of a code."""
-        return getattr(np, cls(value).name)
-
-    @staticmethod
-    def size(key: Any) -> int:
-        """Bytes of an id, from the NumPy type or its code."""
-        return np.dtype(DType.dtype_from_code(key) if isinstance(key, int) else key).itemsize
-
-    @staticmethod
-    def optimal_dtype(cardinality: int | None) -> Any:
-        """The type for a vocabulary of `cardinality` ids: as in megatron-core, uint16 below 65,500, else int32."""
-        return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
-
-
-@dataclass(frozen=True)
-class ObjectStorageConfig:
-    """Settings for files in object storage: the folder for copies of .idx files, and the size of chunks, which has no
-    effect, because exactly the bytes of a sample are fetched."""
-
-    path_to_idx_cache: str
-    bin_chunk_nbytes: int = 256 << 20
-
-
-is_object_storage_path = is_remote  # megatron-core's name; also true for gs:// and az://
-
-
-class IndexedDataset:
-    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, a read-only array of `dtype`;
-    `dataset[a:b]` is a list of them. With `multimodal`, they are (sequence, its mode) and (list, modes). ValueError or
-    FileNotFoundError names a bad or missing file."""
-
-    def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
-                 object_storage_config: ObjectStorageConfig | None = None):
-        self.path_prefix, self.multimodal = str(path_prefix), multimodal
-        if object_storage_config is not None and is_remote(path_prefix):
-            LAUNCH.cache = object_storage_config.path_to_idx_cache
-        if not self.exists(path_prefix):
-            missing = " and ".join(str(path) for path in pair_paths(path_prefix) if not path.is_file())
-            raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
-        self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
-        if self.file.format != "megatron":
-            raise ValueError(f"{self.file.idx_path}: expected a pair in Megatron's format, got --data-format "
-                             f"{self.file.format}; convert it with python -m scripts.convert_shards")
-        if multimodal and "modes" not in self.file.tables:
-            raise ValueError(f"{self.file.idx_path}: its sequences have no modes; open it with multimodal=False")
-        self.dtype = self.file.dtype
-        self.sequence_lengths = self.file.table("lengths")  # (n,) int32
-        self.sequence_pointers = self.file.table("pointers")  # (n,) int64: bytes of the .bin
-        self.document_indices = self.file.table("boundaries")  # (documents + 1,) int64: sequences
-        self.sequence_modes = self.file.table("modes") if multimodal else None  # (n,) int8
-
-    @staticmethod
-    def exists(path_prefix: Path | str) -> bool:
-        """Whether both files exist."""
-        return all(path.is_file() for path in pair_paths(path_prefix))
-
-    def __len__(self) -> int:
-        return len(self.sequence_lengths)
-
-    def __getitem__(self, which: int | slice) -> Any:
-        if not isinstance(which, slice):
-            return self.get(which)
-        ids = [self._read(number) for number in range(*which.indices(len(self)))]
-        return ids if self.sequence_modes is None else (ids, self.sequence_modes[which])
-
-    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` ids (default: all) of sequence `idx`, starting at `offset`; with `multimodal`, a pair with its
-        mode. IndexError for a number outside the data set, ValueError for ids outside the sequence."""
-        ids = self._read(idx, offset, length)
-        return ids if self.sequence_modes is None else (ids, self.sequence_modes[idx])
-
-    def _read(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        number = int(idx) + len(self) * (idx < 0)
-        if not 0 <= number < len(self):
-            raise IndexError(f"{self.path_prefix}: got sequence {idx:,}, but it has {len(self):,} of them")
-        one, size = slice(number, number + 1), int(self.sequence_lengths[number])
-        begin = int(self.file.places(np.array([number]), self.sequence_pointers[one], np.array([size]))[0])
-        stop = size if length is None else offset + length
-        if not 0 <= offset <= stop <= size:
-            raise ValueError(f"{self.path_prefix}: got ids {offset:,} to {stop:,} of sequence {number:,}, which has "
-                             f"{size:,} ids")
-        # samples are scattered over the file, so `read_many` fetches exactly these bytes from object storage
-        ids = self.file.reader.read_many([(begin + offset, begin + stop)])[0]
-        self.file.check_ids(ids, [0, len(ids)], number, "sequence")
-        return ids
-
-
-class IndexedDatasetBuilder:
-    """Writes a pair, sequence by sequence. `finalize` renames the files into place. ValueError for ids that the type
-    cannot hold; ids never wrap around."""
-
-    def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
-        if multimodal:
-            raise ValueError(f"{bin_path}: modes cannot be written, expected multimodal=False")
-        self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
-        self._open = 0  # sequences of the open document
-
-    def add_item(self, tensor: Any, mode: int = 0) -> None:
-        """Append a sequence (n,) of ids to the open document."""
-        self._writer.append(tensor, [len(tensor)])
-        self._open += 1
-
-    def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
-        """Append a document: its ids, and the length of each of its sequences."""
-        self._writer.append(tensor, lengths)
-        self._open += len(lengths)
-        self.end_document()
-
-    def end_document(self) -> None:
-        """End the open document."""
-        self._writer.end_documents([self._open])
-        self._open = 0
-
-    def finalize(self, idx_path: Path | str) -> None:
-        """Write the index and rename both files into place. ValueError if a document is still open, or `idx_path` is
-        not beside the .bin."""
-        if Path(idx_path) != self._writer.idx_path:
-            raise ValueError(f"{idx_path}: expected {self._writer.idx_path}, beside the .bin")
-        self._writer.commit()
-
-
 # ---- samples --------------------------------------------------------------------------------------------------------
 
 class GPTDataset:
@@ -327,7 +234,17 @@ class GPTDataset:
 
     `num_samples`: the minimum number of samples, from as many epochs as that takes; None: one epoch. ValueError if the
     data is empty or corrupt. Creating the object reads no token and computes no index.
+
+    As in megatron-core, a subclass may replace `__getitem__`, `_query_document_sample_shuffle_indices`, which returns
+    the ids of a sample, and `build_low_level_dataset`. TypeError for a subclass that replaces a method of megatron-core
+    that this class does not call.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if uncalled := sorted(NEVER_CALLED & vars(cls).keys()):
+            raise TypeError(f"{cls.__name__}.{uncalled[0]}: this GPTDataset computes its indices in its own way and "
+                            f"never calls it; replace _query_document_sample_shuffle_indices or __getitem__ instead")
 
     def __init__(self, indexed_dataset: Any, dataset_path: str | None, indexed_indices: range,
                  num_samples: int | None, index_split: Split, config: GPTDatasetConfig):
@@ -335,7 +252,8 @@ class GPTDataset:
         self.indices, self.index_split = indexed_indices, index_split
         self.num_samples, self.config = num_samples, config
         self._T, self._extra = config.sequence_length, config.add_extra_token_to_sequence
-        self._pad = pad_id(config)
+        config.check()  # fields may have been assigned
+        self._pad_token_id = pad_id(config)
         self._lengths = indexed_dataset.sequence_lengths[indexed_indices.start:indexed_indices.stop]
         if self._lengths.min(initial=0) < 0:
             bad = int(self._lengths.argmin())
@@ -429,12 +347,36 @@ class GPTDataset:
         ids: (T + 1,) of the type on disk (int64 for a partial sample), 0 for padding; inputs are ids[:-1], targets
         ids[1:]. live: (T + 1,) uint8, 0 for a masked target. ends: (T,) bool, which inputs end a document.
         """
-        eod = self.config.eod
-        ids = np.concatenate([self.dataset.get(*piece) for piece in self.pieces(i)])
-        if missing := self._T + 1 - len(ids):
-            ids = np.pad(ids.astype(np.int64), (0, missing), constant_values=self._pad)
+        return self._with_masks(self._read(i)[0])
+
+    def _read(self, i: int) -> tuple[np.ndarray, list[int]]:
+        """The ids of sample i as they are on disk, and the sequence of each piece. ValueError for an id below zero,
+        which would count as padding."""
+        pieces = self.pieces(i)
+        parts = [self.dataset.get(*piece) for piece in pieces]
+        for (sequence, _, _), part in zip(pieces, parts):
+            if part.min(initial=0) < 0:
+                raise ValueError(f"{self.dataset_path}.bin: sequence {sequence:,} holds the id {part.min()}, expected "
+                                 f"0 or more; regenerate the pair")
+        return np.concatenate(parts), [sequence for sequence, _, _ in pieces]
+
+    def _query_document_sample_shuffle_indices(self, idx: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of sample `idx`, int64, padded at the end; and the sequences that they come from, int64."""
+        ids, sequences = self._read(idx)
+        missing = self._T + self._extra - len(ids)
+        padded = np.pad(ids.astype(np.int64), (0, missing), constant_values=self._pad_token_id)
+        return padded, np.array(sequences, np.int64)
+
+    def _with_masks(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What `row` returns, from the ids of a sample (at most T + 1,)."""
+        eod, missing = self.config.eod, self._T + 1 - len(ids)
+        if missing < 0:
+            raise ValueError(f"{type(self).__name__}: a sample has {len(ids):,} ids, expected at most {self._T + 1:,} "
+                             f"(sequence_length + 1)")
+        if missing:
+            ids = np.pad(ids.astype(np.int64), (0, missing), constant_values=self._pad_token_id)
         ends = np.zeros(self._T, bool) if eod is None else ids[:-1] == eod
-        live = ids != self._pad
+        live = ids != self._pad_token_id
         ids[~live] = 0
         if self.config.eod_mask_loss:
             live[1:] &= ~ends
@@ -448,8 +390,8 @@ class GPTDataset:
 
         config, places = self.config, np.arange(self._T)
         number = 0 if idx is None else int(idx) + len(self) * (int(idx) < 0)
-        ids, live, ends = self.row(number)
-        text = ids.astype(np.int64)
+        ids, *_ = self._query_document_sample_shuffle_indices(number)
+        text, live, ends = self._with_masks(np.array(ids, np.int64))
         document = np.cumsum(ends) - ends  # 0 up to and including the first end
         begins = np.append(0, np.flatnonzero(ends) + 1)[document]
         sample = {"tokens": text[:-1].copy(), "labels": text[1:].copy(),
@@ -467,12 +409,12 @@ def pad_id(config: GPTDatasetConfig) -> int:
     """The padding id: the tokenizer's `pad`, unless that is also another special token (then NO_PAD with a warning;
     `allow_ambiguous_pad_tokens` keeps it)."""
     tokenizer, keep = config.tokenizer, config.allow_ambiguous_pad_tokens
-    pad = getattr(tokenizer, "pad", None)
+    pad = attribute(tokenizer, "pad")
     if pad is None:
         return NO_PAD
-    named = getattr(tokenizer, "special_tokens_dict", None) or {}
+    named = attribute(tokenizer, "special_tokens_dict") or {}
     others = [token for name, token in named.items() if name != "pad_token"]
-    if pad not in (others or [getattr(tokenizer, "eos", None), getattr(tokenizer, "eod", None)]):
+    if pad not in (others or [attribute(tokenizer, "eos"), attribute(tokenizer, "eod")]):
         return int(pad)
     log.warning("the tokenizer's padding token, %s, is also another special token; %s", pad,
                 "it is masked in the loss" if keep else "it does not count as padding")
@@ -485,9 +427,10 @@ class MockGPTLowLevelDataset:
     """megatron-core's 100,000 generated sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the vocabulary, then EOD."""
 
     def __init__(self, tokenizer: Any):
-        if getattr(tokenizer, "eod", None) is None or not getattr(tokenizer, "vocab_size", None):
+        vocab_size, eod = attribute(tokenizer, "vocab_size"), attribute(tokenizer, "eod")
+        if eod is None or not vocab_size:
             raise ValueError("tokenizer: mock data needs a tokenizer with an `eod` and a `vocab_size`")
-        self.vocab_size, self.eod = int(tokenizer.vocab_size), int(tokenizer.eod)
+        self.vocab_size, self.eod = int(vocab_size), int(eod)
         rng = np.random.default_rng(0)
         self.sequence_lengths = rng.integers(1, 4096, 100_000, dtype=np.int32)
 

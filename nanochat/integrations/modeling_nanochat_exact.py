@@ -17,6 +17,8 @@ weights are exported unchanged. The differences follow from the interface of tra
                       n_layer             embeddings (B, 1, T, n_embd), nothing (B, 1, T, 0)
 
 - The caller does not shift `labels`: position t predicts label t + 1.
+- An argument that would change the result in another model, but that this one cannot honour, is an error. Versions of
+  transformers differ in what they pass: the cache, for example, is `past_key_values` in 5.0 and `cache` in 5.24.
 """
 
 from typing import Any
@@ -30,6 +32,7 @@ from torch import Tensor
 try:
     from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as e:
     raise ImportError(f"This model's code needs transformers 5, but {transformers.__version__} is installed ({e}); "
@@ -41,12 +44,15 @@ SHAPE = {  # the model's shape and the constants of its architecture; config.jso
     "window_sizes": [2048] * 12,  # how many earlier tokens a token sees in each layer; -1: all
     "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
 
+# the name of the cache in the results of this version of transformers
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+
 
 class NanochatExactConfig(PreTrainedConfig):
     """Has one attribute per field of SHAPE."""
 
     model_type = "nanochat_exact"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it
     attribute_map = {  # noqa: RUF012  transformers reads it from the class
         "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
         "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len"}
@@ -132,7 +138,7 @@ class MLP(nn.Module):
         return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     def __init__(self, config: NanochatExactConfig, layer: int) -> None:
         super().__init__()
         self.attn = Attention(config, layer)
@@ -147,6 +153,8 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatExactConfig
     _no_split_modules = ("Block",)
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # Trainer passes num_items_in_batch
     # scalars are float32 in training, whatever the dtype of the activations
     _keep_in_fp32_modules_strict = ("resid_lambdas", "x0_lambdas", "smear_lambda", "backout_lambda")
 
@@ -174,52 +182,107 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None,
-                past_key_values: Cache | None = None, labels: Tensor | None = None,
-                use_cache: bool | None = None, logits_to_keep: int | Tensor = 0,
-                **ignored: Any) -> CausalLMOutputWithPast:
-        """Logits (B, T, vocab_size) float32 of input_ids (B, T). With labels (B, T), also the mean loss in nats over
-        the labels that are not -100.
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+        """The input embeddings. ValueError for a different number of tokens."""
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(f"resize_token_embeddings: got {new_num_tokens:,}, but this model has "
+                             f"{self.config.vocab_size:,} tokens, which several layers embed; use one of the "
+                             f"tokenizer's special tokens instead of new ones")
+        return self.get_input_embeddings()
 
-        attention_mask: (B, past + T), 0 at padding. logits_to_keep: how many of the last positions (0: all), or which
-        positions. ValueError for a cache of a fixed size, or for embeddings instead of ids."""
-        if ignored.get("inputs_embeds") is not None:
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+                past_key_values: Cache | None = None, labels: Tensor | None = None,
+                use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, cache: Cache | None = None,
+                num_items_in_batch: int | Tensor | None = None, output_hidden_states: bool | None = None,
+                return_dict: bool | None = None, **others: Any) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits (B, T, vocab_size) float32 of input_ids (B, T); with labels (B, T), also the loss, see `_loss`.
+
+        attention_mask: (B, past + T), 0 at padding. past_key_values, cache: two names for the cache. logits_to_keep:
+        how many of the last positions (0: all), or which positions. output_hidden_states: also return n_layer + 1
+        tensors (B, T, n_embd): the embeddings and each layer's output, the last one as the head reads it. return_dict:
+        if False, return a tuple. ValueError for a cache of a fixed size, for position_ids of packed documents, and for
+        arguments that would be ignored."""
+        cache = past_key_values if cache is None else cache
+        position_ids = others.pop("position_ids", None)
+        others.pop("cache_position", None)  # always equals the number of tokens in the cache
+        if input_ids is None or others.pop("inputs_embeds", None) is not None:
             raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
-        cache = past_key_values
-        if cache is None and use_cache is not False and labels is None:
+        self._refuse(cache, others)
+        if cache is None and use_cache is not False and labels is None and not self._recomputes():
             cache = DynamicCache()
-        if cache is not None and cache.is_compileable:
-            raise ValueError("cache_implementation: a cache of a fixed size has no room for the embeddings "
-                             "that smear needs; remove this setting")
         start = 0 if cache is None else cache.get_seq_length()
-        is_token = None
-        if attention_mask is not None and not attention_mask.all():
-            is_token = attention_mask.bool()
+        is_token = self._is_token(attention_mask, (input_ids.size(0), start + input_ids.size(1)))
         wte = norm(self.transformer["wte"](input_ids))
         x = x0 = middle = self._smear(wte, cache, is_token)
-        rotary = self._rotary(start, x, is_token)
+        rotary = self._rotary(start, x, is_token, position_ids)
+        with_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [x]
         for i, block in enumerate(self.transformer["h"].children()):
             ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
             x = self.resid_lambdas[i] * x + self.x0_lambdas[i] * x0
             x = block(x, ve, rotary, cache, is_token)
             if i == self.config.n_layer // 2:
                 middle = x
+            if with_states:
+                states.append(x)
         x = norm(x - self.backout_lambda.to(x.dtype) * middle)
         kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(x[:, kept])[..., :self.config.vocab_size].float()
         logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
-        loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
+        result = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache},
+                                        hidden_states=(*states[:-1], x) if with_states else None)
+        as_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if as_dict else result.to_tuple()
 
-    def _rotary(self, start: int, x: Tensor, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _recomputes(self) -> bool:
+        """Whether layers are computed a second time for their gradients (gradient checkpointing)."""
+        blocks = self.transformer["h"].children()
+        return self.training and torch.is_grad_enabled() and any(block.gradient_checkpointing for block in blocks)
+
+    def _refuse(self, cache: Cache | None, others: dict[str, Any]) -> None:
+        """ValueError for arguments that this model cannot honour. `others`: those that `forward` does not name."""
+        if others.pop("output_attentions", None) or self.config.output_attentions:
+            raise ValueError("output_attentions: attention is computed without storing its weights; remove this "
+                             "setting")
+        if cache is not None and cache.is_compileable:
+            raise ValueError("cache_implementation: a cache of a fixed size has no room for the embeddings "
+                             "that smear needs; remove this setting")
+        if cache is not None and self._recomputes():
+            raise ValueError("gradient_checkpointing: a layer that is computed twice would enter the cache twice; "
+                             "pass use_cache=False and no cache")
+        if unknown := [name for name, value in others.items() if value is not None]:
+            raise ValueError(f"{', '.join(unknown)}: this model would ignore it; leave it out")
+
+    def _is_token(self, attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+        """Which positions are tokens, (B, past + T) bool; None if all are."""
+        if attention_mask is None:
+            return None
+        if attention_mask.shape != shape:
+            raise ValueError(f"attention_mask: got the shape {tuple(attention_mask.shape)}, expected {shape}, for rows "
+                             f"of earlier and new tokens, 0 at padding")
+        return None if attention_mask.all() else attention_mask.bool()
+
+    def _loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
+        """The loss in nats over the labels that are not -100: their mean, or their sum divided by num_items_in_batch,
+        the number of labels in all micro-batches of a step."""
+        reduction = "mean" if num_items_in_batch is None else "sum"
+        predicted, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
+        loss = F.cross_entropy(predicted, targets, ignore_index=-100, reduction=reduction)
+        return loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+
+    def _rotary(self, start: int, x: Tensor, is_token: Tensor | None,
+                position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B or 1, 1, T, D/2) of the positions of x (B, T, C), which begin at `start`."""
         half = self.config.n_embd // self.config.n_head // 2
         turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
-        positions = torch.arange(start, start + x.size(1))[None]
+        positions, is_new_token = torch.arange(start, start + x.size(1))[None], torch.tensor(True)
         if is_token is not None:  # padding has no position: a row's first token is at 0
+            is_new_token = is_token.cpu()[:, start:]
             positions = is_token.cpu().cumsum(dim=1)[:, start:].sub(1).clamp(min=0)
+        if position_ids is not None and (is_new_token & (position_ids.cpu() != positions)).any():
+            raise ValueError("position_ids: they do not count the tokens of a row from 0, but documents packed into a "
+                             "row would attend to each other; pass one document per row, with padding")
         angles = positions[:, None, :, None].float() * turns  # on the CPU: the same bits everywhere
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 

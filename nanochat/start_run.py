@@ -51,7 +51,17 @@ from nanochat.dataset import (
     pin_files,
     read_manifests,
 )
-from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions, write_memory
+from nanochat.dist import (
+    PER_MACHINE,
+    agree,
+    get_compute_dtype,
+    on_rank0,
+    other_processors,
+    peak_memory,
+    same,
+    versions,
+    write_memory,
+)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
@@ -170,7 +180,11 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     setting changed, if a run exists and --resume=scratch lacks --force, or if another launch trains the run."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
-    same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
+    shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
+    same({**settings.to_json(), **shared})
+    for difference in other_processors():
+        print0(f"note: {difference}; the data is the same, but bits depend on which rank computes what "
+               f"(docs/exactness.md tells how to give all the same instructions)")
     at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
 
     def check_shared() -> None:

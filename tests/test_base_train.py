@@ -143,6 +143,14 @@ def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
 
 
+def test_a_resume_with_another_instruction_set_prints_a_note(monkeypatch):
+    succeed(num_iterations=1, save_every=-1)
+    capability = events("started")[0]["cpu_capability"]
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX1024")
+    out = succeed(num_iterations=2, save_every=-1).out
+    assert f"note: the previous launch ran cpu_capability {capability}, this one runs AVX1024" in out
+
+
 def test_importing_does_nothing_and_optional_modules_are_imported_on_demand(workplace):
     """In a separate process: modules for files and text do not import torch. Importing creates no files and reads no
     environment variables. A run from text imports no trackers, token files, FP8, object storage or tokenizer

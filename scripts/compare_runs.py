@@ -53,8 +53,8 @@ SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradie
           "bpb": "validation results", "buckets": "validation results"}
 SMOOTH = "smooth_loss"
 WIDEST = 50  # maximum number of characters shown of a setting
-CPU_CAUSE = ("cause: the processors differ, and another instruction set rounds differently. That alone changes losses and "
-             "weights; docs/exactness.md tells how to pin it")
+CPU_CAUSE = ("cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
+             "and weights; docs/exactness.md tells how to pin it")
 TABLE_ROWS = 8  # about as many rows as the table of two experiments has
 
 

@@ -79,7 +79,7 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import RunData, counts_and_means, open_data
-from nanochat.stream import carry_on, open_stream, reading_notes, sample_lengths, stream_identity
+from nanochat.stream import carry_on, open_stream, reading_notes, refuse_cropping, sample_lengths, stream_identity
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -502,7 +502,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
 
 def print_passes(start: Start, data: RunData) -> None:
     """For a run without a curriculum: print the size of its data in tokens and its passes over them, estimated from a
-    few hundred documents. Its data cannot run dry, so only `binned` rows need a plan."""
+    few hundred documents. Its data cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if
+    nearly all of a new run's tokens would be cropped."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row
@@ -512,6 +513,9 @@ def print_passes(start: Start, data: RunData) -> None:
     elif settings.packing == "bestfit":  # each continuation is BOS, overlap and up to T - overlap new tokens
         again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
         repeated = again / (again + float(lengths.sum()))
+    why = refuse_cropping("its data", cropped)
+    if why and settings.plan == "error" and not start.config:
+        raise ValueError(why)
     mean = float(lengths.mean()) - 1  # without BOS
     tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
     taken = trained * (1 - repeated) / (1 - cropped)

@@ -4,8 +4,9 @@
 #   gpu  depth 24 (1.4 B parameters) on 8.8 B tokens. Built for one box of 8 H100s (80 GB); any number of GPUs works and
 #        trains on the same batches. Estimated cost at 40 % utilization (below): 3.7 hours, about $90 at $3 per
 #        GPU-hour. Needs a network and 100 GB of disk (30 GB for data, the rest for checkpoints).
-#   cpu  a small model on the Python sources and documentation that are installed here. Needs 2 cores, 2 GB of memory,
-#        2 GB of disk including packages, and no network after the install. About 6 minutes plus the install.
+#   cpu  a small model on sources and docstrings of the installed packages, the same text on every machine. Needs
+#        2 cores, 2 GB of memory, 2 GB of disk including packages, and no network after the install. About 6 minutes
+#        plus the install.
 #
 #   bash speedrun.sh                      # gpu if nvidia-smi lists GPUs, else cpu
 #   PROFILE=cpu bash speedrun.sh          # choose the profile: cpu or gpu
@@ -109,6 +110,17 @@ wait_for_download() {
     return $code
 }
 
+STEP_0=b4e972893cbcf8de # digest of the first batch of the cpu profile: the same for everyone, because the corpus is
+check_first_batch() { # log: print whether the run began with the batch with which everyone's run begins
+    local digest
+    digest=$({ sed -n 's/^{"step": 0, "digest": "\([0-9a-f]*\)".*/\1/p' "$1" 2>/dev/null || true; } | tail -n 1)
+    if [[ "$digest" == "$STEP_0" ]]; then
+        echo "step 0 has the digest $STEP_0, as on every machine: the data is what README's figures are about"
+    elif [[ -n "$digest" ]]; then
+        echo "note: step 0 has the digest $digest, README's has $STEP_0: other packages or settings, so other figures"
+    fi
+}
+
 # ---- profiles -------------------------------------------------------------------------------------------------------
 
 gpu_profile() {
@@ -130,12 +142,15 @@ cpu_profile() {
     stage "sample corpus" python -m dev.make_sample_corpus --output-dir="$data"
     stage "tokenizer" python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=2048
     # A document fills about ten rows here, so --long-docs=crop would drop 73 % of the tokens. Learning rates are four
-    # times the defaults, which are for long runs: after 200 steps, 1.81 validation bits per byte instead of 2.09.
+    # times the defaults, which are for long runs: after 200 steps, 1.81 validation bits per byte instead of 2.09. The
+    # warm-up is long because backout_lambda's rate is fixed: within 10 steps it passes 1, where the residual stream
+    # changes its sign, before the layers have learned anything, and the loss jumps from 6.6 to 8.4.
     stage "training" python -m scripts.base_train --data-path="$data" --tokenizer="$tokenizer" \
         --depth=4 --aspect-ratio=48 --head-dim=64 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=16 \
-        --num-iterations="$CPU_ITERATIONS" --warmup-steps=10 --eval-every=50 --eval-tokens=65536 --save-every=50 \
+        --num-iterations="$CPU_ITERATIONS" --warmup-steps=50 --eval-every=50 --eval-tokens=65536 --save-every=50 \
         --matrix-lr=0.08 --embedding-lr=1.2 --unembedding-lr=0.03 --tokenizer-threads=1 \
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
+    check_first_batch "$NANOCHAT_BASE_DIR/runs/$TAG/logs/train.jsonl"
     stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu --unigram-tokens=1000000
     stage "samples" python -m scripts.sample "$TAG" --device-type=cpu
     stage "report" python -m scripts.report "$TAG" --stages="$STAGES"

@@ -1,51 +1,64 @@
 """
-Make a corpus of real text without a network: the Python sources and documentation on this machine.
+Make a corpus of real text without a network: sources and documentation of the Python packages that dev/setup.sh
+installs. Everyone gets the same corpus.
 
     python -m dev.make_sample_corpus --output-dir=mytext
 
-The corpus has two buckets. `code` holds the sources of the standard library and of the installed packages. `docs` holds
-their docstrings, one document per module, and the topics of `pydoc`. A module contributes its source or its docstrings,
-never both, so that validation does not contain text that a model saw in training.
+The corpus has two buckets. `code` holds sources of packages that pyproject.toml pins. `docs` holds docstrings, one
+document per module. A module contributes its source or its docstrings, never both, so that validation does not contain
+text that a model saw in training. A long source makes several documents.
 
-    modules --sorted by hash(seed, name)--> even hash: source        --> distinct, not short, not a table --> kept
-                                            odd hash:  its docstrings --> same                            --> kept
+    modules --sorted by hash(seed, name)--> two of three: source       --> distinct, not short, not a table --> kept
+                                            one of three: docstrings   --> same                             --> kept
     kept --sorted by hash(seed, text)--> shard_00000 ... shard_00007 | shard_00008 = validation, 5 % of the documents
 
 By default every shard mixes both buckets (columns `text` and `bucket`), so the folder is one bucket for training, and
 its last file contains validation text from both. `--buckets` writes the folders `code/` and `docs/` instead, each with
 its own shards and validation shard, for a curriculum to mix.
 
-Hashes replace a random generator, so the order in which a disk lists files does not matter.
-Machines with other packages make other corpora; `sample_corpus.json` beside the shards records the settings.
+Why everyone gets the same text: the files are those that a package's own list (RECORD) names, in pinned versions;
+PyTorch is left out because its builds differ, and the standard library because every Python has another one. Files that
+differ between platforms are left out, too (`VARIES`). Hashes replace a random generator, so the order in which a disk
+lists files does not matter. If a package is missing or has another version, a warning says so. The digest of all texts
+is printed, and compared with the known one for the default settings; `sample_corpus.json` beside the shards records it.
 """
 
 import ast
 import contextlib
 import hashlib
 import itertools
-import os
+import logging
 import sys
-import sysconfig
+import tomllib
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from dev.peers import prose
 from dev.repackage_data_reference import PARQUET, ROW_GROUP_DOCUMENTS, WAY_OUT
-from nanochat.cli import Parser, run_main
+from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, get_base_dir, read_json, write_json
 from nanochat.dataset import index_to_filename
 from scripts.export import new_folder
 
+log = logging.getLogger(__name__)
+
+# direct dependencies whose Python files are the same in the wheels of all platforms and Pythons, except for:
+PACKAGES = ("numpy", "matplotlib", "mypy", "wandb", "hypothesis", "pyarrow", "huggingface-hub", "pytest", "requests",
+            "tqdm")
+VARIES = ("numpy/__init__.py", "numpy/__config__.py", "numpy/distutils/", "pyarrow/__init__.py")
+PROJECT = Path(__file__).parent.parent / "pyproject.toml"
+KNOWN_DIGEST = "79e3ecc3613118f2"              # of the corpus with the default settings
+
 MANIFEST = "sample_corpus.json"
-FORMAT = 1                      # increase it when the same settings make another corpus
+FORMAT = 2                      # increase it when the same settings make another corpus
 MIN_DOCUMENT_CHARS = 200        # shorter documents contain little text
-MAX_DOCUMENT_CHARS = 50_000     # longer ones are often tables, and fewer documents shuffle less well
+MAX_DOCUMENT_CHARS = 50_000     # longer sources are divided: fewer documents shuffle less well
 DOCS_SHARE = 0.2                # of the characters: docstrings are rarer than code and slow to extract
 VAL_SHARE = 0.05                # of the documents
 SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
@@ -53,7 +66,7 @@ SCHEMA = pa.schema([("text", pa.string()), ("bucket", pa.string())])
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that determines the corpus, apart from the machine."""
+    """Everything that determines the corpus, apart from the packages."""
 
     seed: int = 0
     min_chars: int = 20_000_000   # of training text; less is an error
@@ -72,14 +85,45 @@ def _key(*parts: object) -> bytes:
 
 # ---- collecting -----------------------------------------------------------------------------------------------------
 
-def find_modules(roots: dict[str, Path]) -> Iterator[tuple[str, Path]]:
-    """Yield (name, path) of every Python file. Packages inside the standard library's folder count as packages only."""
-    for label, root in roots.items():
-        for folder, subfolders, names in os.walk(root):  # several times faster than `rglob`
-            subfolders[:] = set(subfolders) - {"site-packages", "dist-packages", "__pycache__"}
-            for path in (Path(folder, name) for name in names if name.endswith(".py")):
-                if path.is_file():
-                    yield f"{label}/{path.relative_to(root).as_posix()}", path
+def pinned_versions() -> dict[str, str]:
+    """{package: version} of the direct dependencies that pyproject.toml pins and dev/setup.sh installs."""
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    pinned = {}
+    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        name, _, version = requirement.partition("==")
+        pinned[name] = version
+    return pinned
+
+
+def find_modules() -> dict[str, Path]:
+    """{name: path} of the Python files of PACKAGES. Warns about a package that is missing or has another version, with
+    which the corpus differs from everyone else's."""
+    modules, pinned = dict[str, Path](), pinned_versions()
+    for package in PACKAGES:
+        try:
+            installed = metadata.distribution(package)
+        except metadata.PackageNotFoundError:
+            log.warning("%s is not installed, so this corpus lacks its text; run bash dev/setup.sh", package)
+            continue
+        if installed.version != pinned[package]:
+            log.warning("%s %s is installed, but the corpus is defined with %s; run bash dev/setup.sh", package,
+                        installed.version, pinned[package])
+        for file in installed.files or ():  # as its RECORD lists them
+            name = file.as_posix()
+            if name.endswith(".py") and not name.startswith(("..", *VARIES)):
+                modules[name] = Path(str(file.locate()))
+    return modules
+
+
+def pieces(source: str) -> Iterator[str]:
+    """A source in whole lines, in pieces of at most MAX_DOCUMENT_CHARS; a longer line is a piece by itself."""
+    piece = ""
+    for line in source.splitlines(keepends=True):
+        if piece and len(piece) + len(line) > MAX_DOCUMENT_CHARS:
+            yield piece
+            piece = ""
+        piece += line
+    yield piece
 
 
 def docstrings(name: str, source: str) -> str:
@@ -88,7 +132,7 @@ def docstrings(name: str, source: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about invalid escapes in old code
-            tree = ast.parse(source)
+            tree = ast.parse(source, feature_version=(3, 11))  # a newer Python accepts no more than this
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     parts: list[str] = []
@@ -100,13 +144,13 @@ def docstrings(name: str, source: str) -> str:
             for child in node.body:
                 visit(child, f"{dotted}.{getattr(child, 'name', '')}")
 
-    visit(tree, name.partition("/")[2].removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    visit(tree, name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
     return "\n\n\n".join(parts)
 
 
-def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
-    """Distinct documents of both buckets, at most about max_chars in total, shuffled. They are the topics, then the
-    source or docstrings of one module after another, in an order that depends on the seed."""
+def collect(modules: Mapping[str, Path], settings: Settings) -> list[Document]:
+    """Distinct documents of both buckets, at most about max_chars in total, shuffled. They are the source or the
+    docstrings of one module after another, in an order that depends on the seed."""
     room = {"docs": settings.max_chars * DOCS_SHARE, "code": settings.max_chars * (1 - DOCS_SHARE)}
     kept: dict[bytes, Document] = {}
     with tqdm(total=settings.max_chars, unit="char", unit_scale=True, disable=None) as bar:
@@ -117,14 +161,14 @@ def collect(roots: dict[str, Path], settings: Settings) -> list[Document]:
                 room[bucket] -= chars
                 bar.update(chars)
 
-        for text in prose():
-            take(text, "docs")
-        for name, path in sorted(find_modules(roots), key=lambda module: _key(settings.seed, "order", module[0])):
-            bucket = "docs" if _key(settings.seed, "bucket", name)[0] % 2 else "code"
-            if room[bucket] > 0:
-                with contextlib.suppress(UnicodeDecodeError, OSError):
-                    source = path.read_text(encoding="utf-8")
-                    take(docstrings(name, source) if bucket == "docs" else source, bucket)
+        for name in sorted(modules, key=lambda name: _key(settings.seed, "order", name)):
+            bucket = "docs" if _key(settings.seed, "bucket", name)[0] % 3 == 0 else "code"
+            if room[bucket] <= 0:
+                continue
+            with contextlib.suppress(UnicodeDecodeError, OSError):
+                source = modules[name].read_text(encoding="utf-8")
+                for text in [docstrings(name, source)] if bucket == "docs" else pieces(source):
+                    take(text, bucket)
     return [kept[key] for key in sorted(kept)]
 
 
@@ -171,18 +215,21 @@ def is_made(output_dir: Path, settings: Settings) -> bool:
     return True
 
 
-def make_sample_corpus(output_dir: Path, settings: Settings, *, roots: dict[str, Path] | None = None) -> bool:
-    """Write the corpus of all Python files below `roots`, {label: folder} (default: the standard library and the
-    installed packages), to `output_dir`, which appears when it is complete. Returns False if it already exists.
-    ValueError if it holds something else."""
+def digest_of(documents: Sequence[Document]) -> str:
+    """A hash of all texts and buckets, in order: 16 hexadecimal digits."""
+    return _key(*itertools.chain.from_iterable(documents)).hex()[:16]
+
+
+def make_sample_corpus(output_dir: Path, settings: Settings, *, modules: Mapping[str, Path] | None = None) -> bool:
+    """Write the corpus of `modules`, {name: path} (default: those of PACKAGES), to `output_dir`, which appears when it
+    is complete. Returns False if it already exists. ValueError if it holds something else."""
     if is_made(as_local_path(output_dir, "--output-dir"), settings):
         return False
-    if roots is None:
-        paths = sysconfig.get_paths()
-        roots = {"stdlib": Path(paths["stdlib"]), "packages": Path(paths["purelib"])}
     with new_folder(output_dir, WAY_OUT) as folder:
-        shards = write_corpus(collect(roots, settings), folder, settings)
-        write_json(folder / MANIFEST, {"settings": asdict(settings), "python": sys.version, "shards": shards})
+        documents = collect(find_modules() if modules is None else modules, settings)
+        shards = write_corpus(documents, folder, settings)
+        write_json(folder / MANIFEST, {"settings": asdict(settings), "python": sys.version,
+                                       "digest": digest_of(documents), "shards": shards})
     return True
 
 
@@ -197,15 +244,21 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="training shards; there is one more for validation")
     parser.add_argument("--buckets", action="store_true", help="write folders code/ and docs/ instead of mixed shards")
     args = parser.parse_args(argv)
+    setup_logging()
     output_dir = args.output_dir or get_base_dir() / "data" / "sample"
     min_chars = min(Settings.min_chars, args.max_chars * 5 // 8) if args.min_chars is None else args.min_chars
     settings = Settings(args.seed, min_chars, args.max_chars, args.num_shards, args.buckets)
     is_new = make_sample_corpus(output_dir, settings)
-    shards = read_json(output_dir / MANIFEST)["shards"]
+    manifest = read_json(output_dir / MANIFEST)
+    shards, digest = manifest["shards"], manifest["digest"]
     for name, counts in shards.items():
         print(f"{name}: {counts['documents']:,} documents, {counts['chars']:,} characters")
     total = sum(counts["chars"] for counts in shards.values())
-    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if is_new else ' (already existed)'}")
+    print(f"{output_dir}: {total:,} characters in {len(shards)} shards{'' if is_new else ' (already existed)'}, "
+          f"digest {digest}")
+    if replace(settings, buckets=False) == Settings() and digest != KNOWN_DIGEST:
+        print(f"note: everyone else's corpus has the digest {KNOWN_DIGEST}; training works with yours, but its losses "
+              f"are others. bash dev/setup.sh installs the packages of which the corpus is made")
 
 
 if __name__ == "__main__":

@@ -262,6 +262,21 @@ class Checkpoint:
     def model_state(self) -> dict[str, torch.Tensor]:
         return self.load(MODEL_NAME)
 
+    def load_weights(self, model: torch.nn.Module) -> None:
+        """Copy the saved weights into a model. ValueError, before any change, if names or shapes differ, because the
+        model's code was edited since the save."""
+        saved = self.model_state()
+        ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if differing:
+            name = differing[0]
+            raise ValueError(f"{self.path}: its weights do not fit the model of this code: {name} is "
+                             f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the "
+                             f"model, and {len(differing) - 1} others differ; restore the code that trained it, or "
+                             f"start a new run with --model-tag=NAME")
+        model.load_state_dict(saved)
+
     def optimizer_state(self) -> dict[str, Any]:
         return self.load(OPTIMIZER_NAME)
 

@@ -21,6 +21,7 @@ rank hits between collectives.
 
 import contextlib
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -39,6 +40,8 @@ from nanochat.common import LAUNCH, StopAsked, counted, get_dist_info
 
 T = TypeVar("T")
 
+VERSIONS = ("torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention", "cpu", "cpu_capability", "cpu_settings")
+PER_MACHINE = ("driver", "cpu", "cpu_capability", "cpu_settings")  # versions that may differ between ranks
 RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
@@ -163,18 +166,54 @@ def prepare_cuda(deterministic: bool) -> None:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """The versions that, with code, data and settings, determine the bits of a step. Plain values; off CUDA, all but
-    PyTorch's are None."""
-    known: dict[str, Any] = {"torch": str(torch.__version__)}
-    names = ("gpu", "cuda", "cudnn", "nccl", "driver", "attention")
+    """The versions that, with code, data and settings, determine the bits of a step. Plain values; off CUDA, those of
+    the GPU are None. The processor matters on every device: it draws the initial weights."""
+    known: dict[str, Any] = dict.fromkeys(VERSIONS)
+    known |= {"torch": str(torch.__version__), **processor()}
     if device.type != "cuda":
-        return known | dict.fromkeys(names)
+        return known
     from torch.nn.attention import current_flash_attention_impl
 
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else None
-    return known | dict(zip(names, (
-        torch.cuda.get_device_name(device), torch.version.cuda, torch.backends.cudnn.version(), nccl,
-        driver_version(), current_flash_attention_impl() or "wheel"), strict=True))
+    known["gpu"] = torch.cuda.get_device_name(device)
+    known["cuda"] = torch.version.cuda
+    known["cudnn"] = torch.backends.cudnn.version()
+    if dist.is_nccl_available():
+        known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    known["driver"] = driver_version()
+    known["attention"] = current_flash_attention_impl() or "wheel"
+    return known
+
+
+# variables with which MKL and oneDNN choose instructions; PyTorch's own, ATEN_CPU_CAPABILITY, is in `cpu_capability`
+CPU_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+
+
+def processor() -> dict[str, str | None]:
+    """What decides how this machine's CPU rounds: its name (MKL chooses code by vendor), the instruction set that
+    PyTorch uses, such as AVX2, and the settings of MKL and oneDNN, None if none is set."""
+    settings = [f"{name}={os.environ[name]}" for name in CPU_VARIABLES if os.environ.get(name)]
+    return {"cpu": cpu_name(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "cpu_settings": " ".join(settings) or None}
+
+
+def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, such as AMD EPYC 7B13; its architecture if the system does not tell the name."""
+    with contextlib.suppress(OSError):
+        if name := re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE):
+            return name[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def other_processors() -> list[str]:
+    """Collective. A sentence for each rank whose processor may round differently from rank 0's."""
+    everyone = gather_all((socket.gethostname(), processor()))
+    first, sentences = everyone[0][1], list[str]()
+    for rank, (host, theirs) in enumerate(everyone):
+        differing = [f"{name} is {theirs[name]}, on rank 0 it is {first[name]}"
+                     for name in first if theirs[name] != first[name]]
+        if differing:
+            sentences.append(f"rank {rank} on host {host}: {'; '.join(differing)}")
+    return sentences
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:

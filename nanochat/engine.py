@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanochat.attention import KVCache
-from nanochat.checkpoint import MODEL_CONFIG_NAME, MODEL_NAME, find_checkpoint
+from nanochat.checkpoint import MODEL_CONFIG_NAME, find_checkpoint
 from nanochat.common import print0
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
@@ -141,10 +141,7 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
         model = GPT(GPTConfig(**checkpoint.model_config))
     model.to_empty(device=device)
     model.set_compute_dtype(compute_dtype or get_compute_dtype(device))
-    try:
-        model.load_state_dict(checkpoint.model_state(), strict=True)
-    except RuntimeError as e:  # names or shapes
-        raise ValueError(f"{checkpoint.path / MODEL_NAME}: not the weights of this code's GPT: {e}") from e
+    checkpoint.load_weights(model)
     for module in model.modules():
         if isinstance(module, Linear):
             module.to(model.compute_dtype)  # cast once instead of for every token: the same bits

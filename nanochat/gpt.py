@@ -232,8 +232,9 @@ class Block(nn.Module):
 def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> Tensor:
     """The initial value of one parameter: float32 on the CPU, a pure function of the arguments.
 
-    Each parameter has its own generator. So its bits are the same on every device and for every number of processes,
-    and they do not depend on other parameters: adding a layer leaves the matrices of the others unchanged.
+    Each parameter has its own generator. So its bits are the same on every device and for every number of processes
+    (if their CPUs have the same instruction set), and they do not depend on other parameters: adding a layer leaves the
+    matrices of the others unchanged.
 
     By default, a matrix is uniform (no outliers) with standard deviation 1/sqrt(n_embd). Matrices that write to the
     residual stream are called `c_proj` and start at zero, so every block starts as the identity.

@@ -282,7 +282,7 @@ class StopWatch:
         if not self.requested() and self._deadline is not None:
             left_s = self._deadline - now  # enough for another step, one task of each kind, and the last save?
             if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
-                self._reason = f"walltime: {left_s:,.0f} s left"
+                self._reason = f"walltime: {abs(left_s):,.0f} s {'left' if left_s >= 0 else 'over'}"
         return self._reason
 
 

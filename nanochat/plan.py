@@ -37,7 +37,17 @@ from nanochat.config import stream_config
 from nanochat.order import Order, StreamConfig
 from nanochat.run_dir import PLAN_NAME
 from nanochat.sources import Source
-from nanochat.stream import MUCH_CROPPED, Cursor, Feed, Stream, ledger, reading_notes, sample_lengths, share
+from nanochat.stream import (
+    MUCH_CROPPED,
+    Cursor,
+    Feed,
+    Stream,
+    ledger,
+    reading_notes,
+    refuse_cropping,
+    sample_lengths,
+    share,
+)
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +297,7 @@ def rehearse(start: Any, data: Any) -> Plan:
     """Make and print the plan of a run that is starting. ValueError if an exact plan halts, unless --plan=warn."""
     plan = make_run_plan(start, data)
     print0("\n".join(describe(plan)))
-    why = problem(plan)
+    why = problem(plan) or refusal(plan, start)
     if why and start.settings.plan == "error":
         raise ValueError(why)
     for line in filter(None, [*warnings(plan), why]):
@@ -321,6 +331,17 @@ def problem(plan: Plan) -> str:
     return f"{why}; {DRY_WAYS}, or train up to that step with --plan warn"
 
 
+def refusal(plan: Plan, start: Any) -> str:
+    """A sentence that says why a new run should not start although it could; empty if nothing speaks against it."""
+    if start.config or start.settings.plan != "error" or not plan.crops:
+        return ""
+    for name, bucket in plan.buckets.items():
+        data = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}"
+        if why := refuse_cropping(data, bucket.cropped, "about " * plan.estimate):
+            return why
+    return ""
+
+
 def warnings(plan: Plan) -> list[str]:
     """Warnings before the start, one sentence each."""
     dry, notes, about = [], [], "about " * plan.estimate
@@ -337,9 +358,14 @@ def warnings(plan: Plan) -> list[str]:
         if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
             line += f"; {cropped:.1%} are cropped (--long-docs=split would use them)"
         dry.append(f"{line}; fewer --lanes may use more of it")
-    if plan.estimate and plan.halt:
+    if halts_probably(plan):
         dry.append(f"the run would halt at the first such step; {DRY_WAYS}")
     return dry + notes
+
+
+def halts_probably(plan: Plan) -> bool:
+    """Whether the run would halt if the plan, an estimate, were exact."""
+    return plan.estimate and bool(plan.halt)
 
 
 def describe(plan: Plan) -> list[str]:

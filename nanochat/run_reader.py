@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
         **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None)}
 EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
-          "started": {"step": int, "world_size": int, "device": str, "torch": str}}
+          "started": {"step": int, "world_size": int, "device": str, "torch": str},
+          "dropped": {"step": int, "bucket": str, "lanes": int}}
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 Table = list[tuple[Any, ...]]

@@ -52,7 +52,17 @@ from nanochat.dataset import (
     pin_files,
     read_manifests,
 )
-from nanochat.dist import agree, get_compute_dtype, on_rank0, peak_memory, same, versions, write_memory
+from nanochat.dist import (
+    PER_MACHINE,
+    agree,
+    get_compute_dtype,
+    on_rank0,
+    other_processors,
+    peak_memory,
+    same,
+    versions,
+    write_memory,
+)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
@@ -70,7 +80,7 @@ from nanochat.run_dir import (
 )
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import RunData, counts_and_means, open_data
-from nanochat.stream import carry_on, open_stream, reading_notes, sample_lengths, stream_identity
+from nanochat.stream import carry_on, open_stream, reading_notes, refuse_cropping, sample_lengths, stream_identity
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
@@ -171,7 +181,11 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     setting changed, if a run exists and --resume=scratch lacks --force, or if another launch trains the run."""
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
-    same({**settings.to_json(), **{name: v for name, v in versions(device).items() if name != "driver"}})
+    shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
+    same({**settings.to_json(), **shared})
+    for difference in other_processors():
+        print0(f"note: {difference}; the data is the same, but bits depend on which rank computes what "
+               f"(docs/exactness.md tells how to give all the same instructions)")
     at_rank0 = on_rank0(lambda: is_run_dir(run_dir))
 
     def check_shared() -> None:
@@ -505,7 +519,8 @@ def claim_run(start: Start, data: RunData) -> Owner:
 
 def print_passes(start: Start, data: RunData) -> None:
     """For a run without a curriculum: print the size of its data in tokens and its passes over them, estimated from a
-    few hundred documents. Its data cannot run dry, so only `binned` rows need a plan."""
+    few hundred documents. Its data cannot run dry, so only `binned` rows need a plan. ValueError with --plan=error if
+    nearly all of a new run's tokens would be cropped."""
     settings, [source] = start.settings, data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     beyond = np.maximum(lengths - T - 1, 0)  # the part of each document that follows its first full row
@@ -515,6 +530,9 @@ def print_passes(start: Start, data: RunData) -> None:
     elif settings.packing == "bestfit":  # each continuation is BOS, overlap and up to T - overlap new tokens
         again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
         repeated = again / (again + float(lengths.sum()))
+    why = refuse_cropping("its data", cropped)
+    if why and settings.plan == "error" and not start.config:
+        raise ValueError(why)
     mean = float(lengths.mean()) - 1  # without BOS
     tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
     taken = trained * (1 - repeated) / (1 - cropped)

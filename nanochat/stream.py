@@ -43,6 +43,7 @@ FORMAT = 5  # of cursors
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
 SAMPLE_TOKENS = 1 << 20  # of them that are read at once
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
+MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
 LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
@@ -360,15 +361,24 @@ def reading_notes(data: str, *, trained: int, tokens: int, passes: float, croppe
     """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is overlap. One
     sentence if it reads all `tokens` of the data clearly more than once, and one if many tokens are cropped."""
     notes = []
-    if passes > 1.05:
+    if cropped > MUCH_CROPPED:
+        notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
+                     f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")
+    if passes > 1.05:  # last, and so just above the verdict
         twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""
         lost = f", {cropped:.0%} of them cropped" if cropped > 0.005 else ""
         notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
                      f"{data} has {about}{tokens:,}{lost}")
-    if cropped > MUCH_CROPPED:
-        notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
-                     f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")
     return notes
+
+
+def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
+    """A sentence that says why a run should not start: it would train on little more than the beginnings of its
+    documents, say on the title pages of books. Empty unless more than MOST_CROPPED of the tokens are cropped."""
+    if cropped <= MOST_CROPPED:
+        return ""
+    return (f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
+            f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn")
 
 
 def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:

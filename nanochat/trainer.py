@@ -212,7 +212,7 @@ def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[
     source, is_rank0 = start.checkpoint or start.origin, get_dist_info()[1] == 0
     if source is not None:
         # rank 0 reads, so other machines need no access to the files
-        agree(lambda: model.load_state_dict(source.model_state()) if is_rank0 else None)
+        agree(lambda: source.load_weights(model) if is_rank0 else None)
         for tensor in model.state_dict().values():
             share(tensor)
         if start.checkpoint is not None or settings.init_optimizer:

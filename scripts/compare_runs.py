@@ -44,6 +44,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging
 from nanochat.common import counted, show, table
+from nanochat.dist import VERSIONS
 from nanochat.run_dir import find_run, is_step, read_cursors
 from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 
@@ -52,6 +53,8 @@ SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradie
           "bpb": "validation results", "buckets": "validation results"}
 SMOOTH = "smooth_loss"
 WIDEST = 50  # maximum number of characters shown of a setting
+CPU_CAUSE = ("cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
+             "and weights; docs/exactness.md tells how to pin it")
 TABLE_ROWS = 8  # about as many rows as the table of two experiments has
 
 
@@ -275,6 +278,22 @@ def explain_left_out(a: Side, b: Side) -> str:
             f"leaves out, so something else differs")
 
 
+def versions_of(run: RunReader) -> dict[str, str]:
+    """{name: value} of the versions that a run's launches logged; several values, in order, if launches differ."""
+    values: dict[str, dict[str, None]] = {}
+    for launch in run.launches:
+        for name in ("code", *VERSIONS):
+            if name in launch.started:  # older logs lack some
+                values.setdefault(name, {})[show(launch.started[name])] = None
+    return {name: ", then ".join(distinct) for name, distinct in values.items()}
+
+
+def differing_versions(a: RunReader, b: RunReader) -> list[tuple[str, str, str]]:
+    """(name, value of a, value of b) of the versions that both runs logged and that differ."""
+    ours, theirs = versions_of(a), versions_of(b)
+    return [(name, ours[name], theirs[name]) for name in ours if theirs.get(name, ours[name]) != ours[name]]
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 def curve(log: Series, name: str) -> dict[int, float]:
@@ -321,6 +340,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
         if sentence := explain_left_out(a, b):
             print("", sentence, sep="\n")
+    if not equal and a.run and b.run and (versions := differing_versions(a.run, b.run)):
+        print("", *table(("versions that differ", "a", "b"), versions), sep="\n")
+        same_data = not any(part.gaps for part in parts if part.kind == "data")
+        if same_data and any(name.startswith("cpu") for name, _, _ in versions):
+            print("", CPU_CAUSE, sep="\n")
     if not equal and (rows := same_tokens(a.log, b.log)):
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
         print("", *table(header, rows), sep="\n")

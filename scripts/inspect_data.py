@@ -308,6 +308,10 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
             f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps before it "
             f"(at least {ENOUGH}, at most {before})" if before >= ENOUGH else
             f"a comparison needs at least {ENOUGH} earlier steps"))
+    if steps and not args.json:
+        first = steps[0]["step"]
+        print(f"not judged: steps {first:,} to {steps[:ENOUGH][-1]['step']:,}, which have fewer than {ENOUGH} steps "
+              f"before them")
     recorded = True
     for i in chosen:
         step, rows = steps[i]["step"], []

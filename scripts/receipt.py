@@ -15,6 +15,7 @@ A receipt holds everything that determines the rows, and the digests that the ru
                         it, chain(s) = hash(chain(s - 1), digest(s)), so one mark proves all steps before it
     begin               the cursors of step 0, if the run did not start at the beginning of its data
                         (--init-data=continue, --skip-steps)
+    tokenizer           the files of the run's tokenizer, compressed, so that nobody needs to ask for them
 
 Names are relative to the data path. Files in object storage have no hash of their bytes, because computing it would
 require downloading them. A list of more than 300 files is compressed, and its hashes are shortened to three digits,
@@ -22,7 +23,9 @@ usually enough to name a file that differs; the fingerprints in `stream` and the
 """
 
 import base64
+import json
 import lzma
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -53,6 +56,7 @@ from nanochat.sources import RunData, open_data
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
+from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 FORMAT = 1
 NAME = "receipt.json"
@@ -145,8 +149,17 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
         "settings": {name: getattr(settings, name) for name in SETTINGS},
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
         "files": list_files(data.manifests["train"]), "marks": marks,
-        "begin": None if begin is None else base64.b85encode(begin.read_bytes()).decode()}
+        "begin": None if begin is None else base64.b85encode(begin.read_bytes()).decode(),
+        "tokenizer": pack_tokenizer(data.tokenizer)}
     return {**receipt, "checksum": hash_json(receipt)}
+
+
+def pack_tokenizer(tokenizer: Tokenizer) -> str:
+    """The files that `Tokenizer.save` writes, as text: a few hundred kB for a vocabulary of 32,768."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        files = {path.name: path.read_bytes().decode("latin-1") for path in sorted(Path(folder).iterdir())}
+    return base64.b85encode(lzma.compress(json.dumps(files).encode())).decode()
 
 
 def next_link(link: str, digest: str) -> str:
@@ -223,8 +236,40 @@ def hash_contents(lines: Sequence[FileLine]) -> str:
     return "-" if "-" in contents else hash_json(contents)
 
 
+def unpack_tokenizer(packed: str, path: Path) -> Tokenizer:
+    """The tokenizer in a receipt. ValueError if it is corrupt."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            files = json.loads(lzma.decompress(base64.b85decode(packed)))
+            for name, content in files.items():
+                Path(folder, Path(name).name).write_bytes(content.encode("latin-1"))
+            return get_tokenizer(folder)
+        except (ValueError, TypeError, AttributeError, lzma.LZMAError) as e:
+            raise ValueError(f"{path}: its tokenizer cannot be read ({e}); {REWRITE}") from None
+
+
+def choose_tokenizer(path: Path, receipt: Mapping[str, Any], settings: Settings, given: Settings) -> Tokenizer:
+    """The tokenizer of a receipt: the one that --tokenizer names, else the one in the receipt; for a receipt of older
+    code, which has none, the one beside the data or the default. FileNotFoundError or ValueError if none of them is the
+    run's."""
+    if given.tokenizer is None and "tokenizer" in receipt:
+        return unpack_tokenizer(receipt["tokenizer"], path)
+    own = "leave --tokenizer out: the receipt contains the run's"
+    if "tokenizer" not in receipt:
+        own = "name the run's with --tokenizer (RUN/tokenizer is a copy of it)"
+    try:
+        named = replace(settings, tokenizer=given.tokenizer, eod_token=given.eod_token)
+        tokenizer = find_tokenizer(named, given.data_path or "")
+    except FileNotFoundError as e:
+        raise FileNotFoundError(f"{path}: the run's tokenizer is needed to recompute rows; {own} ({e})") from None
+    if tokenizer.fingerprint != receipt["stream"]["tokenizer"]:
+        raise ValueError(f"{path}: the run's data was tokenized with {receipt['stream']['tokenizer']}, but this "
+                         f"tokenizer is {tokenizer.fingerprint}; {own}")
+    return tokenizer
+
+
 def open_receipt(path: Path, given: Settings, last: int) -> tuple[RunData, Any, int, list[dict[str, Any]] | None]:
-    """Open the stream of a receipt without the run, from the data and the tokenizer that flags name. Returns (data,
+    """Open the stream of a receipt without the run, from the data that --data-path names. Returns (data,
     settings of the stream, rows per step, cursors of step 0 or None for the beginning of the data). ValueError or
     FileNotFoundError for flags beyond these, a step `last` that the run did not train, a different tokenizer, or a
     file that is missing or differs."""
@@ -242,11 +287,7 @@ def open_receipt(path: Path, given: Settings, last: int) -> tuple[RunData, Any, 
         raise ValueError(f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})")
     settings = Settings.from_json(receipt["settings"])
     config = stream_config(settings)
-    named = replace(settings, tokenizer=given.tokenizer, eod_token=given.eod_token)
-    tokenizer = find_tokenizer(named, given.data_path)
-    if tokenizer.fingerprint != stream["tokenizer"]:
-        raise ValueError(f"{path}: the run's data was tokenized with {stream['tokenizer']}, but this tokenizer "
-                         f"is {tokenizer.fingerprint}; name the run's --tokenizer (RUN/tokenizer is a copy of it)")
+    tokenizer = choose_tokenizer(path, receipt, settings, given)
     selection = Selection.of(settings.to_json()).for_split("train")
     manifests = find_manifests(path, receipt, given.data_path, selection)
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)

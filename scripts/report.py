@@ -77,11 +77,16 @@ def summarize(run: RunReader) -> list[str]:
     if len(val) > 1:
         moved = "fell" if val[-1] < val[0] else "did not fall: they went"
         sentences.append(f"Validation bits per byte {moved} from {show(val[0])} to {show(val[-1])}.")
-    ends = {end: sum(launch.end == end for launch in earlier) for end in ("killed", "stopped", "failed")}
+    ends = {end: sum(launch.end == end for launch in earlier) for end in ("killed", "stopped", "halted", "failed")}
     interruptions = ", ".join(f"{n} {end}" for end, n in ends.items() if n) or "none interrupted"
     number = f"{len(launches)} launches ({interruptions})" if earlier else "one launch"
     worlds = sorted({launch.world_size for launch in launches})
     sentences.append(f"It took {number}, on {' and '.join(map(str, worlds))} process{'es' * (worlds != [1])}.")
+    sentences += [f"It halted at step {launch.last:,} ({launch.reason})."
+                  for launch in earlier if launch.end == "halted"]
+    dry = {event["bucket"]: event for event in run.named("dropped")}  # the newest of each bucket
+    sentences += [f"Bucket {bucket} ran dry, at step {event['step']:,} in {counted(event['lanes'], 'lane')}."
+                  for bucket, event in dry.items()]
     if skipped := run.named("skipped"):
         sentences.append(f"It skipped {counted(len(skipped), 'spike')}, most recently step {skipped[-1]['step']:,}.")
     return sentences

@@ -5,8 +5,10 @@ Train a BPE tokenizer on the training split.
     python -m scripts.tok_train --data-path=my.jsonl.gz --val-path=held_out.jsonl --output-dir=DIR
     python -m scripts.tok_train                  # nanochat's defaults: 2 B characters, 32,768 tokens
 
-    all files but the last -> their documents in order -> the first DOC_CAP characters of each,
-                                                          up to MAX_CHARS in total -> rustbpe
+    all files but the last -> their documents in order -> up to MAX_CHARS characters in total -> rustbpe
+
+If the data has more than MAX_CHARS characters, only the first DOC_CAP of each document are read, so that there are more
+documents among them. Smaller data is read completely.
 
 Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
 tokenizer.json lists the files that were read (names, sizes). If the output folder already holds the tokenizer
@@ -41,11 +43,14 @@ from nanochat.text import Selection, add_text_flags
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_description
 
+DOC_CAP = 10_000  # characters of a document, if there is too much data
+
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("--max-chars", type=whole(1), default=2_000_000_000, help="stop after this many characters")
-    parser.add_argument("--doc-cap", type=whole(1), default=10_000, help="read this many characters of each document")
+    parser.add_argument("--doc-cap", type=whole(1), help="read this many characters of each document (default: all; "
+                        f"{DOC_CAP:,} if the data has more than --max-chars)")
     parser.add_argument("--vocab-size", type=whole(256 + len(SPECIAL_TOKENS)), default=32_768,
                         help="number of tokens, special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
@@ -77,12 +82,26 @@ def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[
     return RustBPETokenizer.from_directory(output_dir)
 
 
-def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) -> RustBPETokenizer:
-    """Train on the first files. The tokenizer's `training` records the arguments, files and counts."""
+def has_more(folder: Path, files: list[dict[str, Any]], selection: Selection, max_chars: int) -> bool:
+    """Whether the files have more than `max_chars` characters. Reads no further than that."""
+    remaining = max_chars
+    for file in files:
+        for text in read_texts(folder / file["name"], selection):
+            remaining -= len(text)
+            if remaining < 0:
+                return True
+    return False
+
+
+def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any], *, cap_always: bool = False
+          ) -> RustBPETokenizer:
+    """Train on the first files. The tokenizer's `training` records the arguments, files and counts. Documents are cut
+    at `doc_cap` characters if `cap_always`, or if the files have more than `max_chars`."""
     opened: list[dict[str, Any]] = []
     truncated = [0, 0]  # documents, dropped characters
     max_chars, start = arguments["max_chars"], time.monotonic()
     selection = Selection.of(arguments).for_split("train")
+    capped = cap_always or has_more(folder, files, selection, max_chars)
 
     def corpus() -> Iterator[str]:
         remaining = max_chars
@@ -90,7 +109,7 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
             for file in files:
                 opened.append(file)
                 for text in read_texts(folder / file["name"], selection):
-                    if len(text) > arguments["doc_cap"]:
+                    if capped and len(text) > arguments["doc_cap"]:
                         truncated[0] += 1
                         truncated[1] += len(text) - arguments["doc_cap"]
                         text = text[:arguments["doc_cap"]]
@@ -107,7 +126,8 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any]) 
           f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}")
     if truncated[0]:
         print(f"note: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
-              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of all characters, fine for a tokenizer")
+              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters that were read" +
+              (f", because the data has more than --max-chars={max_chars:,}" if not cap_always else ""))
     return tokenizer
 
 
@@ -122,7 +142,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # else it logs one line per percent
     data_path = args.data_path or default_data_path()
     output_dir = as_local_path(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
-    arguments = {name: getattr(args, name) for name in ("max_chars", "doc_cap", "vocab_size")}
+    arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap or DOC_CAP, "vocab_size": args.vocab_size}
     arguments |= Selection.of(vars(args)).named()
     folder, splits = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
     files: list[dict[str, Any]] = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
@@ -138,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         print(*describe_split([DataFile(file["name"], file["bytes"]) for file in files], val,
                               reads=f"at most --max-chars={args.max_chars:,} characters",
                               shared=args.val_fraction, chosen=last_file_validates(data_path, args.val_path)), sep="\n")
-        tokenizer = train(folder, files, arguments)
+        tokenizer = train(folder, files, arguments, cap_always=args.doc_cap is not None)
         tokenizer.save(output_dir, force=args.force)
     print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
     return 0

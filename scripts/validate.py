@@ -6,10 +6,10 @@ Check a run before it starts: takes the flags of scripts.base_train, and starts 
 Checks configuration, files, tokenizer, an existing run of the same name, and disk space. Then it prints the plan: how
 much each phase takes from each bucket, how much the bucket has, how much of that is usable before the first lane runs
 dry; the number of passes; the cropped, repeated and padded tokens; and the exact step at which a bucket runs dry. The
-plan is exact for token files, whose documents have known lengths; for text it is an estimate from a sample, and never
-makes the check fail.
+plan is exact for token files, whose documents have known lengths; for text it is an estimate from a sample, with
+which training starts even if it shows a halt.
 
-Exit code: 1 if a check fails or an exact plan shows that the run cannot reach its last step, else 0.
+Exit code: 1 if a check fails or the plan shows that the run does not reach its last step, else 0.
 """
 
 import os
@@ -26,7 +26,7 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
-from nanochat.plan import Plan, describe, make_run_plan, problem, warnings
+from nanochat.plan import Plan, describe, halts_probably, make_run_plan, problem, refusal, warnings
 from nanochat.run_dir import is_run_dir
 from nanochat.start_run import (
     Start,
@@ -103,11 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(f"plot {args.plot}")
     for line in warnings(plan):
         print(f"warning: {line}")
-    if why := problem(plan):
+    if why := problem(plan) or refusal(plan, start):
         print(f"error: {why}")
+    elif halts_probably(plan):
+        print("error: training can start, but by this estimate it halts before its last step")
     elif not refused:
         ok("training can start")
-    return EXIT_FAILED if refused or why else 0
+    return EXIT_FAILED if refused or why or halts_probably(plan) else 0
 
 
 def ok(text: str) -> None:

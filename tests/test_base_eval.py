@@ -17,6 +17,7 @@ from nanochat.stream import open_stream
 from scripts import base_eval, infer_bench, sample
 from tests import training
 from tests.finished import RUN, STEPS, copy
+from tests.toy import EPS
 
 T, EVAL_TOKENS = training.T, RUN["eval_tokens"]
 MODES, KINDS = "core,bpb,sample", ("choices", "schema", "text")
@@ -60,8 +61,8 @@ def test_results_do_not_depend_on_batch_size_or_processes(base, run, first_resul
     assert group.wait() == [0] * processes, group.text()
     other = json.loads(path.read_text())
     assert other["world_size"] == processes
-    assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=1e-6)
-    assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=1e-6)
+    assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=64 * EPS)
+    assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=64 * EPS)
     assert len(other["core"]["results"]) == 3
     for exact in ("unigram_bpb", "samples", "core", "checkpoint", "step", "dtype"):
         assert other[exact] == first_result[exact]

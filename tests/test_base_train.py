@@ -22,6 +22,7 @@ from nanochat.engine import load_model
 from nanochat.run_dir import RowLosses, read_config
 from scripts import base_eval, base_train
 from tests import training
+from tests.toy import EPS
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +144,14 @@ def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
 
 
+def test_a_resume_with_another_instruction_set_prints_a_note(monkeypatch):
+    succeed(num_iterations=1, save_every=-1)
+    capability = events("started")[0]["cpu_capability"]
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX1024")
+    out = succeed(num_iterations=2, save_every=-1).out
+    assert f"note: the previous launch ran cpu_capability {capability}, this one runs AVX1024" in out
+
+
 def test_importing_does_nothing_and_optional_modules_are_imported_on_demand(workplace):
     """In a separate process: modules for files and text do not import torch. Importing creates no files and reads no
     environment variables. A run from text imports no trackers, token files, FP8, object storage or tokenizer
@@ -214,13 +223,13 @@ def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
     assert "padding" in training.finish(3, model_tag="three", **settings)
     for tag in ("two", "three"):
         assert digests(tag) == digests()
-        assert losses(tag) == pytest.approx(losses(), abs=2e-5)
+        assert losses(tag) == pytest.approx(losses(), abs=2e-4)
         norms = [[record["grad_norm"] for record in steps(t).values()] for t in ("run", tag)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-        assert events("val", tag)[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
+        assert events("val", tag)[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], rel=16 * EPS)
     succeed(model_tag="B7", **{**settings, "device_batch_size": 7, "num_iterations": 1})
-    assert events("val", "B7")[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], abs=1e-9, rel=0)
-    assert losses("B7")[0] == pytest.approx(losses()[0], abs=2e-6)
+    assert events("val", "B7")[0]["bpb"] == pytest.approx(events("val")[0]["bpb"], rel=16 * EPS)
+    assert losses("B7")[0] == pytest.approx(losses()[0], rel=16 * EPS)
 
 
 def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
@@ -238,7 +247,7 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
     loss = model(batch.inputs, batch.targets, loss_reduction="sum") / live
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
-    assert steps()[7]["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert steps()[7]["loss"] == pytest.approx(loss.item(), rel=64 * EPS)
     assert steps()[7]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 

@@ -114,7 +114,7 @@ def test_scores_equal_those_of_each_row_by_itself(bundle, repeater, monkeypatch)
     right = [sum(evaluate_task(model, tokenizer, task)) for task in read_bundle(bundle)]
     for _, row, start, (loss, likeliest) in scored[::7]:
         expected = alone(model, row, start)
-        assert (loss, likeliest) == (pytest.approx(expected[0], abs=1e-5, nan_ok=True), expected[1])
+        assert (loss, likeliest) == (pytest.approx(expected[0], abs=1e-4, nan_ok=True), expected[1])
     assert all(0 < n < 10 for n in right[::2]), f"the case: some answers are right, others wrong {right}"
     assert max(n for n, *_ in scored) > 5, "the case: batches of several items"
     assert max(len(row) for _, row, *_ in scored) > 300, "the case: long prompts"

@@ -2,9 +2,11 @@
 Real gloo processes."""
 
 import importlib
+import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import types
 from contextlib import nullcontext
@@ -15,15 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanochat import dist as dist_module
 from nanochat.dist import (
     agree,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
+    cpu_name,
     driver_version,
     gather_all,
     log_ranks,
     on_rank0,
+    other_processors,
     prepare_cuda,
     same,
     share,
@@ -197,7 +202,7 @@ def test_torch_reads_what_is_set_after_it_was_imported(tmp_path):
 
 def test_versions_lists_everything_that_bits_depend_on(monkeypatch, tmp_path):
     """Regression: NCCL, the driver and the implementation of attention were missing."""
-    names = ["torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention"]
+    names = ["torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention", "cpu", "cpu_capability", "cpu_settings"]
     assert [*versions(torch.device("cpu"))] == names
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
@@ -214,6 +219,51 @@ def test_versions_lists_everything_that_bits_depend_on(monkeypatch, tmp_path):
 
 
 SMI = "#!/bin/sh\nprintf 'NVIDIA H100 80GB HBM3, 580.95.05\\nNVIDIA H100 80GB HBM3, 580.95.05\\n'\n"
+
+
+PROCESSOR = """
+import json
+from nanochat.dist import processor
+print(json.dumps(processor()))
+"""
+
+
+def test_the_processor_is_described_by_its_name_its_instruction_set_and_the_settings_of_its_libraries(tmp_path):
+    """Regression: these decide bits on a CPU, and nothing recorded them."""
+    settings = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", PROCESSOR], env={**os.environ, **settings}, capture_output=True)
+    found = json.loads(done.stdout)
+    assert (found["cpu_capability"], found["cpu_settings"]) == ("DEFAULT", "MKL_CBWR=AVX2 ONEDNN_MAX_CPU_ISA=AVX2")
+    assert found["cpu"]
+    listed = tmp_path / "cpuinfo"
+    listed.write_text("processor\t: 0\nmodel name\t: Intel(R) Xeon(R) @ 2.80GHz\n\nmodel name\t: another\n")
+    assert cpu_name(listed) == "Intel(R) Xeon(R) @ 2.80GHz"
+    listed.write_text("CPU implementer\t: 0x41\n")
+    assert cpu_name(listed) == cpu_name(tmp_path / "missing") != ""
+
+
+def processors_of_a_grown_cluster(rank):
+    with mock.patch.object(dist_module, "processor", lambda: {"cpu": "EPYC", "cpu_capability": f"AVX{rank % 3}"}):
+        return other_processors()
+
+
+def test_ranks_whose_processors_round_differently_are_named(tmp_path):
+    host = socket.gethostname()
+    for found in values(tmp_path, 4, processors_of_a_grown_cluster):
+        assert found == [f"rank {rank} on host {host}: cpu_capability is AVX{rank}, on rank 0 it is AVX0"
+                         for rank in (1, 2)]
+
+
+def compute_with_avx512_on_rank_1():
+    """A hook."""
+    if os.environ["RANK"] == "1":
+        dist_module.processor = lambda: {"cpu": "Xeon", "cpu_capability": "AVX512", "cpu_settings": None}
+
+
+def test_ranks_with_different_processors_train_together_after_a_note():
+    group = training.start(2, hook=compute_with_avx512_on_rank_1, num_iterations=2, save_every=-1)
+    assert group.wait() == [0, 0], group.text()
+    assert group.text().count("note: rank 1 on host") == 1 and "cpu_capability is AVX512, on rank 0" in group.text()
 
 
 def test_gpus_that_pytorch_does_not_see_are_an_error(tmp_path, monkeypatch):

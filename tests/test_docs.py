@@ -1,9 +1,12 @@
 """The docs are correct: the files, links, settings and flags that they name exist, and the pages are short."""
 
+import ast
 import importlib
+import io
 import os
 import re
 import shlex
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -190,3 +193,26 @@ def test_our_names_in_the_table_of_another_projects_names_exist(page):
         assert hasattr(importlib.import_module(module), last), name
     assert len(names) > 20
     assert [row for row in table if not re.search("`nanochat|`decode|not here|not needed|the same|`Indexed", row)] == []
+
+
+def code_lines(path):
+    """The number of lines that are neither blank nor a comment nor part of a docstring."""
+    source, docstrings, lines = path.read_text(), set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    blank = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in blank:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def test_the_readme_counts_the_lines_from_a_file_to_an_update():
+    """Regression: it said 1,600, and left out half of the modules."""
+    said = re.search(r"an update is ([\d,]+) lines of code in (\d+) modules: (.+?)\. \[", README.read_text(), re.S)
+    names = [Path(name).name for name in re.findall(r"`([\w/]+\.py)`", said[3])]
+    paths = [ROOT / ("scripts" if name == "base_train.py" else "nanochat") / name for name in names]
+    assert len(paths) == int(said[2]) and {"order.py", "sources.py", "trainer.py", "optim.py"} < {*names}
+    actual = sum(map(code_lines, paths))
+    assert abs(actual / int(said[1].replace(",", "")) - 1) < 0.03, f"update the README: {actual:,} lines"

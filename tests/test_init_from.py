@@ -77,7 +77,7 @@ def test_on_two_processes_the_result_is_the_same_and_only_rank_0_reads(workplace
     succeed(**more)
     training.finish(2, hook=only_rank_0_reads, model_tag="two", **more)
     assert digests("two") == digests() == digests("origin")[6:8]
-    assert losses("two") == pytest.approx(losses(), abs=2e-5)
+    assert losses("two") == pytest.approx(losses(), abs=2e-4)
     assert read_config(training.run_dir("two"))["origin"] == read_config(training.run_dir())["origin"]
 
 

@@ -360,7 +360,7 @@ def test_the_part_of_a_file_that_is_held_out_is_named_as_such(tmp_path):
         (tmp_path / "notes").mkdir()
         lines = [f"{i} {text}\n" for i, text in enumerate(some_texts(400, seed=4))]
         (tmp_path / "notes" / "a.txt").write_text("".join(lines))
-        training.succeed(data_path=tmp_path / "notes", val_fraction=0.1)
+        training.succeed(data_path=tmp_path / "notes", val_fraction=0.1, plan="warn")
         first, last = (run("find", training.SETTINGS["model_tag"], f"--text={lines[i][:30]}") for i in (0, -1))
     assert "a.txt:0 (data, validation): " in last and "a.txt:0 (data): " in first
     assert last.splitlines()[-1] == ("a part of this file that is held out for validation: the run never "
@@ -391,6 +391,7 @@ def log_again(step, **changed):
 
 def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     out = run("spikes", "text")
+    assert "not judged: steps 0 to 15, which have fewer than 16 steps before them" in out
     assert "no spike in 24 steps: " in out and "of the steps before it (at least 16, at most 23)" in out
     kept = RowLosses(training.run_dir("text"), num_rows=8, T=training.T)
     nats, live = kept.read(20)
@@ -408,6 +409,7 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
         f"{place['file']}:{place['document']}" for place in expected["documents"]]
     assert len(json_lines("spikes", "text", "--top=1", "--json")) == 1
     out = run("spikes", "text")
+    assert "not judged: steps 0 to 15" in out
     assert "step 20: loss 9 (" in out and worst["documents"][0]["document"] in out
 
 

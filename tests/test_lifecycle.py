@@ -204,6 +204,12 @@ def test_a_run_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_work_of_
     assert stop.check(stops_at) == stop.check(stops_at) == f"walltime: {left} s left"
 
 
+def test_a_run_past_its_walltime_says_by_how_much():
+    """Regression: "-4 s left"."""
+    stop = StopWatch(1000.0, reserve_s=0)
+    assert stop.check(1004.0) == "walltime: 4 s over"
+
+
 @settings(deadline=None)
 @given(st.lists(st.floats(0.5, 50), min_size=1, max_size=60), st.floats(0, 100), st.floats(0, 40))
 def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, reserve_s, save_s):

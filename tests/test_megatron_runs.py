@@ -77,7 +77,7 @@ def test_killed_and_resumed_on_other_processes_with_other_micro_batches_it_is_th
     assert state_of(final())["cursors"] == state_of(final("whole"))["cursors"]
     vals, expected = events("val"), events("val", "whole")
     assert [v["step"] for v in vals] == [0, 5, 5, 10] and expected[0]["bpb"] == vals[0]["bpb"]
-    assert [v["bpb"] for v in vals[2:]] == pytest.approx([v["bpb"] for v in expected[1:]], rel=1e-5)
+    assert [v["bpb"] for v in vals[2:]] == pytest.approx([v["bpb"] for v in expected[1:]], rel=1e-4)
 
 
 def test_a_new_run_continues_the_data_of_another(workplace):

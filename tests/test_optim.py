@@ -18,6 +18,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import POLAR_EXPRESS, MuonAdamW, muon_update, polar_express
 from tests import training
 from tests.gloo import on_ranks
+from tests.toy import EPS, assert_same_sums
 from tests.training import as_bytes
 
 
@@ -56,10 +57,10 @@ def test_adamw_equals_torch(betas):
             a.grad = randn(*a.shape, seed=step)
             b.grad = a.grad * 3
         norm = optimizer.step(grad_scale=3.0)
-        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1e9))
+        assert_same_sums(norm, torch.nn.utils.clip_grad_norm_(theirs, 1e9), terms=31 * 7)
         reference.step()
     for a, b in zip(ours, theirs):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_same_sums(a, b, terms=8 * 10)  # steps, and operations in each
 
 
 def test_adamw_keeps_bfloat16_parameters_and_float32_state():
@@ -155,7 +156,7 @@ def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction
     before = values(params)
     norm = optimizer.step(grad_scale=2.0)
     assert torch.equal(params[1].grad, randn(5, seed=3)) and params[0].grad is None
-    torch.testing.assert_close(norm, 2 * 2 * randn(5, seed=3).norm())
+    assert_same_sums(norm, 2 * 2 * randn(5, seed=3).norm(), terms=5)
     assert [torch.equal(p, before[i]) for i, p in enumerate(params)] == [True, False, True]
 
 
@@ -407,7 +408,8 @@ def test_parameters_state_and_norms_do_not_depend_on_world_size_or_reloading(res
         set_gradients(params, step, 0, 1)
         grads = [p.grad.float().flatten() for p in params.values() if p.grad is not None]
         assert (len(grads) < len(params)) == (step == 1)
-        torch.testing.assert_close(norm, 0.5 * torch.cat(grads).norm())
+        expected = 0.5 * torch.cat(grads).double().norm()  # ours adds up to 4,096 values in float32 at a time
+        assert norm.item() == pytest.approx(expected.item(), rel=64 * EPS)
 
 
 def test_state_is_sharded_evenly_and_has_the_shapes_of_its_parameters(results):

@@ -169,7 +169,7 @@ def test_cropped_is_a_share_of_tokens_that_left_and_warnings_name_flags_that_wou
         dataclasses.replace(plan, buckets=little))[0]
     assert "--long-docs=split" not in warnings(dataclasses.replace(plan, crops=False))[0]
     unlimited = dataclasses.replace(bucket, max_epochs=0, dry_step=None, trained=3000)
-    assert "the run reads its data 8.3 times" in warnings(dataclasses.replace(plan, buckets={"web": unlimited}))[0]
+    assert "the run reads its data 8.3 times" in warnings(dataclasses.replace(plan, buckets={"web": unlimited}))[-1]
     guess = dataclasses.replace(plan, estimate=True)
     assert problem(plan) and not problem(guess) and "probably runs dry" in warnings(guess)[0]
 

@@ -72,7 +72,7 @@ def edit(path, **changed):
 
 def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
     text, value = (origin / "r.json").read_text(), read_json(origin / "r.json")
-    assert len(text) < 4000 and str(origin) not in text and "/tmp" not in text and socket.gethostname() not in text
+    assert len(text) < 6000 and str(origin) not in text and "/tmp" not in text and socket.gethostname() not in text
     assert list(value["marks"]) == ["0", "4", "8", "12", "13"] and value["steps"] == STEPS
     link = ""
     with pytest.MonkeyPatch.context() as patch:
@@ -95,6 +95,30 @@ def test_rows_of_a_killed_and_resumed_run_are_verified_from_a_copy_of_the_data(w
     assert "OK steps 0, 4" in verified(work, "--steps=0,4"), "the tokenizer beside the data"
     shutil.move(work / "copy/elsewhere/tokenizer", work / "mine")
     assert "OK steps 1" in verified(work, "--steps=1", f"--tokenizer={work / 'mine'}")
+
+
+def test_a_receipt_contains_the_tokenizer_so_it_is_verified_on_a_machine_without_it(work):
+    """Regression: without --tokenizer, which no sentence named, the error was that there is no data to train one on."""
+    shutil.rmtree(work / "tokenizer")
+    assert "OK steps 0" in verified(work, "--steps=0")
+    outcome = command(inspect_data.main, "rows", work / "r.json", "--step=1", f"--data-path={work / 'copy/elsewhere'}")
+    assert outcome.code == 0, outcome
+
+
+def test_a_receipt_of_older_code_asks_for_the_tokenizer_by_its_flag(work):
+    value = read_json(work / "r.json")
+    for name in ("tokenizer", "checksum"):
+        del value[name]
+    write_json(work / "old.json", {**value, "checksum": hash_json(value)})
+    assert "OK steps 0" in verified(work, "--steps=0", name="old.json"), "the default tokenizer is the run's"
+    (work / "tokenizer").rename(work / "mine")
+    assert "name the run's with --tokenizer (RUN/tokenizer is a copy of it)" in refused(work, name="old.json")
+    assert "OK steps 0" in verified(work, "--steps=0", f"--tokenizer={work / 'mine'}", name="old.json")
+
+
+def test_a_corrupt_tokenizer_in_a_receipt_is_one_sentence(work):
+    edit(work / "r.json", tokenizer="not packed")
+    assert f"{work / 'r.json'}: its tokenizer cannot be read" in refused(work)
 
 
 def test_inspect_data_shows_the_same_rows_for_a_receipt_and_its_run(origin, work, monkeypatch):
@@ -127,7 +151,8 @@ def test_the_file_with_one_changed_word_is_named(work):
 
 def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), 300).save(work / "other")
-    assert "but this tokenizer is" in refused(work, f"--tokenizer={work / 'other'}")
+    sentence = refused(work, f"--tokenizer={work / 'other'}")
+    assert "but this tokenizer is" in sentence and "leave --tokenizer out: the receipt contains the run's" in sentence
     assert refused(work, "--steps=3,14").endswith("it has no step 14; the run trained steps 0 to 13")
     outcome = command(verify.main, work / "r.json")
     assert outcome.code == 1 and "a receipt does not say where the data is" in outcome.out
@@ -215,8 +240,13 @@ def test_a_curriculum_documents_left_out_and_continued_data_are_verified(tmp_pat
 def test_exports_contain_the_receipt_of_their_steps(origin, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
     assert command(export.main, "run@6", tmp_path / "hf", "--to=hf").code == 0
+    assert command(export.main, "run@6", tmp_path / "nanochat", "--to=nanochat").code == 0
     assert read_json(tmp_path / "hf" / "receipt.json")["steps"] == 6
-    assert "all steps from 0 to 5" in verified(origin, name=tmp_path / "hf" / "receipt.json")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "another machine"))
+    for name in ("hf", "nanochat"):
+        [path] = (tmp_path / name).rglob("receipt.json")
+        assert "all steps from 0 to 5" in verified(origin, name=path)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(origin))
     hidden = origin / "hidden"
     (origin / "text").rename(hidden)
     outcome = command(export.main, "run", tmp_path / "bare", "--to=hf")

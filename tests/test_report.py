@@ -13,7 +13,7 @@ from nanochat.common import duration, show, write_json
 from nanochat.run_dir import read_config
 from nanochat.run_reader import RunReader
 from nanochat.stream import LEDGER, ledger, share
-from scripts import report
+from scripts import page, report
 from scripts.report import fenced, make_report, markdown
 from tests import training
 from tests.finished import STEPS, command
@@ -149,3 +149,19 @@ def test_no_name_in_a_report_is_html(run):
     moved = run.rename(run.with_name(hostile))
     text = make_report(RunReader(moved))
     assert text.count("&lt;img src=x&gt;") >= 5 and hostile not in re.sub("(?s)```.*?```", "", text)
+
+
+def test_a_halt_and_dry_buckets_stay_in_the_report_and_on_the_page_after_the_run_continued(run):
+    """Regression: "2 launches, none interrupted"."""
+    lines = training.log_file().read_text().splitlines()
+    begun = next(i for i, line in enumerate(lines) if '"started"' in line and '"world_size": 2' in line)
+    lines[begun:begun] = [json.dumps({"event": "halted", "step": 4, "time": 1.0, "reason": "lane 1 has no rows left"})]
+    lines += [json.dumps({"event": "dropped", "step": step, "time": 1.0, "bucket": "tiny", "lanes": lanes})
+              for step, lanes in ((5, 1), (7, 4))]
+    training.log_file().write_text("\n".join(lines) + "\n")
+    text = make_report(RunReader(run))
+    assert "2 launches (1 halted)" in text and "It halted at step 6 (lane 1 has no rows left)." in text
+    assert "Bucket tiny ran dry, at step 7 in 4 lanes." in text
+    assert command(page.main, run, f"--out={run / 'page.html'}").code == 0
+    html = (run / "page.html").read_text()
+    assert "It halted at step 6 (lane 1 has no rows left)." in html and "Bucket tiny ran dry" in html

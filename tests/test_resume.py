@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nanochat import checkpoint, lifecycle, start_run, trainer
+from nanochat import checkpoint, gpt, lifecycle, start_run, trainer
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.integrations import core_eval
 from nanochat.run_dir import read_log
@@ -410,3 +410,20 @@ def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypa
                      r"--device-batch-size \(now 4\).*--activation-checkpointing", error), error
     assert state()["reason"] == error
     succeed(**SHORT)
+
+
+@pytest.mark.parametrize("flags", [{}, {"model_tag": "new", "init_from": "run"}])
+def test_weights_that_do_not_fit_an_edited_model_are_one_sentence(monkeypatch, flags):
+    """Regression: the traceback of load_state_dict, with a line for each tensor."""
+    settings = {**training.SMALL, "num_iterations": 1, "save_every": -1}
+    training.succeed(**settings)
+    make = gpt.MLP.__init__
+
+    def make_wider(self, config):
+        make(self, config)
+        self.c_fc = gpt.Linear(config.n_embd, 5 * config.n_embd)
+
+    monkeypatch.setattr(gpt.MLP, "__init__", make_wider)
+    error = training.refuse(**{**settings, "num_iterations": 2, **flags})
+    assert "its weights do not fit the model of this code: transformer.h.0.mlp.c_fc.weight is (96, 24)" in error
+    assert "start a new run with --model-tag=NAME" in error and "Traceback" not in error

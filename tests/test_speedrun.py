@@ -156,6 +156,25 @@ def test_the_stages_of_the_cpu_profile_have_a_working_order(tmp_path):
                                                  "scripts.base_eval", "scripts.sample", "scripts.report"]
 
 
+def known_digest():
+    return re.search(r"^STEP_0=([0-9a-f]{16}) ", (ROOT / "speedrun.sh").read_text(), re.M)[1]
+
+
+@pytest.mark.parametrize(("digest", "said"), [
+    (known_digest(), f"step 0 has the digest {known_digest()}, as on every machine"),
+    ("0123456789abcdef", f"note: step 0 has the digest 0123456789abcdef, README's has {known_digest()}")])
+def test_whether_the_data_is_everyones_is_one_line_and_never_an_error(tmp_path, digest, said):
+    log = tmp_path / "runs" / "speedrun-cpu" / "logs" / "train.jsonl"
+    log.parent.mkdir(parents=True)
+    log.write_text(f'{{"step": 0, "digest": "{digest}", "loss": 7.6}}\n{{"step": 1, "digest": "{"f" * 16}"}}\n')
+    result, _ = run_stages(tmp_path, "cpu")
+    assert result.returncode == 0 and result.stdout.count("step 0 has the digest") == 1 and said in result.stdout
+
+
+def test_the_digest_of_the_first_batch_is_in_the_readme():
+    assert known_digest() in (ROOT / "README.md").read_text()
+
+
 def test_a_signal_names_the_stage_and_the_way_on(tmp_path):
     """The stage sends the signal to the script, its parent."""
     result, called = run_stages(tmp_path, "cpu", failing="base_train", fail="kill -TERM $PPID")

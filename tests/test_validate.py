@@ -108,10 +108,16 @@ def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     assert Plan.from_json(read_json(run_dir() / PLAN_NAME)).steps == 10
 
 
-def test_text_is_an_estimate_and_never_an_error(workplace):
+def test_the_verdict_on_an_estimate_agrees_with_its_warning_that_the_run_would_halt(workplace):
+    """Regression: "ok: training can start" and exit code 0 directly under "the run would halt"."""
     mix(workplace, 40, 4)
     code, out, _ = checked(data_path=workplace / "text", data_format="text")
-    assert code == 0 and "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
+    assert "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
+    assert code == 1 and "the run would halt" in out and "ok: training can start" not in out
+    assert out.rstrip().endswith("error: training can start, but by this estimate it halts before its last step")
+
+
+def test_text_that_suffices_by_an_estimate_is_no_error(workplace):
     code, out, _ = checked(data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3)
     assert code == 0 and "estimated from a sample" in out and "warning" not in out
 
@@ -119,7 +125,7 @@ def test_text_is_an_estimate_and_never_an_error(workplace):
 @pytest.mark.parametrize("data_format", ["text", "shards"])
 def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures(workplace, data_format):
     plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
-             "long_docs": "crop", "num_iterations": 40}
+             "long_docs": "crop", "num_iterations": 40, "plan": "warn"}
     words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
     out = checked(**plain)[1]
     validated, tokens = re.findall(words, out), out.split("figures")[1].split()[5]
@@ -158,3 +164,36 @@ def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, monke
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, err = checked("--plot", workplace / "plan.png", allow_bucket_exhaustion=True)
     assert code == 1 and "pip install -e '.[plot]'" in err and not (workplace / "plan.png").exists()
+
+
+BOOKS = {"curriculum": None, "data_format": "text", "long_docs": "crop", "num_iterations": 40}
+
+
+@pytest.fixture
+def books(workplace):
+    """A folder with documents of a hundred rows."""
+    training.write_shard(workplace / "books" / "0.parquet", [" ".join(training.texts(8, seed=s)) for s in range(6)])
+    training.write_shard(workplace / "books" / "1.parquet", training.texts(8, seed=9))
+    return workplace / "books"
+
+
+def test_books_that_would_train_on_their_title_pages_are_refused_with_the_flag_that_cures_it(books):
+    """Regression: 98 % of the tokens cropped, 636 passes, and "ok: training can start"."""
+    settings = given(books, **BOOKS, data_path=books)
+    sentence = r"--long-docs=crop: about 9\d% of the tokens of its data would be cropped.* use --long-docs=split, or"
+    code, out, _ = checked(**settings)
+    assert code == 1 and re.search("error: " + sentence, out) and "ok: training can start" not in out
+    assert re.search(sentence, training.refuse(**settings)) and not run_dir().exists()
+    assert "cropped" not in checked(**settings | {"long_docs": "split"})[1].split("figures")[1]
+
+
+def test_with_plan_warn_books_are_cropped_and_the_run_resumes(books):
+    settings = given(books, **BOOKS, data_path=books) | {"plan": "warn", "num_iterations": 2}
+    assert checked(**settings)[0] == 0
+    training.succeed(**settings)
+    assert "completed" in training.succeed(**settings | {"plan": "error", "num_iterations": 3}).out
+
+
+def test_many_passes_are_the_last_line_before_the_verdict(books):
+    lines = checked(**given(books, **BOOKS, data_path=books, plan="warn"))[1].splitlines()
+    assert lines[-1] == "ok: training can start" and "warning: the run reads its data about" in lines[-2]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from hypothesis import settings
 
 from nanochat.common import block
@@ -147,6 +148,18 @@ def row_arrays(row: Row, T: int) -> tuple[np.ndarray, np.ndarray]:
     """(tokens (T + 1,), live (T + 1,)) of a row."""
     assert row.tokens.shape == (T + 1,)
     return row.tokens.astype(np.uint32), np.ones(T + 1, np.uint8) if row.live is None else row.live
+
+
+EPS = torch.finfo(torch.float32).eps  # the relative distance of two neighbouring float32
+
+
+def assert_same_sums(actual: torch.Tensor, expected: torch.Tensor, *, terms: int) -> None:
+    """Compare float32 results of the same arithmetic in another order. Each of `terms` additions, counted along the
+    path from the inputs to a value, may round by EPS of the largest value: how much of this a processor uses depends on
+    its instructions, so a tolerance that one processor was seen to need is too tight on another."""
+    largest = expected.detach().abs().max().item()
+    assert largest > 0, "the case: values that are not all 0"
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=terms * EPS * largest)
 
 
 def json_copy(value: Any) -> Any:

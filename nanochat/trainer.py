@@ -213,10 +213,10 @@ def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[
     if source is not None:
         # rank 0 reads, so other machines need no access to the files
         agree(lambda: source.load_weights(model) if is_rank0 else None)
-        for tensor in model.state_dict().values():
-            share(tensor)
         if start.checkpoint is not None or settings.init_optimizer:
             optimizer.load_state(agree(lambda: source.optimizer_state() if is_rank0 else {}))
+    for tensor in model.state_dict().values():  # also new weights: their bits depend on a processor's instructions
+        share(tensor)
     progress = Progress(**start.state.get("progress", {}))
     if (val := start.logged("val")) is not None and val.get("bpb") is not None:
         progress.record_val(val["bpb"])  # measured after the save

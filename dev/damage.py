@@ -101,8 +101,8 @@ def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
     plain = gzip.decompress(data) if zipped else data
     if rng.random() < 0.6 and ".json" in path.name and path.suffix != ".zst":
         text = plain.decode()
-        if ".jsonl" in path.name:
-            lines = text.splitlines()
+        lines = text.splitlines()
+        if ".jsonl" in path.name or (len(lines) > 1 and lines[1].startswith("{")):  # one object per line
             at = rng.randrange(len(lines))
             lines[at] = damage_json(rng, lines[at]).replace("\n", "")
             text = "\n".join(lines) + "\n"

@@ -114,9 +114,9 @@ def load_plain(file: Path) -> Any:
     use. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:  # the disk failed, which says nothing about the file
-        raise
-    except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, ...
+    except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, and empty ones EINVAL
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # the disk failed, which says nothing about the file
+            raise
         raise ValueError(f"{file}: refused, because it is corrupt or holds something other than tensors and plain "
                          f"values; use another checkpoint ({type(e).__name__})") from e
 

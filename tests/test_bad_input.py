@@ -349,14 +349,12 @@ def half_done(copied):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(copied, finished, half_done, damage, name, word):
     path = half_done / "checkpoints" / "checkpoint-4"
     damage(path / name)
-    if word == "bytes on disk":  # and where that is damaged too, the run begins again
-        damage(path.with_name("checkpoint-2") / name)
     before = fingerprint(half_done)
     said = training.refuse(resume=path)
     assert str(path / name) in said and word in said and fingerprint(half_done) == before
     outcome = succeed()
     assert "checkpoint-4 is skipped" in outcome.err and word in outcome.err
-    assert str(path / name) in outcome.err and ("at step 2" in outcome.out) == (word != "bytes on disk")
+    assert str(path / name) in outcome.err and "at step 2" in outcome.out
     assert state_of(training.final()) == state_of(finished / "runs/run/checkpoints/final")
 
 

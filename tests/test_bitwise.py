@@ -29,7 +29,8 @@ WORLD_SIZES = (1, 2, 4)
 T, V, ROWS = 16, 8, 32
 RUN = {  # 44 columns: embeddings have 55 grains, so that their messages are padded and packed
     "depth": 2, "aspect_ratio": 22, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
-    "total_batch_size": T * ROWS, "overlap": 4, "eval_every": 10, "eval_tokens": T * 40, "save_every": 10}
+    "total_batch_size": T * ROWS, "overlap": 4, "plan": "warn", "eval_every": 10, "eval_tokens": T * 40,
+    "save_every": 10}
 THOROUGH = settings.get_current_profile_name() == "thorough"
 if not THOROUGH:  # a difference shows in the first steps
     RUN |= {"num_iterations": 12, "eval_every": 3, "save_every": 6, "eval_tokens": T * 16}

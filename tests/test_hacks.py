@@ -13,7 +13,7 @@ from tests import training
 
 ROOT = Path(__file__).parents[1]
 SMALL = {**training.SMALL, "max_seq_len": 32, "total_batch_size": 32 * 8, "overlap": 8, "eval_tokens": 32 * 16,
-         "num_iterations": 4, "save_every": -1, "warmup_steps": 0}
+         "num_iterations": 4, "save_every": -1, "warmup_steps": 0, "plan": "warn"}
 
 
 @pytest.fixture

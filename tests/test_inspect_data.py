@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from nanochat.data_files import BUCKET
 from nanochat.dataloader import OFF, DataLoader
-from nanochat.dataset import BUCKET, scan, split_train_val
+from nanochat.dataset import scan, split_train_val
 from nanochat.find import find_document, groups_of
 from nanochat.order import StreamConfig
 from nanochat.run_dir import RowLosses, TrainLog, cursor_files, iter_log, keep_cursors, pack_cursors, read_cursors

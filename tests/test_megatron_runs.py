@@ -98,7 +98,7 @@ def test_a_run_cannot_be_made_longer(workplace):
     error = training.refuse(**{**workplace, "num_iterations": STEPS + 5})
     assert "would take 120 samples, but its order has 80" in error and "set --num-iterations 10, or start" in error
     assert "nothing to do" in succeed(**workplace).out
-    shutil.rmtree(run_dir() / "checkpoints")
+    training.forget_saves()
     owner = (run_dir() / ".owner.json").read_bytes()
     assert training.refuse(**{**workplace, "num_iterations": STEPS + 5}) == error, "nor before its first checkpoint"
     assert (run_dir() / ".owner.json").read_bytes() == owner
@@ -110,7 +110,7 @@ def test_a_run_may_be_shorter_and_validate_on_other_files(workplace):
     assert read_json(run_dir() / "config.json")["split"] == "1,0,0"
     data = open_run(run_dir())[0]
     assert [int(s.groups.sum()) for s in (*data.train.values(), *data.val.values())] == [60, 60, 60]
-    shutil.rmtree(run_dir() / "checkpoints")
+    training.forget_saves()
     assert "completed: 256 tokens" in succeed(**{**flags, "num_iterations": 1, "eval_every": -1}).out
 
 

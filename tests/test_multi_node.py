@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from nanochat import start_run
+from nanochat.run_dir import iter_log
 from scripts import base_train
 from tests import training
 from tests.faults import on_rank
@@ -138,8 +139,7 @@ def test_an_elastic_launch_goes_through_1_2_1_2_nodes_to_the_same_bits(workplace
 
     def wait_for_nodes(*numbers):
         training.wait_for(lambda: [event["world_size"] for event in training.events("started")] == [*numbers])
-        steps = len(training.all_steps())
-        training.wait_for(lambda: len(training.all_steps()) >= steps + 5)
+        training.wait_for(lambda: "event" not in list(iter_log(training.log_file()))[-1])  # it trains
 
     try:
         for numbers in ((1,), (1, 2), (1, 2, 1), (1, 2, 1, 2)):

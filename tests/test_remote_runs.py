@@ -184,7 +184,7 @@ def test_unreadable_data_is_one_error_and_starts_no_run(bucket, change, message)
 def test_refused_and_corrupt_parquet_have_different_errors(bucket, monkeypatch):
     monkeypatch.setattr(room, "PART_BYTES", 1 << 12)
     name = "data/shard_1.parquet"
-    bucket.proxy.faults += [Fault(name=name, shift=0), Fault(name=name, status=403, times=99)]
+    bucket.proxy.faults += [Fault(name=name, shift=0), Fault(name=name, status=403, code="AccessDenied", times=99)]
     assert refuse(**command("text", "s3://bucket")).startswith(f"s3://bucket/{name}: access denied (HTTP 403")
     bucket.proxy.faults.clear()
     data = bucket.get(name)

@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
         phases = "".join(f"- {{duration_tokens: {steps * training.STEP}, mix: {{{bucket}: 1}}}}\n"
                          for steps, bucket in ((BEFORE, "prose"), (SPIKE, "noise"), (AFTER, "prose")))
         (path / "mix.yaml").write_text(f"curriculum:\n{phases}max_epochs: {{prose: 9, noise: 9}}\n")
-        flags = {**RUN, "data_path": path / "text", "curriculum": path / "mix.yaml"}
+        flags = {**RUN, "plan": "warn", "data_path": path / "text", "curriculum": path / "mix.yaml"}
         training.finish(hook=small_window, **flags, model_tag="straight")
         yield flags
 

@@ -364,7 +364,6 @@ class Life(RuleBasedStateMachine):
         if not self.good:
             return
         name = sorted(self.good, key=self.good.__getitem__)[max(which, -len(self.good))]
-        del self.good[name]
         folder = self.run / "checkpoints" / name
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         file = files[number % len(files)]
@@ -375,8 +374,16 @@ class Life(RuleBasedStateMachine):
         else:
             file.write_bytes({"empty": b"", "truncated": content[:middle],
                               "flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1:]}[how])
+        assert name not in inspect(self.run, {*self.damaged, name}), "the damage is not noticed"
+        if len(self.good) == 1:
+            before = files(self.run)
+            outcome = self.launch_here(num_iterations=self.horizon)
+            assert outcome.code == 1 and "--resume=scratch --force" in outcome.err, "the run started over by itself"
+            assert files(self.run) == before
+            file.write_bytes(content)
+            return
+        del self.good[name]
         self.damaged.add(name)
-        assert name not in inspect(self.run, self.damaged), "the damage is not noticed"
         self.over = self.over and name != "final"
 
     @rule()

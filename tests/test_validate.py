@@ -103,7 +103,7 @@ def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     assert "resuming" in outcome.out and "plan: 10 steps" in outcome.out
     monkeypatch.undo()
     (run_dir() / PLAN_NAME).write_text("{truncated")
-    shutil.rmtree(run_dir() / "checkpoints")
+    training.forget_saves()
     training.succeed(**given(workplace))
     assert Plan.from_json(read_json(run_dir() / PLAN_NAME)).steps == 10
 

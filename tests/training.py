@@ -387,6 +387,13 @@ def state(tag: str = "run") -> dict[str, Any]:
     return state
 
 
+def forget_saves() -> None:
+    """Make the run one that ended before its first save."""
+    shutil.rmtree(run_dir() / "checkpoints")
+    lines = log_file().read_text().splitlines(keepends=True)
+    log_file().write_text("".join(line for line in lines if '"event": "saved"' not in line))
+
+
 def take_over(whole: Path, *names: str) -> None:
     """Copy the run in the folder `whole` to `runs/run`, with only the checkpoints `names`."""
     shutil.copytree(whole, run_dir())

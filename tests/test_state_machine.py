@@ -374,7 +374,6 @@ class Life(RuleBasedStateMachine):
         else:
             file.write_bytes({"empty": b"", "truncated": content[:middle],
                               "flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1:]}[how])
-        assert name not in inspect(self.run, {*self.damaged, name}), "the damage is not noticed"
         if len(self.good) == 1:
             before = files(self.run)
             outcome = self.launch_here(num_iterations=self.horizon)
@@ -384,6 +383,7 @@ class Life(RuleBasedStateMachine):
             return
         del self.good[name]
         self.damaged.add(name)
+        assert name not in inspect(self.run, self.damaged), "the damage is not noticed"
         self.over = self.over and name != "final"
 
     @rule()

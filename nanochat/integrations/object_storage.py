@@ -280,7 +280,8 @@ class Bucket:
             (code in BUSY_CODES and status not in (0, 408, 429) and status < 500, Garbled,
              f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it is less busy: a run "
              f"resumes from its last checkpoint"),
-            (unavailable and not isinstance(e, PermissionError), OSError,
+            # obstore does not repeat a listing whose answer was interrupted
+            (unavailable and not isinstance(e, PermissionError), Garbled if "ListResponseBody" in text else OSError,
              f"no complete answer from {self.host} ({answered if status else 'no connection, or it was interrupted'}); "
              f"check the network and {self.setting}, then restart: a run resumes from its last checkpoint"),
             (code == "InvalidObjectState", OSError,

@@ -375,10 +375,10 @@ class Life(RuleBasedStateMachine):
             file.write_bytes({"empty": b"", "truncated": content[:middle],
                               "flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1:]}[how])
         if len(self.good) == 1:
-            before = files(self.run)
+            before = training.fingerprint(self.run)
             outcome = self.launch_here(num_iterations=self.horizon)
             assert outcome.code == 1 and "--resume=scratch --force" in outcome.err, "the run started over by itself"
-            assert files(self.run) == before
+            assert training.fingerprint(self.run) == before
             file.write_bytes(content)
             return
         del self.good[name]

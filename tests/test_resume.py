@@ -175,6 +175,19 @@ def test_after_each_of_five_kills_torchrun_restarts_the_run_to_the_same_bits(ref
     assert state_of(final()) == state_of(final("alone"))
 
 
+def round_differently():
+    """A hook: new weights have other bits, as on a processor with other instructions."""
+    weight = gpt.initial_weight
+    gpt.initial_weight = lambda *args, **kwargs: weight(*args, **kwargs) * (1 + 1e-6)
+
+
+def test_all_ranks_start_with_the_new_weights_of_rank_0():
+    finish(2, model_tag="alike", **SHORT)
+    group = start(2, hook=partial(on_rank, 1, round_differently), **SHORT)
+    assert group.wait() == [0, 0], group.text()
+    assert state_of(final()) == state_of(final("alike")) and losses() == losses("alike")
+
+
 def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_losses_are_close(reference):
     start(2, hook=partial(die_after_step, 6), save_every=2).wait_for_death()
     shutil.copytree(training.run_dir(), training.run_dir("on-four"))

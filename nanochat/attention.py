@@ -57,6 +57,7 @@ PACKAGES = {  # how to install the kernels that PyTorch's wheel lacks
 }
 KERNELS = ("wheel", *PACKAGES)
 MAX_FLASH_HEAD_DIM = 256
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"  # older versions of varlen_attn accept grouped heads without it
 
 
@@ -111,8 +112,7 @@ def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
     """Whether the window lets the kernel skip blocks and the kernel accepts these tensors."""
     if not q.is_cuda or window < 0 or q.size(1) != k.size(1):
         return False
-    is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return is_half and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
+    return q.dtype in FLASH_DTYPES and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
 
 
 # ---- sdpa ----------------------------------------------------------------------------------------
@@ -177,6 +177,29 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
     edges = torch.nonzero_static(flat, size=num_docs + 1, fill_value=len(flat)).view(-1).int()
     torch._dynamo.mark_dynamic(edges, 0)
     return edges
+
+
+def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -> None:
+    """ValueError if the kernels of this mode do not accept the device, the compute dtype or the head dimension."""
+    if mode not in ("varlen", "flex"):
+        return
+    if device_type != "cuda":
+        raise ValueError(f"--attention-mode={mode}: its kernels need a GPU with CUDA; use "
+                         f"--attention-mode=sdpa_mask on {'a CPU' if device_type == 'cpu' else device_type}")
+    if mode == "flex":
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        raise ValueError(f"--attention-mode=varlen: its kernel needs compute capability 8.0 or higher, but "
+                         f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use "
+                         f"--attention-mode=sdpa_mask")
+    if dtype not in FLASH_DTYPES:
+        raise ValueError(f"--attention-mode=varlen: its kernel computes in 16 bits only, but --dtype is "
+                         f"{str(dtype).removeprefix('torch.')}; use --attention-mode=flex or sdpa_mask, or "
+                         f"--dtype=bfloat16")
+    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
+        raise ValueError(f"--head-dim={head_dim}: the kernel of --attention-mode=varlen needs a multiple of 8 that is "
+                         f"at most {MAX_FLASH_HEAD_DIM}; use another one, or --attention-mode=flex or sdpa_mask")
 
 
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:

@@ -275,25 +275,70 @@ def leaves_on_host() -> None:
     base_train.is_tight = lambda *_: True
 
 
-def bits(bench: Bench, what: str, **way: Any) -> Iterator[Figure]:
-    """Train twice, and compare everything that both runs wrote. The second run keeps its leaves on the host, or, with
-    further flags (`way`), is killed and resumed."""
-    flags, tag = bench.sizes.runs | way, what.replace(" ", "-")
-    straight = f"straight-{tag}" if way else "straight"
+# How the second of two compared runs differs from the first. Each function trains it, and raises ValueError if it did
+# not differ that way, so that no verdict claims more than was checked. It returns whether this device can show it.
+
+def same_command(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """Nothing differs."""
+    train(bench, tag, **flags)
+    return True
+
+
+def pending_leaves_on_host(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """Sums of leaves stay on the host."""
+    train(bench, tag, hook=leaves_on_host, **flags)
+    return True
+
+
+def empty_cache(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """Everything is compiled again. A CPU compiles nothing."""
+    with tempfile.TemporaryDirectory(dir=bench.base) as folder:
+        inductor, triton = Path(folder, "inductor"), Path(folder, "triton")
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(inductor), TRITON_CACHE_DIR=str(triton)):
+            train(bench, tag, **flags)
+        if bench.cuda and not any(inductor.rglob("*.py")):
+            raise ValueError(f"{tag}: the run has compiled nothing into its empty cache")
+    return bench.cuda
+
+
+def killed_and_resumed(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """The run is killed one step after a save, and the same command resumes it."""
+    killed = partial(training.die_after_step, flags["save_every"] + 1)
+    train(bench, tag, hook=killed, dies=True, sync_save=True, **flags)
+    train(bench, tag, **flags)
+    began = [event["step"] for event in training.events("started", tag)]
+    if began != [0, flags["save_every"]]:
+        raise ValueError(f"{tag}: its launches began at steps {began}, expected [0, {flags['save_every']}]: it was not "
+                         f"killed and resumed")
+    return True
+
+
+SecondRun = Callable[[Bench, str, Mapping[str, Any]], bool]
+
+
+def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
+    """Train twice with further flags (`way`), and compare everything that both runs wrote."""
+    flags = bench.sizes.runs | way
+    kind = " ".join(f"{name} {value}" for name, value in way.items())
+    what = ", ".join(filter(None, (name_of(second), kind)))
+    straight, tag = f"straight {kind}".strip().replace(" ", "-"), what.replace(",", "").replace(" ", "-")
     if not training.run_dir(straight).exists():
         train(bench, straight, **flags)
-    if way:
-        killed = partial(training.die_after_step, flags["save_every"] + 1)
-        train(bench, tag, hook=killed, dies=True, sync_save=True, **flags)
-    train(bench, tag, hook=None if way else leaves_on_host, **flags)
+    is_shown = second(bench, tag, flags)
     notes: list[str] = []
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
     parts = compare_runs.compare(a, b, notes)
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
         raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
                          f"checkpoint; see their logs")
-    yield "places that differ", what, sum(len(part.gaps) for part in parts)
+    gaps = sum(len(part.gaps) for part in parts)
+    yield "places that differ", what, gaps if is_shown or gaps else None
     shutil.rmtree(training.run_dir(tag))  # gigabytes
+
+
+def name_of(value: Any) -> str:
+    """A function or another value for a table."""
+    return value.__name__.replace("_", " ") if callable(value) else str(value)
 
 
 Check = Callable[[Bench], Iterator[Figure]]
@@ -308,8 +353,8 @@ def checks_of(bench: Bench) -> dict[str, list[Check]]:
     return {
         "correct": [attention_errors, optimizer_errors, *(partial(compiled_model, **way) for way in [{}, *ways])],
         "speed": [*(partial(speed, model=m, pattern=p, deterministic=d) for m, p, d in timed), peer],
-        "bits": [partial(bits, what="leaves on the host"),
-                 *(partial(bits, what=" ".join(f"{n} {v}" for n, v in way.items()), **way) for way in ways)]}
+        "bits": [partial(bits, second=pending_leaves_on_host),
+                 *(partial(bits, second=killed_and_resumed, **way) for way in ways)]}
 
 
 def judge(figure: float | None, limit: str) -> str:
@@ -326,7 +371,7 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
     print(f"{part}:", flush=True)
     for check in checks:
         function, first = getattr(check, "func", check), len(rows)
-        name = " ".join([function.__name__.replace("_", " "), *map(str, getattr(check, "keywords", {}).values())])
+        name = " ".join(map(name_of, (function, *getattr(check, "keywords", {}).values())))
         if time.monotonic() > bench.end:
             rows.append((part, name, "time is up: start this part again", "", "", "not run"))
             continue

@@ -27,6 +27,7 @@ from nanochat.dist import (
     driver_version,
     gather_all,
     log_ranks,
+    nvml_works,
     on_rank0,
     other_processors,
     prepare_cuda,
@@ -142,12 +143,14 @@ VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHIND
              "PYTORCH_CUDA_ALLOC_CONF")
 
 
-@pytest.mark.parametrize(("device_type", "deterministic", "expected"), [
-    ("cpu", True, [False, None, None, None, None]),
-    ("cuda", True, [True, ":4096:8", "1", "0", "expandable_segments:True"]),
-    ("cuda", False, [False, None, None, None, "expandable_segments:True"])])
+@pytest.mark.parametrize(("device_type", "deterministic", "nvml", "expected"), [
+    ("cpu", True, True, [False, None, None, None, None]),
+    ("cuda", True, True, [True, ":4096:8", "1", "0", "expandable_segments:True"]),
+    ("cuda", False, True, [False, None, None, None, "expandable_segments:True"]),
+    ("cuda", False, False, [False, None, None, None, None])])
 def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
-        device_type, deterministic, expected, monkeypatch):
+        device_type, deterministic, nvml, expected, monkeypatch):
+    monkeypatch.setattr(dist_module, "nvml_works", lambda: nvml)
     at_first_use = []
 
     def is_available():
@@ -168,6 +171,19 @@ def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
     assert torch.utils.deterministic.fill_uninitialized_memory != expected[0]
 
 
+@pytest.mark.parametrize(("library", "works"), [
+    (types.SimpleNamespace(nvmlInit_v2=lambda: 0), True),
+    (types.SimpleNamespace(nvmlInit_v2=lambda: 9), False),  # the library, but no driver
+    (types.SimpleNamespace(), False)])
+def test_nvml_works_only_if_it_starts(monkeypatch, library, works):
+    monkeypatch.setattr(dist_module.ctypes, "CDLL", lambda name: library)
+    assert nvml_works() == works
+
+
+def test_a_missing_nvml_does_not_work():
+    assert not nvml_works("libno-such-library.so.1")
+
+
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_products_of_float32_matrices_are_float32(device_type, monkeypatch):
     """Regression: on a GPU they were TF32, set by a switch that made PyTorch's older switch raise."""
@@ -186,6 +202,7 @@ def test_products_of_float32_matrices_are_float32(device_type, monkeypatch):
 def read_by_torch(rank):
     for name in [name for name in os.environ if name.startswith(("PYTORCH", "TORCHINDUCTOR"))]:
         del os.environ[name]
+    dist_module.nvml_works = lambda: True
     prepare_cuda(True)
     sys.modules.pop("torch._inductor.config", None)
     inductor = importlib.import_module("torch._inductor.config")

@@ -13,6 +13,7 @@ time is up, the remaining checks are "not run", which is not a failure: start th
 """
 
 import gc
+import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -95,6 +96,7 @@ class Bench:
     base: Path  # data, tokenizer, runs
     out: Path  # logs
     peer: Path | None = None
+    added: frozenset[str] = frozenset()  # environment variables that `compute_init` added
     end: float = float("inf")  # time.monotonic() after which no further check of this part starts
     rates: dict[str, float] = field(default_factory=dict)  # {run: tokens/s}
 
@@ -194,10 +196,9 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
                      reference.get_parameter(n).detach().double() - before[n]) for n in names)
 
 
-def child_environment() -> dict[str, str]:
-    """The environment for child processes, without the variables that `compute_init` sets for this process."""
-    ours = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING")
-    return {name: value for name, value in os.environ.items() if name not in ours}
+def child_environment(bench: Bench) -> dict[str, str]:
+    """The environment for child processes, without the variables that `compute_init` added for this process."""
+    return {name: value for name, value in os.environ.items() if name not in bench.added}
 
 
 def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, dies: bool = False,
@@ -207,7 +208,7 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
     given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
              "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
              "buffer_size": bench.sizes.buffer, "model_tag": tag}
-    with mock.patch.dict(os.environ, child_environment(), clear=True):
+    with mock.patch.dict(os.environ, child_environment(bench), clear=True):
         group = training.launch(base_train.main, [training.as_flags(given | flags)], [{}], hook)
     try:
         if dies:
@@ -247,6 +248,20 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterat
         yield f"{model}: cost of determinism, %", what, slower if bench.cuda else None
 
 
+def isolate(checkout: Path, folder: Path) -> Path:
+    """Copy nanochat's packages into a folder of their own, where Python finds no other of the same names: its scripts/
+    lacks an __init__.py, so ours, installed or on PYTHONPATH, would come first. wandb, which nanochat always imports
+    but does not use without --run, is replaced by an empty module if it is not installed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in ("nanochat", "scripts", "tasks"):
+        if (checkout / package).is_dir():
+            shutil.copytree(checkout / package, folder / package)
+            (folder / package / "__init__.py").touch()
+    if importlib.util.find_spec("wandb") is None:
+        (folder / "wandb.py").touch()
+    return folder
+
+
 def peer(bench: Bench) -> Iterator[Figure]:
     """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
     which nanochat does not have, and with full windows, because its others need FlashAttention 3."""
@@ -258,9 +273,11 @@ def peer(bench: Bench) -> Iterator[Figure]:
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
     given = {**flags, "max_seq_len": bench.sizes.T, "window_pattern": "L", "num_iterations": num, "eval_every": -1,
              "core_metric_every": -1, "sample_every": -1, "save_every": -1, "device_type": bench.device.type}
+    code = isolate(bench.peer, base / "code")
+    command = [sys.executable, "-m", "scripts.base_train", *training.as_flags(given)]
+    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(code)}
     with (bench.out / "peer.log").open("w+") as log:
-        subprocess.run([sys.executable, "-m", "scripts.base_train", *training.as_flags(given)], cwd=bench.peer,
-                       env=child_environment() | {"NANOCHAT_BASE_DIR": str(base)}, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.run(command, cwd=code, env=env, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
         rates = [float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())]
     if len(rates) < num:
@@ -400,9 +417,11 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
+    before = set(os.environ)
     device = compute_init(args.device, deterministic=True)[-1]
+    added = frozenset(set(os.environ) - before)
     base = (args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-"))).absolute()
-    bench = Bench(device, TINY if args.tiny else GPU, base, base / "out")
+    bench = Bench(device, TINY if args.tiny else GPU, base, base / "out", added=added)
     bench.out.mkdir(parents=True, exist_ok=True)
     print(*(f"{name:13s} {value}" for name, value in versions(device).items()), f"logs: {bench.out}", sep="\n")
     os.environ["NANOCHAT_BASE_DIR"] = str(base)

@@ -77,7 +77,7 @@ def make_step(project: str, mode: str, device: str) -> Callable[[int], list[list
     from nanochat.gpt import GPT, GPTConfig  # of the project that comes first in PYTHONPATH
 
     heads = size.n_embd // 128
-    shape = {"n_layer": size.n_layer, "n_head": heads, "n_kv_head": heads, "n_embd": size.n_embd}
+    shape: dict[str, Any] = {"n_layer": size.n_layer, "n_head": heads, "n_kv_head": heads, "n_embd": size.n_embd}
     if device == "cuda":
         shape["window_pattern"] = "L"
     with torch.device(device):

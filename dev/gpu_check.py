@@ -234,16 +234,20 @@ def figures_of(bench: Bench, what: str, tag: str, timed: Sequence[dict[str, Any]
     yield "peak memory, % from the estimate", what, None if peak is None else 100 * abs(peak / estimate - 1)
 
 
-def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterator[Figure]:
-    """Time some steps of one model, and profile two more."""
+def speed(bench: Bench, model: str, pattern: str, deterministic: bool, kernel: str = "wheel") -> Iterator[Figure]:
+    """Time some steps of one model, and profile two more. `kernel`: that of attention, on a GPU that has it."""
+    has_cudnn = bench.cuda and torch.cuda.get_device_capability()[0] in (9, 10)
+    kernel = "wheel" if kernel == "cudnn" and not has_cudnn else kernel
     flags, end = bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     tag = what.replace(" ", "-")
     steps = train(bench, tag, hook=partial(training.die_after_step, end + 2), dies=True, **flags,
-                  window_pattern=pattern, deterministic=deterministic, profile_steps=f"{end}:{end + 2}")
+                  window_pattern=pattern, deterministic=deterministic, attention_kernel=kernel,
+                  profile_steps=f"{end}:{end + 2}")
     shutil.copytree(training.run_dir(tag) / "profile", bench.out / tag, dirs_exist_ok=True)
     yield from figures_of(bench, what, tag, steps[bench.sizes.warm:end])
-    if not deterministic and (default := bench.rates.get(f"{model} {pattern}")) is not None:
+    default = bench.rates.get(f"{model} {pattern}")
+    if not deterministic and kernel == "wheel" and default is not None:  # the same kernel as in deterministic mode
         slower = 100 * (1 - default / bench.rates[what])
         yield f"{model}: cost of determinism, %", what, slower if bench.cuda else None
 
@@ -264,7 +268,8 @@ def isolate(checkout: Path, folder: Path) -> Path:
 
 def peer(bench: Bench) -> Iterator[Figure]:
     """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
-    which nanochat does not have, and with full windows, because its others need FlashAttention 3."""
+    which nanochat does not have, and with full windows, because its others need FlashAttention 3. So on a Hopper GPU,
+    both use cuDNN's attention, which PyTorch chooses for nanochat."""
     if bench.peer is None:
         return
     base, flags, num = bench.base / "peer", bench.sizes.models["d24"], bench.sizes.warm + bench.sizes.timed
@@ -366,10 +371,11 @@ def checks_of(bench: Bench) -> dict[str, list[Check]]:
     """The checks of each part, the most important ones first, in case time runs out."""
     ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"dtype": "float32"},
                                   *({"attention_mode": mode} for mode in bench.sizes.masks)]
-    timed = [("d12", "SSSL", True), ("d24", "SSSL", True), ("d24", "SSSL", False), ("d24", "L", False)]
+    timed = [("d12", "SSSL", True, "wheel"), ("d24", "SSSL", True, "wheel"), ("d24", "SSSL", False, "wheel"),
+             ("d24", "L", False, "cudnn")]
     return {
         "correct": [attention_errors, optimizer_errors, *(partial(compiled_model, **way) for way in [{}, *ways])],
-        "speed": [*(partial(speed, model=m, pattern=p, deterministic=d) for m, p, d in timed), peer],
+        "speed": [*(partial(speed, model=m, pattern=p, deterministic=d, kernel=k) for m, p, d, k in timed), peer],
         "bits": [partial(bits, second=pending_leaves_on_host),
                  *(partial(bits, second=killed_and_resumed, **way) for way in ways)]}
 

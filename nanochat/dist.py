@@ -156,6 +156,7 @@ def prepare_cuda(deterministic: bool) -> None:
     timing it."""
     if nvml_works():
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # see attention.py
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -194,6 +195,8 @@ def versions(device: torch.device) -> dict[str, Any]:
         known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     known["driver"] = driver_version()
     known["attention"] = current_flash_attention_impl() or "wheel"
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        known["attention"] += ", cudnn for full windows"
     return known
 
 

@@ -204,6 +204,24 @@ class RunsTokenizer:
         return 320
 
 
+def test_cudnn_attention_is_on_only_where_it_is_asked_for(activated, monkeypatch):
+    """Regression: without determinism, a Hopper GPU used cuDNN for full windows, whatever --attention-kernel said."""
+    monkeypatch.setattr(attention_module, "prefers_cudnn", lambda: True)
+    for kernel, is_on in (("wheel", False), ("cudnn", True), ("fa3", False)):
+        torch.backends.cuda.enable_cudnn_sdp(not is_on)
+        activate(kernel, deterministic=False)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == is_on
+
+
+@pytest.mark.parametrize(("deterministic", "prefers", "message"), [
+    (True, True, "this kernel is not deterministic; add --no-deterministic"),
+    (False, False, "PyTorch does not choose this kernel on some GPU with cuDNN")])
+def test_cudnn_attention_is_refused_where_it_would_not_run(hopper, monkeypatch, deterministic, prefers, message):
+    monkeypatch.setattr(attention_module, "prefers_cudnn", lambda: prefers)
+    with pytest.raises(ValueError, match=f"--attention-kernel=cudnn: {message}"):
+        activate("cudnn", deterministic=deterministic)
+
+
 def test_a_note_states_the_cost_of_the_wheels_deterministic_kernel_on_hopper(activated, caplog):
     caplog.set_level("INFO")
     activate("wheel", deterministic=False)

@@ -152,6 +152,7 @@ def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
         device_type, deterministic, nvml, expected, monkeypatch):
     monkeypatch.setattr(dist_module, "nvml_works", lambda: nvml)
     at_first_use = []
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
     def is_available():
         at_first_use.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, VARIABLES)])
@@ -168,6 +169,7 @@ def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
         finally:
             torch.use_deterministic_algorithms(False)
     assert at_first_use == expected
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (device_type == "cpu"), "PyTorch would choose a kernel by mode"
     assert torch.utils.deterministic.fill_uninitialized_memory != expected[0]
 
 
@@ -224,9 +226,12 @@ def test_versions_lists_everything_that_bits_depend_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     on_gpu = versions(torch.device("cuda"))
     assert [*on_gpu] == names and (on_gpu["gpu"], on_gpu["nccl"], on_gpu["attention"]) == (
         "NVIDIA H100", "2.29.7", "wheel")
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    assert versions(torch.device("cuda"))["attention"] == "wheel, cudnn for full windows"
     listed = tmp_path / "version"
     assert driver_version(listed) is None
     for line in ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23",

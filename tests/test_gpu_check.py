@@ -73,6 +73,21 @@ def test_children_get_no_variable_that_was_set_for_this_process(tmp_path, monkey
     assert gpu_check.child_environment(bench).keys() & {"OURS", "OF_THE_USER"} == {"OF_THE_USER"}
 
 
+@pytest.mark.parametrize(("pattern", "kernel", "priced"), [("SSSL", "wheel", True), ("L", "cudnn", False)])
+def test_determinism_is_priced_only_between_runs_with_the_same_kernel(tmp_path, monkeypatch, pattern, kernel, priced):
+    steps = [{"tokens_per_s": 2.0, "mfu": 0.5, "wait_s": 0.0, "step_s": 1.0}] * 20
+    given = []
+    monkeypatch.setattr(gpu_check, "train", lambda bench, tag, **flags: given.append(flags) or steps)
+    monkeypatch.setattr(gpu_check, "figures_of", lambda bench, what, tag, timed: bench.rates.update({what: 2.0}) or ())
+    monkeypatch.setattr(gpu_check.shutil, "copytree", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    bench = gpu_check.Bench(torch.device("cuda"), gpu_check.TINY, tmp_path, tmp_path, rates={f"d24 {pattern}": 1.9})
+    figures = [*gpu_check.speed(bench, "d24", pattern, deterministic=False, kernel=kernel)]
+    assert [flags["attention_kernel"] for flags in given] == [kernel]
+    assert [measure for measure, _, _ in figures] == ["d24: cost of determinism, %"] * priced
+
+
 def test_a_figure_beyond_its_limit_or_a_broken_check_fails_and_the_others_still_run(tmp_path, capsys):
     def bad(bench):
         yield "places that differ", "these", 3.0

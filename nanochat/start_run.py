@@ -149,6 +149,9 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
         tokenizer.encode("")  # an error now, not hours later, if the tokenizer knows only ids
     dtype = get_compute_dtype(torch.device(device_type), settings.dtype)
     check_mode(settings.attention_mode, device_type, dtype, settings.head_dim)
+    if dtype == torch.bfloat16 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError(f"--dtype=bfloat16: needs compute capability 8.0 or higher, which "
+                         f"{torch.cuda.get_device_name()} does not have; remove it")
     if settings.fp8 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise ValueError(f"--fp8: needs compute capability 8.9 or higher, which {torch.cuda.get_device_name()} does "
                          "not have; remove it")

@@ -176,6 +176,7 @@ def test_an_unusable_attention_kernel_is_refused(hopper, monkeypatch, kernel, de
     ("varlen", "cuda", (9, 0), {"dtype": "float32"}, "computes in 16 bits only, but --dtype is float32; use"),
     ("varlen", "cuda", (7, 0), {}, r"capability 8\.0 or higher, but some GPU has 7\.0; use --attention-mode=sdpa_mask"),
     ("varlen", "cuda", (7, 5), {"dtype": "bfloat16"}, r"but some GPU has 7\.5"),
+    ("causal", "cuda", (7, 5), {"dtype": "bfloat16"}, "--dtype=bfloat16: needs .*some GPU does not have; remove it"),
     ("varlen", "cuda", (9, 0), {"head_dim": 12}, "--head-dim=12: .*multiple of 8 that is at most 256"),
     ("varlen", "mps", (0, 0), {}, "need a GPU with CUDA; use --attention-mode=sdpa_mask on mps"),
     ("flex", "cpu", (0, 0), {}, "need a GPU with CUDA; use --attention-mode=sdpa_mask on a CPU"),

@@ -13,6 +13,7 @@ time is up, the remaining checks are "not run", which is not a failure: start th
 """
 
 import gc
+import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -95,6 +96,7 @@ class Bench:
     base: Path  # data, tokenizer, runs
     out: Path  # logs
     peer: Path | None = None
+    added: frozenset[str] = frozenset()  # environment variables that `compute_init` added
     end: float = float("inf")  # time.monotonic() after which no further check of this part starts
     rates: dict[str, float] = field(default_factory=dict)  # {run: tokens/s}
 
@@ -194,10 +196,9 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
                      reference.get_parameter(n).detach().double() - before[n]) for n in names)
 
 
-def child_environment() -> dict[str, str]:
-    """The environment for child processes, without the variables that `compute_init` sets for this process."""
-    ours = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHINDUCTOR_SHAPE_PADDING")
-    return {name: value for name, value in os.environ.items() if name not in ours}
+def child_environment(bench: Bench) -> dict[str, str]:
+    """The environment for child processes, without the variables that `compute_init` added for this process."""
+    return {name: value for name, value in os.environ.items() if name not in bench.added}
 
 
 def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, dies: bool = False,
@@ -207,7 +208,7 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
     given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
              "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
              "buffer_size": bench.sizes.buffer, "model_tag": tag}
-    with mock.patch.dict(os.environ, child_environment(), clear=True):
+    with mock.patch.dict(os.environ, child_environment(bench), clear=True):
         group = training.launch(base_train.main, [training.as_flags(given | flags)], [{}], hook)
     try:
         if dies:
@@ -233,23 +234,42 @@ def figures_of(bench: Bench, what: str, tag: str, timed: Sequence[dict[str, Any]
     yield "peak memory, % from the estimate", what, None if peak is None else 100 * abs(peak / estimate - 1)
 
 
-def speed(bench: Bench, model: str, pattern: str, deterministic: bool) -> Iterator[Figure]:
-    """Time some steps of one model, and profile two more."""
+def speed(bench: Bench, model: str, pattern: str, deterministic: bool, kernel: str = "wheel") -> Iterator[Figure]:
+    """Time some steps of one model, and profile two more. `kernel`: that of attention, on a GPU that has it."""
+    has_cudnn = bench.cuda and torch.cuda.get_device_capability()[0] in (9, 10)
+    kernel = "wheel" if kernel == "cudnn" and not has_cudnn else kernel
     flags, end = bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     tag = what.replace(" ", "-")
     steps = train(bench, tag, hook=partial(training.die_after_step, end + 2), dies=True, **flags,
-                  window_pattern=pattern, deterministic=deterministic, profile_steps=f"{end}:{end + 2}")
+                  window_pattern=pattern, deterministic=deterministic, attention_kernel=kernel,
+                  profile_steps=f"{end}:{end + 2}")
     shutil.copytree(training.run_dir(tag) / "profile", bench.out / tag, dirs_exist_ok=True)
     yield from figures_of(bench, what, tag, steps[bench.sizes.warm:end])
-    if not deterministic and (default := bench.rates.get(f"{model} {pattern}")) is not None:
+    default = bench.rates.get(f"{model} {pattern}")
+    if not deterministic and kernel == "wheel" and default is not None:  # the same kernel as in deterministic mode
         slower = 100 * (1 - default / bench.rates[what])
         yield f"{model}: cost of determinism, %", what, slower if bench.cuda else None
 
 
+def isolate(checkout: Path, folder: Path) -> Path:
+    """Copy nanochat's packages into a folder of their own, where Python finds no other of the same names: its scripts/
+    lacks an __init__.py, so ours, installed or on PYTHONPATH, would come first. wandb, which nanochat always imports
+    but does not use without --run, is replaced by an empty module if it is not installed."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in ("nanochat", "scripts", "tasks"):
+        if (checkout / package).is_dir():
+            shutil.copytree(checkout / package, folder / package)
+            (folder / package / "__init__.py").touch()
+    if importlib.util.find_spec("wandb") is None:
+        (folder / "wandb.py").touch()
+    return folder
+
+
 def peer(bench: Bench) -> Iterator[Figure]:
     """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
-    which nanochat does not have, and with full windows, because its others need FlashAttention 3."""
+    which nanochat does not have, and with full windows, because its others need FlashAttention 3. So on a Hopper GPU,
+    both use cuDNN's attention, which PyTorch chooses for nanochat."""
     if bench.peer is None:
         return
     base, flags, num = bench.base / "peer", bench.sizes.models["d24"], bench.sizes.warm + bench.sizes.timed
@@ -258,9 +278,11 @@ def peer(bench: Bench) -> Iterator[Figure]:
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
     given = {**flags, "max_seq_len": bench.sizes.T, "window_pattern": "L", "num_iterations": num, "eval_every": -1,
              "core_metric_every": -1, "sample_every": -1, "save_every": -1, "device_type": bench.device.type}
+    code = isolate(bench.peer, base / "code")
+    command = [sys.executable, "-m", "scripts.base_train", *training.as_flags(given)]
+    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(code)}
     with (bench.out / "peer.log").open("w+") as log:
-        subprocess.run([sys.executable, "-m", "scripts.base_train", *training.as_flags(given)], cwd=bench.peer,
-                       env=child_environment() | {"NANOCHAT_BASE_DIR": str(base)}, stdout=log, stderr=subprocess.STDOUT)
+        subprocess.run(command, cwd=code, env=env, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
         rates = [float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())]
     if len(rates) < num:
@@ -275,25 +297,70 @@ def leaves_on_host() -> None:
     base_train.is_tight = lambda *_: True
 
 
-def bits(bench: Bench, what: str, **way: Any) -> Iterator[Figure]:
-    """Train twice, and compare everything that both runs wrote. The second run keeps its leaves on the host, or, with
-    further flags (`way`), is killed and resumed."""
-    flags, tag = bench.sizes.runs | way, what.replace(" ", "-")
-    straight = f"straight-{tag}" if way else "straight"
+# How the second of two compared runs differs from the first. Each function trains it, and raises ValueError if it did
+# not differ that way, so that no verdict claims more than was checked. It returns whether this device can show it.
+
+def same_command(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """Nothing differs."""
+    train(bench, tag, **flags)
+    return True
+
+
+def pending_leaves_on_host(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """Sums of leaves stay on the host."""
+    train(bench, tag, hook=leaves_on_host, **flags)
+    return True
+
+
+def empty_cache(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """Everything is compiled again. A CPU compiles nothing."""
+    with tempfile.TemporaryDirectory(dir=bench.base) as folder:
+        inductor, triton = Path(folder, "inductor"), Path(folder, "triton")
+        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(inductor), TRITON_CACHE_DIR=str(triton)):
+            train(bench, tag, **flags)
+        if bench.cuda and not any(inductor.rglob("*.py")):
+            raise ValueError(f"{tag}: the run has compiled nothing into its empty cache")
+    return bench.cuda
+
+
+def killed_and_resumed(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
+    """The run is killed one step after a save, and the same command resumes it."""
+    killed = partial(training.die_after_step, flags["save_every"] + 1)
+    train(bench, tag, hook=killed, dies=True, sync_save=True, **flags)
+    train(bench, tag, **flags)
+    began = [event["step"] for event in training.events("started", tag)]
+    if began != [0, flags["save_every"]]:
+        raise ValueError(f"{tag}: its launches began at steps {began}, expected [0, {flags['save_every']}]: it was not "
+                         f"killed and resumed")
+    return True
+
+
+SecondRun = Callable[[Bench, str, Mapping[str, Any]], bool]
+
+
+def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
+    """Train twice with further flags (`way`), and compare everything that both runs wrote."""
+    flags = bench.sizes.runs | way
+    kind = " ".join(f"{name} {value}" for name, value in way.items())
+    what = ", ".join(filter(None, (name_of(second), kind)))
+    straight, tag = f"straight {kind}".strip().replace(" ", "-"), what.replace(",", "").replace(" ", "-")
     if not training.run_dir(straight).exists():
         train(bench, straight, **flags)
-    if way:
-        killed = partial(training.die_after_step, flags["save_every"] + 1)
-        train(bench, tag, hook=killed, dies=True, sync_save=True, **flags)
-    train(bench, tag, hook=None if way else leaves_on_host, **flags)
+    is_shown = second(bench, tag, flags)
     notes: list[str] = []
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
     parts = compare_runs.compare(a, b, notes)
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
         raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
                          f"checkpoint; see their logs")
-    yield "places that differ", what, sum(len(part.gaps) for part in parts)
+    gaps = sum(len(part.gaps) for part in parts)
+    yield "places that differ", what, gaps if is_shown or gaps else None
     shutil.rmtree(training.run_dir(tag))  # gigabytes
+
+
+def name_of(value: Any) -> str:
+    """A function or another value for a table."""
+    return value.__name__.replace("_", " ") if callable(value) else str(value)
 
 
 Check = Callable[[Bench], Iterator[Figure]]
@@ -304,12 +371,13 @@ def checks_of(bench: Bench) -> dict[str, list[Check]]:
     """The checks of each part, the most important ones first, in case time runs out."""
     ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"dtype": "float32"},
                                   *({"attention_mode": mode} for mode in bench.sizes.masks)]
-    timed = [("d12", "SSSL", True), ("d24", "SSSL", True), ("d24", "SSSL", False), ("d24", "L", False)]
+    timed = [("d12", "SSSL", True, "wheel"), ("d24", "SSSL", True, "wheel"), ("d24", "SSSL", False, "wheel"),
+             ("d24", "L", False, "cudnn")]
     return {
         "correct": [attention_errors, optimizer_errors, *(partial(compiled_model, **way) for way in [{}, *ways])],
-        "speed": [*(partial(speed, model=m, pattern=p, deterministic=d) for m, p, d in timed), peer],
-        "bits": [partial(bits, what="leaves on the host"),
-                 *(partial(bits, what=" ".join(f"{n} {v}" for n, v in way.items()), **way) for way in ways)]}
+        "speed": [*(partial(speed, model=m, pattern=p, deterministic=d, kernel=k) for m, p, d, k in timed), peer],
+        "bits": [partial(bits, second=pending_leaves_on_host),
+                 *(partial(bits, second=killed_and_resumed, **way) for way in ways)]}
 
 
 def judge(figure: float | None, limit: str) -> str:
@@ -326,7 +394,7 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
     print(f"{part}:", flush=True)
     for check in checks:
         function, first = getattr(check, "func", check), len(rows)
-        name = " ".join([function.__name__.replace("_", " "), *map(str, getattr(check, "keywords", {}).values())])
+        name = " ".join(map(name_of, (function, *getattr(check, "keywords", {}).values())))
         if time.monotonic() > bench.end:
             rows.append((part, name, "time is up: start this part again", "", "", "not run"))
             continue
@@ -355,9 +423,11 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
+    before = set(os.environ)
     device = compute_init(args.device, deterministic=True)[-1]
+    added = frozenset(set(os.environ) - before)
     base = (args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-"))).absolute()
-    bench = Bench(device, TINY if args.tiny else GPU, base, base / "out")
+    bench = Bench(device, TINY if args.tiny else GPU, base, base / "out", added=added)
     bench.out.mkdir(parents=True, exist_ok=True)
     print(*(f"{name:13s} {value}" for name, value in versions(device).items()), f"logs: {bench.out}", sep="\n")
     os.environ["NANOCHAT_BASE_DIR"] = str(base)

@@ -49,8 +49,9 @@ def generation(bench: Bench) -> Iterator[Figure]:
     yield "sampled tokens that differ", f"4 rows of {NUM_TOKENS}", sum(a != b for a, b in zip(*columns, strict=True))
 
 
-CHECKS: list[Check] = [first_run, *(partial(gpu_check.bits, what=what) for what in (
-    "the same command", "empty cache", "killed and resumed")), gpu_check.attention_errors, generation]
+SECOND_RUNS = [gpu_check.same_command, gpu_check.empty_cache, gpu_check.killed_and_resumed]
+CHECKS: list[Check] = [first_run, *(partial(gpu_check.bits, second=second) for second in SECOND_RUNS),
+                       gpu_check.attention_errors, generation]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,9 @@ Rejected: `flex` for everything. It is fast only when compiled, and compiling it
 generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 
 On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it
-with version 3 or 4 from a separate package.
+with version 3 or 4 from a separate package. Left to itself, PyTorch would give full windows to cuDNN on a Hopper GPU,
+but only without deterministic mode. So cuDNN is off (`prepare_cuda`), the same kernel runs in both modes, and the price
+of determinism is not the difference between two kernels. --attention-kernel=cudnn turns cuDNN on.
 
 Repeatability: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
 `torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the same bits
@@ -55,8 +57,9 @@ PACKAGES = {  # how to install the kernels that PyTorch's wheel lacks
     "fa3": 'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
     "fa4": "pip install flash-attn-4",
 }
-KERNELS = ("wheel", *PACKAGES)
+KERNELS = ("wheel", "cudnn", *PACKAGES)
 MAX_FLASH_HEAD_DIM = 256
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
 NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"  # older versions of varlen_attn accept grouped heads without it
 
 
@@ -111,8 +114,7 @@ def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
     """Whether the window lets the kernel skip blocks and the kernel accepts these tensors."""
     if not q.is_cuda or window < 0 or q.size(1) != k.size(1):
         return False
-    is_half = q.dtype in (torch.bfloat16, torch.float16)
-    return is_half and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
+    return q.dtype in FLASH_DTYPES and q.size(3) <= MAX_FLASH_HEAD_DIM and q.size(3) % 8 == 0
 
 
 # ---- sdpa ----------------------------------------------------------------------------------------
@@ -179,13 +181,46 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
     return edges
 
 
+def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -> None:
+    """ValueError if the kernels of this mode do not accept the device, the compute dtype or the head dimension."""
+    if mode not in ("varlen", "flex"):
+        return
+    if device_type != "cuda":
+        raise ValueError(f"--attention-mode={mode}: its kernels need a GPU with CUDA; use "
+                         f"--attention-mode=sdpa_mask on {'a CPU' if device_type == 'cpu' else device_type}")
+    if mode == "flex":
+        return
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        raise ValueError(f"--attention-mode=varlen: its kernel needs compute capability 8.0 or higher, but "
+                         f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use "
+                         f"--attention-mode=sdpa_mask")
+    if dtype not in FLASH_DTYPES:
+        raise ValueError(f"--attention-mode=varlen: its kernel computes in 16 bits only, but --dtype is "
+                         f"{str(dtype).removeprefix('torch.')}; use --attention-mode=flex or sdpa_mask, or "
+                         f"--dtype=bfloat16")
+    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
+        raise ValueError(f"--head-dim={head_dim}: the kernel of --attention-mode=varlen needs a multiple of 8 that is "
+                         f"at most {MAX_FLASH_HEAD_DIM}; use another one, or --attention-mode=flex or sdpa_mask")
+
+
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
-    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process. ValueError if its package
-    is missing, if it does not run on this GPU or, in deterministic mode, if repeated backward passes give different
-    bits (as with windows in FlashAttention-3 before September 2025)."""
+    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process; `cudnn` is for full
+    windows alone. ValueError if its package is missing, if it does not run on this GPU or, in deterministic mode, if
+    repeated backward passes give different bits (as with windows in FlashAttention-3 before September 2025)."""
     if device_type != "cuda":
         if kernel != "wheel":
             raise ValueError(f"--attention-kernel={kernel}: this kernel needs a GPU; omit the flag")
+        return
+    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+    if kernel == "cudnn":
+        if deterministic:
+            raise ValueError("--attention-kernel=cudnn: this kernel is not deterministic; add --no-deterministic, or "
+                             "omit the flag")
+        if not prefers_cudnn():
+            raise ValueError(f"--attention-kernel=cudnn: PyTorch does not choose this kernel on "
+                             f"{torch.cuda.get_device_name()} with cuDNN {torch.backends.cudnn.version()}; omit the "
+                             f"flag")
         return
     capability = torch.cuda.get_device_capability()
     if kernel == "wheel":
@@ -206,6 +241,14 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
         raise ValueError(f"--attention-kernel={kernel}: repeated backward passes give different bits, so runs are "
                          f"not reproducible; install a newer package ({PACKAGES[kernel]}) or add --no-deterministic")
+
+
+def prefers_cudnn() -> bool:
+    """Whether PyTorch chooses cuDNN for full windows now."""
+    from torch.nn.attention import SDPBackend
+
+    q = torch.empty(1, 1, 128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    return torch._fused_sdp_choice(q, q, q, is_causal=True) == SDPBackend.CUDNN_ATTENTION.value
 
 
 def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:

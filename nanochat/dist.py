@@ -20,6 +20,7 @@ rank hits between collectives.
 """
 
 import contextlib
+import ctypes
 import os
 import platform
 import re
@@ -150,9 +151,12 @@ def elastic_problem() -> str:
 
 def prepare_cuda(deterministic: bool) -> None:
     """Set the options that CUDA and the compiler read when they start. Memory segments can grow, which wastes less
-    memory between tensors. If `deterministic`, repeated work gives the same bits: cuBLAS uses fixed buffers, backward
-    passes add in a fixed order, and Inductor chooses no kernel by timing it."""
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    memory between tensors, if NVML works: PyTorch asks it about each segment. If `deterministic`, repeated work gives
+    the same bits: cuBLAS uses fixed buffers, backward passes add in a fixed order, and Inductor chooses no kernel by
+    timing it."""
+    if nvml_works():
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # see attention.py
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -163,6 +167,16 @@ def prepare_cuda(deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         # otherwise PyTorch fills every new tensor before we do
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
+    """Whether this process can use NVML, the driver's library for management. Some containers lack it, such as those
+    whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone; there, PyTorch crashes when it creates a segment that grows."""
+    try:
+        nvml = ctypes.CDLL(library)
+        return nvml.nvmlInit_v2() == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def versions(device: torch.device) -> dict[str, Any]:
@@ -181,6 +195,8 @@ def versions(device: torch.device) -> dict[str, Any]:
         known["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     known["driver"] = driver_version()
     known["attention"] = current_flash_attention_impl() or "wheel"
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        known["attention"] += ", cudnn for full windows"
     return known
 
 

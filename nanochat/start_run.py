@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.attention import activate_kernel
+from nanochat.attention import activate_kernel, check_mode
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import as_path, begin_launch, counted, get_dist_info, is_remote, print0, show, write_json
@@ -147,9 +147,11 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
         tokenizer.encode("")  # an error now, not hours later, if the tokenizer knows only ids
-    if settings.attention_mode in ("varlen", "flex") and device_type == "cpu":
-        raise ValueError(f"--attention-mode={settings.attention_mode}: its kernels need a GPU; use "
-                         "--attention-mode=sdpa_mask on a CPU")
+    dtype = get_compute_dtype(torch.device(device_type), settings.dtype)
+    check_mode(settings.attention_mode, device_type, dtype, settings.head_dim)
+    if dtype == torch.bfloat16 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+        raise ValueError(f"--dtype=bfloat16: needs compute capability 8.0 or higher, which "
+                         f"{torch.cuda.get_device_name()} does not have; remove it")
     if settings.fp8 and device_type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         raise ValueError(f"--fp8: needs compute capability 8.9 or higher, which {torch.cuda.get_device_name()} does "
                          "not have; remove it")

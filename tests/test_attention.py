@@ -1,5 +1,6 @@
 """Every implementation of attention equals a softmax written out in float64."""
 
+import contextlib
 import itertools
 import sys
 import types
@@ -12,7 +13,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanochat import attention as attention_module
+from nanochat import start_run
 from nanochat.attention import attention, make_masks
+from nanochat.config import Settings
 from tests.toy import assert_same_sums, examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -167,6 +170,57 @@ def test_an_unusable_attention_kernel_is_refused(hopper, monkeypatch, kernel, de
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
     with pytest.raises(ValueError, match=f"--attention-kernel={message}"):
         activate(kernel, device_type)
+
+
+@pytest.mark.parametrize(("mode", "device_type", "capability", "changed", "message"), [
+    ("varlen", "cuda", (9, 0), {"dtype": "float32"}, "computes in 16 bits only, but --dtype is float32; use"),
+    ("varlen", "cuda", (7, 0), {}, r"capability 8\.0 or higher, but some GPU has 7\.0; use --attention-mode=sdpa_mask"),
+    ("varlen", "cuda", (7, 5), {"dtype": "bfloat16"}, r"but some GPU has 7\.5"),
+    ("causal", "cuda", (7, 5), {"dtype": "bfloat16"}, "--dtype=bfloat16: needs .*some GPU does not have; remove it"),
+    ("varlen", "cuda", (9, 0), {"head_dim": 12}, "--head-dim=12: .*multiple of 8 that is at most 256"),
+    ("varlen", "mps", (0, 0), {}, "need a GPU with CUDA; use --attention-mode=sdpa_mask on mps"),
+    ("flex", "cpu", (0, 0), {}, "need a GPU with CUDA; use --attention-mode=sdpa_mask on a CPU"),
+    ("flex", "cuda", (7, 0), {"dtype": "float32"}, None),
+    ("sdpa_mask", "cuda", (7, 0), {"dtype": "float32"}, None),
+    ("varlen", "cuda", (8, 0), {}, None)])
+def test_a_mode_whose_kernel_cannot_run_is_refused_before_the_run_exists(
+        hopper, monkeypatch, mode, device_type, capability, changed, message):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(start_run, "find_tokenizer", lambda *_: RunsTokenizer())
+    flags = Settings(vocab_size=320, attention_mode=mode, **changed)
+    expected = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
+    with expected:
+        start_run.command(flags, 1, device_type)
+
+
+class RunsTokenizer:
+    """Enough of a tokenizer for a command."""
+
+    fingerprint = "none"
+
+    def encode(self, text):
+        return []
+
+    def get_vocab_size(self):
+        return 320
+
+
+def test_cudnn_attention_is_on_only_where_it_is_asked_for(activated, monkeypatch):
+    """Regression: without determinism, a Hopper GPU used cuDNN for full windows, whatever --attention-kernel said."""
+    monkeypatch.setattr(attention_module, "prefers_cudnn", lambda: True)
+    for kernel, is_on in (("wheel", False), ("cudnn", True), ("fa3", False)):
+        torch.backends.cuda.enable_cudnn_sdp(not is_on)
+        activate(kernel, deterministic=False)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == is_on
+
+
+@pytest.mark.parametrize(("deterministic", "prefers", "message"), [
+    (True, True, "this kernel is not deterministic; add --no-deterministic"),
+    (False, False, "PyTorch does not choose this kernel on some GPU with cuDNN")])
+def test_cudnn_attention_is_refused_where_it_would_not_run(hopper, monkeypatch, deterministic, prefers, message):
+    monkeypatch.setattr(attention_module, "prefers_cudnn", lambda: prefers)
+    with pytest.raises(ValueError, match=f"--attention-kernel=cudnn: {message}"):
+        activate("cudnn", deterministic=deterministic)
 
 
 def test_a_note_states_the_cost_of_the_wheels_deterministic_kernel_on_hopper(activated, caplog):

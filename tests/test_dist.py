@@ -27,6 +27,7 @@ from nanochat.dist import (
     driver_version,
     gather_all,
     log_ranks,
+    nvml_works,
     on_rank0,
     other_processors,
     prepare_cuda,
@@ -142,13 +143,16 @@ VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC", "TORCHIND
              "PYTORCH_CUDA_ALLOC_CONF")
 
 
-@pytest.mark.parametrize(("device_type", "deterministic", "expected"), [
-    ("cpu", True, [False, None, None, None, None]),
-    ("cuda", True, [True, ":4096:8", "1", "0", "expandable_segments:True"]),
-    ("cuda", False, [False, None, None, None, "expandable_segments:True"])])
+@pytest.mark.parametrize(("device_type", "deterministic", "nvml", "expected"), [
+    ("cpu", True, True, [False, None, None, None, None]),
+    ("cuda", True, True, [True, ":4096:8", "1", "0", "expandable_segments:True"]),
+    ("cuda", False, True, [False, None, None, None, "expandable_segments:True"]),
+    ("cuda", False, False, [False, None, None, None, None])])
 def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
-        device_type, deterministic, expected, monkeypatch):
+        device_type, deterministic, nvml, expected, monkeypatch):
+    monkeypatch.setattr(dist_module, "nvml_works", lambda: nvml)
     at_first_use = []
+    torch.backends.cuda.enable_cudnn_sdp(True)
 
     def is_available():
         at_first_use.extend([torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, VARIABLES)])
@@ -165,7 +169,21 @@ def test_cuda_variables_are_set_before_cuda_is_first_used_and_only_for_it(
         finally:
             torch.use_deterministic_algorithms(False)
     assert at_first_use == expected
+    assert torch.backends.cuda.cudnn_sdp_enabled() == (device_type == "cpu"), "PyTorch would choose a kernel by mode"
     assert torch.utils.deterministic.fill_uninitialized_memory != expected[0]
+
+
+@pytest.mark.parametrize(("library", "works"), [
+    (types.SimpleNamespace(nvmlInit_v2=lambda: 0), True),
+    (types.SimpleNamespace(nvmlInit_v2=lambda: 9), False),  # the library, but no driver
+    (types.SimpleNamespace(), False)])
+def test_nvml_works_only_if_it_starts(monkeypatch, library, works):
+    monkeypatch.setattr(dist_module.ctypes, "CDLL", lambda name: library)
+    assert nvml_works() == works
+
+
+def test_a_missing_nvml_does_not_work():
+    assert not nvml_works("libno-such-library.so.1")
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
@@ -186,6 +204,7 @@ def test_products_of_float32_matrices_are_float32(device_type, monkeypatch):
 def read_by_torch(rank):
     for name in [name for name in os.environ if name.startswith(("PYTORCH", "TORCHINDUCTOR"))]:
         del os.environ[name]
+    dist_module.nvml_works = lambda: True
     prepare_cuda(True)
     sys.modules.pop("torch._inductor.config", None)
     inductor = importlib.import_module("torch._inductor.config")
@@ -207,9 +226,12 @@ def test_versions_lists_everything_that_bits_depend_on(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     on_gpu = versions(torch.device("cuda"))
     assert [*on_gpu] == names and (on_gpu["gpu"], on_gpu["nccl"], on_gpu["attention"]) == (
         "NVIDIA H100", "2.29.7", "wheel")
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
+    assert versions(torch.device("cuda"))["attention"] == "wheel, cudnn for full windows"
     listed = tmp_path / "version"
     assert driver_version(listed) is None
     for line in ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23",

@@ -2,7 +2,12 @@
 
 import tempfile
 
-from dev import gpu_smoke
+import pytest
+import torch
+
+from dev import gpu_check, gpu_smoke
+from nanochat.cli import Parser
+from nanochat.optim import MuonAdamW
 from tests import training
 
 
@@ -19,7 +24,10 @@ def test_every_check_runs_on_a_cpu(tmp_path, capsys):
     assert code == 0, rows
     for name in ("MFU", "peak memory", "waiting for data", "attention: gradients", "sampled tokens that differ"):
         assert any(name in row for row in rows)
-    assert [row.split()[-1] for row in rows if "places that differ" in row] == ["good", "good", "good"]
+    compared = [row for row in rows if "places that differ" in row]
+    expected = {"same command": "good", "empty cache": "not measured here", "killed and resumed": "good"}
+    for (name, verdict), row in zip(expected.items(), compared, strict=True):  # a CPU compiles nothing
+        assert name in row and row.endswith(verdict)
     assert not (tmp_path / "runs").exists()
 
 
@@ -34,3 +42,54 @@ def test_only_after_a_failure_the_temporary_folder_stays(tmp_path, capsys, monke
         code, rows = run(capsys)
         assert [row.split()[-1] for row in rows] == verdicts
         assert code == len([*tmp_path.glob("gpu-*")]) == verdicts.count("FAILS")
+
+
+def opened(path):
+    """The bench of the script, in the workplace of the tests."""
+    return gpu_check.open_bench(Parser(), ["--device=cpu", "--tiny", f"--base-dir={path}"])[1]
+
+
+def forget_the_optimizer():
+    """A hook: resume without the saved state of the optimizer."""
+    MuonAdamW.load_state = lambda self, state: None
+
+
+def change_a_bit():
+    """A hook: change the last bit of one weight before the fourth step."""
+    step, calls = MuonAdamW.step, []
+
+    def changed(self, *args, **kwargs):
+        calls.append(self)
+        if len(calls) == 4:
+            [weight] = next(group["params"] for group in self.param_groups if group["names"] == ["lm_head.weight"])
+            weight.detach().view(torch.int32)[3, 3] ^= 1
+        return step(self, *args, **kwargs)
+
+    MuonAdamW.step = changed
+
+
+_, SAME_COMMAND, _, RESUMED = gpu_smoke.CHECKS[:4]
+
+
+@pytest.mark.parametrize(("check", "hook"), [(SAME_COMMAND, change_a_bit), (RESUMED, forget_the_optimizer)],
+                         ids=["a changed bit", "a resume that forgets the optimizer"])
+def test_a_difference_is_counted(tmp_path, monkeypatch, check, hook):
+    def hooked(bench, tag, *, dies=False, **options):
+        last = not tag.startswith("straight") and not dies
+        return train(bench, tag, dies=dies, **{**options, **({"hook": hook} if last else {})})
+
+    train = gpu_check.train
+    monkeypatch.setattr(gpu_check, "train", hooked)
+    with training.workplace(tmp_path):
+        [(measure, _, figure)] = check(opened(tmp_path))
+    assert gpu_check.judge(figure, gpu_smoke.LIMITS[measure]) == "FAILS"
+
+
+def test_a_run_that_was_not_resumed_is_not_called_resumed(tmp_path, monkeypatch):
+    def never_killed(bench, tag, *, dies=False, **options):
+        return [] if dies else train(bench, tag, **options)
+
+    train = gpu_check.train
+    monkeypatch.setattr(gpu_check, "train", never_killed)
+    with training.workplace(tmp_path), pytest.raises(ValueError, match=r"began at steps \[0\], expected \[0, 3\]"):
+        [*RESUMED(opened(tmp_path))]

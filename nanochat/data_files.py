@@ -47,9 +47,9 @@ ABOUT_DATA = re.compile(  # text files that are not documents, whatever is besid
     r"(readme|licen[cs]e|copying|notice|changelog|authors|citation|merges|vocab|md5sums?|sha256sums?|cmakelists"
     r"|requirements)([-_.]\w+)?\.txt", re.IGNORECASE)
 METADATA = frozenset((  # JSON that this and other programs write beside data
-    "state.json", "dataset.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "manifest.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "config.json", "generation_config.json"))
+    "state.json", "sample_corpus.json", "dataset.json", "dataset_info.json", "dataset_infos.json",
+    "dataset_dict.json", "manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "config.json", "generation_config.json"))
 NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".html", ".pdf", ".png", ".jpg", ".log", ".lock")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from dev import make_sample_corpus as corpus
 from dev.make_sample_corpus import Settings, main, make_sample_corpus
+from nanochat.data_files import find_splits
 from nanochat.dataset import list_parquet_files
 from tests.toy import tree
 
@@ -173,3 +174,9 @@ def test_a_corpus_that_differs_from_everyone_elses_is_a_note(digest, noted, tmp_
     monkeypatch.setattr(corpus, "make_sample_corpus", write_only_the_manifest)
     main([f"--output-dir={tmp_path}"])
     assert (f"note: everyone else's corpus has the digest {corpus.KNOWN_DIGEST}" in capsys.readouterr().out) == noted
+
+
+def test_the_record_of_the_corpus_is_not_reported_as_data_that_is_not_read(modules, tmp_path, caplog):
+    make_sample_corpus(tmp_path / "out", SMALL, modules=modules)
+    find_splits(tmp_path / "out")
+    assert (tmp_path / "out" / corpus.MANIFEST).exists() and caplog.text == ""

@@ -13,7 +13,7 @@
 #   for i in $(seq "$(nproc)"); do timeout 2h sh -c 'while :; do :; done' & done; nice bash dev/test.sh
 #
 # Tests run on all cores (at most 8 files at once). `-n 0` runs them in one process, for a debugger or to see output.
-# Cost: nothing. Hardware: any, a GPU is not needed. Duration: about 4 minutes on 2 cores plus the setup; mypy
+# Cost: nothing. Hardware: any, a GPU is not needed. Duration: about 7 minutes on 2 cores plus the setup; mypy
 # takes 25 s of it the first time and 2 s later.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -184,6 +184,7 @@ def test_load_model_refuses_mismatched_and_missing_files(run):
 def test_generation_enables_only_two_kernels_and_restores_the_others(model, monkeypatch):
     """Flash and memory-efficient attention are enabled, cuDNN's and the plain one are not."""
     cuda, enabled, forward = torch.backends.cuda, [], model.forward
+    cuda.enable_cudnn_sdp(True)  # PyTorch's default, which a test of another module may have changed
 
     def recorded(*args, **kwargs):
         enabled.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),

@@ -217,6 +217,7 @@ def _child(main: Callable[[list[str]], int | None], argv: list[str], env: dict[s
     sys.stdout = os.fdopen(1, "w")
     sys.stderr = os.fdopen(2, "w", buffering=1)
     torch.set_num_threads(1)
+    checkpoint_module.RETRY_S = 0.0  # as in `workplace`
     gc.freeze()
     if hook is not None:
         hook()

@@ -253,7 +253,7 @@ class Backlog:
             while (error := self._write_waiting()) is not None and time.monotonic() < deadline:
                 time.sleep(0.2)
             if error is not None:
-                log.error("%s: %d %s could not be written and are lost (%s)", self._path, len(self._waiting),
+                log.warning("%s: %d %s could not be written and are lost (%s)", self._path, len(self._waiting),
                           self._what, error.strerror)
         self._waiting.clear()
 

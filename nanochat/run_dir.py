@@ -137,7 +137,11 @@ def delete_checkpoint(path: Path) -> None:
         raise ValueError(f"{path}: not deleted, because this is not the name of a checkpoint")
     doomed = path.with_name(f".del-{path.name}-{os.getpid()}")
     os.rename(path, doomed)
-    fsync_dir(path.parent)
+    try:
+        fsync_dir(path.parent)
+    except OSError:  # a full disk: the checkpoint stays, and a later save deletes it
+        os.rename(doomed, path)
+        raise
     remove_tree(doomed)
 
 

@@ -408,5 +408,6 @@ def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others
         assert (k < len(changes.made)) == (k < total)
         assert len(deleted) == 3 - (k < total) == 3 - caplog.text.count("could not be deleted")
         rd.open_folders(run)
-        kept = {f"checkpoint-{k // per_checkpoint + 1}"} if k < total and k % per_checkpoint == 0 else set()
+        stays = k < total and k % per_checkpoint < 2  # neither renamed for good nor emptied
+        kept = {f"checkpoint-{k // per_checkpoint + 1}"} if stays else set()
         assert {*names(run)} == {"checkpoint-4", *kept}

@@ -47,11 +47,11 @@ from dev.compare_packing import run_nanochat
 from dev.measure import SHARED, print_setup
 from nanochat.cli import Parser, run_main
 from nanochat.common import write_json
-from nanochat.dataset import find_files, scan
+from nanochat.files import find_files
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import StreamConfig, default_lanes
 from nanochat.schedule import REFERENCE_BATCH_TOKENS, Schedule
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer

@@ -46,9 +46,9 @@ from dev.measure import (
 )
 from nanochat.cli import Parser, quiet_gc, run_main
 from nanochat.dataloader import DataLoader
-from nanochat.dataset import find_files, scan
+from nanochat.files import find_files
 from nanochat.order import StreamConfig
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards

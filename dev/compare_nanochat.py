@@ -122,7 +122,7 @@ def run_step(step: str, nanochat: Path, work: Path) -> None:
 def core(nanochat: Path, work: Path, compared: peers.Comparison) -> None:
     """Compare the CORE metric."""
     from dev.make_eval_bundle import make_eval_bundle, make_repeater
-    from nanochat.integrations.core_eval import evaluate_core, read_bundle, summary, write_csv
+    from nanochat.core_eval import evaluate_core, read_bundle, summary, write_csv
 
     for seed in SEEDS:
         folder = work / f"core-{seed}"

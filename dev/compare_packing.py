@@ -33,12 +33,12 @@ from tqdm import tqdm
 from dev.measure import SHARED, anonymous_mb, in_process, print_setup
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import table
-from nanochat.data_files import find_buckets, find_files
 from nanochat.dataloader import DataLoader
-from nanochat.dataset import scan
+from nanochat.files import find_files
 from nanochat.order import StreamConfig
 from nanochat.packing import BestFit
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
+from nanochat.splits import find_buckets
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 

@@ -31,9 +31,9 @@ from dev import make_sample_corpus
 from dev.measure import print_setup
 from nanochat.cli import EXIT_HALTED, Parser, run_main
 from nanochat.common import read_json, table
-from nanochat.data_files import find_buckets
 from nanochat.engine import load_model
 from nanochat.run_dir import PLAN_NAME
+from nanochat.splits import find_buckets
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import compare_runs, repeat, tok_shards, tok_train

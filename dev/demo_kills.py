@@ -96,9 +96,9 @@ def write_text(folder: Path) -> None:
 def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
     """The cursors are the same for any number of processes: docs/resuming.md."""
     from nanochat.dataloader import DataLoader, Dry
-    from nanochat.dataset import find_files, scan
+    from nanochat.files import find_files
     from nanochat.order import StreamConfig
-    from nanochat.sources import open_source
+    from nanochat.sources import open_source, scan
 
     tokenizer: Any = Numbers()
     source = open_source(scan(work / "text", find_files(work / "text")[:-1]), tokenizer)

@@ -45,20 +45,22 @@ from dev.make_eval_bundle import make_eval_bundle
 from nanochat import (
     checkpoint,
     config,
+    core_eval,
     curriculum,
-    data_files,
-    dataset,
+    files,
     lifecycle,
     plan,
     run_dir,
     run_reader,
+    sources,
+    splits,
     text,
     text_kinds,
     tokens,
 )
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import as_path, begin_launch, table
-from nanochat.integrations import core_eval, download
+from nanochat.integrations import download
 from nanochat.integrations import object_storage as store
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer
 from scripts import (
@@ -261,20 +263,20 @@ def read_folder(base: Path, seed: int) -> None:
         folder = Path(temporary).resolve() / "data"
         make_folder(folder, random.Random(seed))
         try:
-            manifests = dataset.pin_files(folder)
+            manifests = splits.pin_files(folder)
         except (ValueError, OSError) as e:
             assert str(folder) in str(e), str(e)
             raise
         for split, buckets in manifests.items():
             entries = [entry for manifest in buckets.values() for entry in manifest["files"]]
             names = [PurePosixPath(entry["name"]) for entry in entries]
-            states = data_files.stated_splits([name for name in names if name.parts[0] != "train"]).values()
+            states = splits.stated_splits([name for name in names if name.parts[0] != "train"]).values()
             for entry in entries:
                 texts = list(text_kinds.read_texts(folder / entry["name"]))
                 assert texts and len(texts) == sum(entry["groups"]) and None not in texts, entry
-                assert not data_files.is_hidden(Path(entry["name"])) and "/." not in entry["name"], entry
+                assert not files.is_hidden(Path(entry["name"])) and "/." not in entry["name"], entry
             assert "test" not in states, (split, entries)
-        assert dataset.check_files(manifests) == manifests
+        assert sources.check_files(manifests) == manifests
 
 
 def read_short_pair(base: Path, seed: int) -> None:
@@ -298,11 +300,11 @@ def read_prefixes(base: Path, seed: int) -> None:
     words = [rng.choice(odd) if rng.random() < 0.02 else rng.choice(good) for _ in range(rng.choice((1, 3, 500)))]
     weighted = rng.random() < 0.3
     (base / "list.txt").write_text(" ".join(f"{rng.random():.3f} {word}" if weighted else word for word in words))
-    listed = data_files.read_data_args(base / "list.txt")
-    paths, weights = tokens.split_weights(rng.choice((listed, ",".join(words))))
+    listed = files.read_data_args(base / "list.txt")
+    paths, weights = files.split_weights(rng.choice((listed, ",".join(words))))
     assert weights is None or len(weights) == len(paths.split(","))
     try:
-        assert data_files.find_files(paths, "megatron"), "no file and no error"
+        assert files.find_files(paths, "megatron"), "no file and no error"
     except ValueError as e:
         assert "embedded null" not in str(e), str(e)
         raise
@@ -407,7 +409,7 @@ READERS: dict[str, Reader] = {
     "verify": Reader(read_verify, (*PAIR, "shards/train/data/manifest.json"), 2),
     "config.json": Reader(lambda base, _: config.Settings.from_json(run_dir.read_config(base / RUN)),
                           (f"{RUN}/config.json",)),
-    "data_manifest.json": Reader(lambda base, _: dataset.read_manifests(base / RUN / "data_manifest.json"),
+    "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
                                  (f"{RUN}/data_manifest.json",)),
     "run state": Reader(lambda base, _: status.describe(run_reader.RunReader(base / RUN).status()),
                         (f"{RUN}/.run_state.json",)),

@@ -43,7 +43,7 @@ from tqdm import tqdm
 from dev.repackage_data_reference import PARQUET, ROW_GROUP_DOCUMENTS, WAY_OUT
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, get_base_dir, read_json, write_json
-from nanochat.dataset import index_to_filename
+from nanochat.files import index_to_filename
 from scripts.export import new_folder
 
 log = logging.getLogger(__name__)

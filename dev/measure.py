@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 from tqdm import tqdm
 
-from nanochat.dataset import find_files
+from nanochat.files import find_files
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import counted
-from nanochat.dataset import data_folder, find_files, index_to_filename
+from nanochat.files import data_folder, find_files, index_to_filename
 from nanochat.text import ALL, SUFFIXES, Selection, add_text_flags
 from nanochat.text_kinds import read_documents
 from scripts.export import new_folder

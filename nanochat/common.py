@@ -10,6 +10,7 @@ PyTorch are in nanochat/dist.py, because it takes seconds to import and many com
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -75,10 +76,24 @@ def refuse_secrets(word: str) -> None:
                          "which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
 
 
+# ---- doors --------------------------------------------------------------------------------------
+#
+# Code that only some runs need enters through a table that names it: kinds of data files (`sources.SOURCES`), packers
+# (`packing.LAYOUTS`), orders (`order.ORDERS`), tokenizers (`tokenizer.TOKENIZERS`), and what receives the log's values
+# (`trainer.SINKS`). The rest of the program does not know what is behind a door.
+
+def open_door(entry: str) -> Any:
+    """The part that an entry "module:attribute" of such a table names, imported now. ModuleNotFoundError if there is
+    no such module."""
+    module, _, attribute = entry.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 # ---- paths of data ------------------------------------------------------------------------------
 #
-# Data is in local folders or in object storage, below a path such as s3://bucket/train. `as_path` imports
-# nanochat/integrations/object_storage.py when it first sees such a path.
+# Data is in local folders or in object storage, below a path such as s3://bucket/train.
+
+STORAGE = "nanochat.integrations.object_storage:open_path"  # opened by `as_path` at the first such path
 
 @dataclass
 class Launch:
@@ -114,9 +129,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     refuse_secrets(os.fspath(path))
     if not is_remote(path):
         return Path(path)
-    from nanochat.integrations.object_storage import open_path
-
-    return open_path(os.fspath(path))
+    return open_door(STORAGE)(os.fspath(path))
 
 
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
@@ -315,9 +328,7 @@ if not typing.TYPE_CHECKING:
         """Names that forks of nanochat import from here. They need PyTorch, so dist is imported on first use."""
         if name not in ("autodetect_device_type", "compute_cleanup", "compute_init", "get_peak_flops"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from nanochat import dist
-
-        return getattr(dist, name)
+        return open_door(f"nanochat.dist:{name}")
 
 
 # ---- output -------------------------------------------------------------------------------------

@@ -24,27 +24,25 @@ Rejected: a warning instead of a refusal. No one reads the log of a job that res
 """
 
 import argparse
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
 from nanochat.cli import Parser, setting
-from nanochat.common import check_shape, parse_json
-from nanochat.data_files import read_data_args
-from nanochat.dataset import NAME as DATASET_NAME
-from nanochat.order import LAYOUTS, StreamConfig
+from nanochat.common import check_shape, parse_json, show
+from nanochat.curriculum import Curriculum, load
+from nanochat.files import DATASET_NAME, read_data_args, split_weights
+from nanochat.order import LAYOUTS, ORDERS
 from nanochat.packing import VERSION
 from nanochat.run_dir import checkpoint_folders
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
-
-if TYPE_CHECKING:
-    from nanochat.curriculum import Curriculum
 
 # why a setting is fixed
 SHAPE = "decides the shape of the model"
@@ -196,7 +194,7 @@ class MegatronSettings:
     order: str = setting(
         "lanes", "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
         "the run is sample i (--attention-mode replaces reset_attention_mask; reset_position_ids would have no effect)",
-        choices=("lanes", "megatron"), fixed=STREAM)
+        choices=tuple(ORDERS), fixed=STREAM)
     split: str | None = setting(
         None, "shares of training, validation and test (default: 969,30,1; with separate validation files, all "
         "documents are used for training)", auto=True,
@@ -356,9 +354,9 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
         return asdict(self)
 
     @property
-    def mix(self) -> "Curriculum | None":
+    def mix(self) -> Curriculum | None:
         """The curriculum, None without one. ValueError if config.json holds something else."""
-        return None if self.curriculum is None else read_curriculum(self.curriculum)
+        return None if self.curriculum is None else load(self.curriculum)
 
     @property
     def curriculum_tokens(self) -> int:
@@ -385,13 +383,6 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
     def differing(self) -> dict[str, Any]:
         """{name: value} of the settings that differ from their defaults."""
         return {name: getattr(self, name) for name, f in FIELDS.items() if getattr(self, name) != f.default}
-
-
-def read_curriculum(source: str | dict[str, Any]) -> "Curriculum":
-    """The curriculum in a file, or in a run's config.json. The import is here because most runs have no curriculum."""
-    from nanochat.curriculum import load
-
-    return load(source)
 
 
 FIELDS = {f.name: f for f in fields(Settings)}
@@ -474,8 +465,6 @@ def from_flags(args: argparse.Namespace) -> Settings:
             raise ValueError(f"--data-args-path={list_path}: --data-path is also given; remove one of the two")
         given["data_path"] = read_data_args(list_path)
     if args.order == "megatron" and given["data_path"]:
-        from nanochat.tokens import split_weights
-
         given["data_path"], weights = split_weights(given["data_path"])
         if weights and args.blend_weights:
             raise ValueError(f"--blend-weights: --data-path={given['data_path'][:200]} also has weights; remove one of "
@@ -483,7 +472,7 @@ def from_flags(args: argparse.Namespace) -> Settings:
         given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
         inline = args.curriculum.startswith("{")  # from a file of flags
-        mix = read_curriculum(parse_json(args.curriculum, "--curriculum", dict) if inline else args.curriculum)
+        mix = load(parse_json(args.curriculum, "--curriculum", dict) if inline else args.curriculum)
         plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
         given["curriculum"] = plain.to_json()
         given["allow_budget_mismatch"] |= mix.allow_budget_mismatch
@@ -526,16 +515,23 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
     return Settings(**now), notices
 
 
-def stream_config(settings: Settings) -> Any:
-    """The part of a run's resolved settings that decides its rows: a `StreamConfig`, or a `SampleConfig` for
-    Megatron's order."""
-    if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import SampleConfig
-
-        return SampleConfig.of(settings)
-    return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed, layout=settings.packing,
-                        long_docs=settings.long_docs, overlap=settings.overlap, buffer_size=settings.buffer_size,
-                        pack=settings.pack, packer_version=settings.packer_version, curriculum=settings.mix)
+def setting_tables(config: Mapping[str, Any], typed: Sequence[str]) -> dict[str, list[tuple[Any, ...]]]:
+    """The settings in a run's config.json as three tables: "set", (name, value, default) of those that the command
+    line named (`typed`); "worked out", (name, value) of those that follow from them, the data and the machine;
+    "default", (name, value) of all others."""
+    tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
+    for name, value in config.items():
+        default = FIELDS[name].default if name in FIELDS else None
+        if name in FIELDS and value == default:
+            tables["default"].append((name, json.dumps(value)))
+        elif name in typed:
+            tables["set"].append((name, json.dumps(value), json.dumps(default)))
+        elif name != "derived":
+            tables["worked out"].append((name, json.dumps(value)))
+    for name, value in config["derived"].items():
+        if name not in typed:
+            tables["worked out"].append((name, show(value)))
+    return tables
 
 
 def settings_table() -> str:

@@ -34,9 +34,9 @@ import torch
 
 from nanochat import dist
 from nanochat.common import block, get_dist_info
-from nanochat.dataset import list_parquet_files, scan
+from nanochat.files import list_parquet_files
 from nanochat.order import StreamConfig
-from nanochat.sources import Source, open_source
+from nanochat.sources import Source, open_source, scan
 from nanochat.stream import Cursor, LaneState, Row, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 

@@ -388,17 +388,6 @@ def share(tensor: torch.Tensor) -> None:
 
 # ---- records of each rank's GPU, to find a slow rank, a hang, or what takes memory -----------------------------------
 
-def log_ranks(run: Any, began: float) -> None:
-    """Collective, called before the ranks wait for each other. Log how long each rank took for its own rows of the
-    step that began at `began` (time.perf_counter), and the clock and power of its GPU."""
-    device, state = run.loader.device, dict[str, float]()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        with contextlib.suppress(Exception):  # no nvidia-ml-py, or an old driver
-            state = {"clock_mhz": torch.cuda.clock_rate(device), "power_w": torch.cuda.power_draw(device) / 1000}
-    run.journal.event("ranks", ranks=gather_all({"own_s": time.perf_counter() - began, **state}))
-
-
 def write_memory(run_dir: Path, rank: int) -> str:
     """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence, which names the file."""
     path = run_dir / f"memory-rank{rank}.pickle"

@@ -23,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanochat.attention import KVCache
 from nanochat.checkpoint import MODEL_CONFIG_NAME, find_checkpoint
-from nanochat.common import print0
 from nanochat.dist import get_compute_dtype
 from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import Tokenizer, get_tokenizer
@@ -148,20 +147,3 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
     meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
             "trainer_state": checkpoint.trainer_state}
     return model.eval(), tokenizer, meta
-
-
-# ---- between the steps of a run ------------------------------------------------------------------
-
-def log_samples(run: Any) -> None:
-    """Print and log the greedy continuation of each validation prompt by the model of a `trainer.Trainer`. Call it
-    on rank 0 only."""
-    from nanochat.dataloader import validation_prompts
-
-    engine, texts, decode = Engine(run.model, run.data.tokenizer), [], run.data.tokenizer.decode
-    print0("samples: the most likely continuations of validation texts")
-    for prompt in validation_prompts(run.data.val, run.data.tokenizer, run.settings.max_seq_len):
-        run.dog.beat()
-        tokens = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)[0][0]
-        texts.append(decode(tokens[1:]))  # without <|bos|>
-        print0(f"  {decode(prompt[1:])!r} -> {decode(tokens[len(prompt):])!r}")
-    run.journal.event("samples", texts=texts)

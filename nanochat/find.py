@@ -9,7 +9,7 @@ The order gives the lane that reads a document in an epoch. The cursors of the r
 the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
 The cost does not depend on the length of the run, and training records only the cursors of its saves.
 
-In Megatron's order, the data is not divided into shares for lanes. There, `SampleStream.samples_with` inverts the
+In Megatron's order, the data is not divided into shares for lanes. There, the stream's `samples_with` inverts the
 tables that list the documents of each sample.
 
 A document has the name FILE:DOC, where DOC is its number, from 0, among the documents that are read from the file. In
@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tqdm import tqdm
@@ -31,8 +31,15 @@ from nanochat.order import Order, StreamConfig
 from nanochat.sources import Source
 from nanochat.stream import Cursor, Stream
 
-if TYPE_CHECKING:
-    from nanochat.integrations.megatron_order import SampleStream
+
+class SampleFinder(Protocol):
+    """What a stream of samples tells about a document, such as that of Megatron's order, which documents the
+    methods."""
+
+    config: Any
+
+    def document_length(self, bucket: str, document: int) -> int: ...
+    def samples_with(self, bucket: str, document: int) -> list[Any]: ...
 
 
 class Document(NamedTuple):
@@ -156,7 +163,7 @@ class History:
         return math.inf if due > 0 else row / self.rows_per_lane
 
 
-def sample_passes(stream: "SampleStream", document: Document, *, rows_per_step: int, begin: int, trained: int,
+def sample_passes(stream: SampleFinder, document: Document, *, rows_per_step: int, begin: int, trained: int,
                   ) -> Iterator[Pass]:
     """The uses of a document in a run with Megatron's order, epoch by epoch. `begin`: number of samples before the
     run's first step; they belong to an earlier run."""

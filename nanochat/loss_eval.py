@@ -23,9 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat.common import StopAsked, print0
-from nanochat.dist import gather_all, gather_results
-from nanochat.lifecycle import join_reasons
+from nanochat.dist import gather_results
 
 
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
@@ -86,38 +84,3 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[
     # wait for the device only here: after a wait inside the loop, it would be idle until the next batch
     row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
     return row_nats, sum(map(int, sizes))
-
-
-# ---- between the steps of a run ------------------------------------------------------------------
-
-def log_validation(run: Any) -> None:
-    """Collective. Evaluate the model of a `trainer.Trainer` on validation data, and print and log its bits per byte,
-    for all buckets together and for each one; nats per token if the tokenizer does not know bytes. Raises Stop on all
-    ranks if a stop is requested while one of them waits for data."""
-    from nanochat.dataloader import validation_loader
-    from nanochat.trainer import LONG_S, Stop
-
-    settings, layout, progress = run.settings, run.loader.layout, run.progress
-    run.dog.beat(progress.step, "evaluation", LONG_S)
-    if progress.step == run.start.step:
-        print0(f"start: the first evaluation, up to {settings.eval_tokens:,} tokens")
-    batches = {bucket: validation_loader(
-        source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
-        num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
-        device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
-        num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
-        with_doc_ids=settings.attention_mode != "causal") for bucket, source in run.data.val.items()}
-    try:
-        value, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
-    except StopAsked:
-        raise Stop(join_reasons(gather_all(run.stop.requested()))) from None
-    unit, record = "bits per byte", {"bpb": value}
-    if run.data.tokenizer.knows_bytes:
-        progress.record_val(value)
-    else:
-        unit, value = "loss", in_nats(value)
-        by_bucket = {name: in_nats(bits) for name, bits in by_bucket.items()}
-        record = {"bpb": None, "loss": value}  # type: ignore[dict-item]
-    parts = f" ({', '.join(f'{k} {v:.6f}' for k, v in by_bucket.items())})" if len(by_bucket) > 1 else ""
-    print0(f"step {progress.step:05d} | validation {unit} {value:.6f}{parts}")
-    run.journal.event("val", **record, buckets=by_bucket)

@@ -26,15 +26,18 @@ A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, gr
 import bisect
 import functools
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nanochat.common import permutation, words
+from nanochat.curriculum import Curriculum
 from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
 
-if TYPE_CHECKING:
-    from nanochat.curriculum import Curriculum
+ORDERS = {  # the door for --order: {name: "module:class"}, each a `nanochat.run_order.RunOrder`
+    "lanes": "nanochat.run_order:LaneOrder",
+    "megatron": "nanochat.integrations.megatron_order:MegatronOrder",
+}
 
 UNITS = 8  # minimum number of units in a lane's share of an epoch, if the share has that many documents
 UNIT_TOKENS = 1 << 16  # approximate maximum number of tokens in a large bucket's unit
@@ -57,7 +60,7 @@ class StreamConfig:
     unit_size: int = 64  # maximum number of documents read and tokenized at once
     pack: bool = True  # False: one entry per row, for binned
     max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
-    curriculum: "Curriculum | None" = None
+    curriculum: Curriculum | None = None
     packer_version: int = VERSION
 
     def __post_init__(self) -> None:

@@ -33,9 +33,9 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import check_shape, print0, read_json, table
-from nanochat.config import stream_config
 from nanochat.order import Order, StreamConfig
 from nanochat.run_dir import PLAN_NAME
+from nanochat.run_order import stream_config
 from nanochat.sources import Source
 from nanochat.stream import (
     MUCH_CROPPED,

@@ -68,13 +68,13 @@ from nanochat.common import (
     remove_leftovers,
     write_json,
 )
+from nanochat.files import MAGICS
 from nanochat.text import ALL, Selection, read_footer, text_suffix
 from nanochat.text_kinds import no_document, read_documents
 from nanochat.tokenizer import CannotEncode, Tokenizer, get_tokenizer
 from nanochat.tokens import (
     DTYPES,
     HEADERS,
-    MAGICS,
     MANIFEST_NAME,
     RECORD_SHAPE,
     TokenFile,

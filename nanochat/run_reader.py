@@ -6,7 +6,7 @@
     plan.json              .phases                   .run_state.json     .status()
 
 Each part is read and checked on first use, so a command needs only the files that it uses. Reading changes nothing.
-PyTorch is imported only by parts that need it: `scripts.status` starts without it.
+Nothing here imports PyTorch, so `scripts.status` starts fast.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import check_shape, is_remote, read_json, show
+from nanochat.common import check_shape, is_remote, read_json
 from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -33,6 +33,9 @@ from nanochat.run_dir import (
     read_config,
     read_cursors,
 )
+from nanochat.sources import DATA_MANIFEST, read_manifests
+from nanochat.stream import LEDGER, ledger, share
+from nanochat.tokens import open_tokens
 
 log = logging.getLogger(__name__)
 
@@ -83,31 +86,14 @@ class RunReader:
         check_shape(derived, dict.fromkeys(derived, float | None), f"{path}: derived")
         return config
 
-    def setting_tables(self) -> dict[str, Table]:
-        """The settings in three tables: "set", (name, value, default) of those that the command set; "worked out",
-        (name, value) of those that follow from them, the data and the machine; "default", (name, value) of all
-        others."""
-        from nanochat.config import FIELDS
-
-        typed = (self.launches[0].started.get("typed") if self.launches else None) or ()
-        tables: dict[str, Table] = {"set": [], "worked out": [], "default": []}
-        for name, value in self.config.items():
-            default = FIELDS[name].default if name in FIELDS else None
-            if name in FIELDS and value == default:
-                tables["default"].append((name, json.dumps(value)))
-            elif name in typed:
-                tables["set"].append((name, json.dumps(value), json.dumps(default)))
-            elif name != "derived":
-                tables["worked out"].append((name, json.dumps(value)))
-        tables["worked out"] += [(name, show(value)) for name, value in self.config["derived"].items()
-                                 if name not in typed]
-        return tables
+    @property
+    def typed(self) -> list[str]:
+        """The names of the settings that the command line of the first launch changed."""
+        return (self.launches[0].started.get("typed") if self.launches else None) or []
 
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""
-        from nanochat.dataset import DATA_MANIFEST, read_manifests
-
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
@@ -292,8 +278,6 @@ class RunReader:
 
     def ledger(self) -> tuple[int, dict[str, dict[str, int]], int]:
         """(step, ledger, T) of the newest save; step 0 and an empty ledger before the first."""
-        from nanochat.stream import ledger
-
         T, step = self.config["max_seq_len"], max(self.cursor_files, default=0)
         if not self.cursor_files:
             return 0, {}, T
@@ -337,8 +321,6 @@ class RunReader:
     def damaged_tokens(self) -> str:
         """The error for the first damaged token file that the run reads, '' if there is none. A process
         that reads a truncated file through a memory map is killed by SIGBUS, without a message."""
-        from nanochat.tokens import open_tokens
-
         try:
             for buckets in self.manifests.values():
                 for manifest in buckets.values():
@@ -368,21 +350,22 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
-def unbalanced(ledger: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this program."""
     off = {name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
-           for name, a in ledger.items()}
+           for name, a in accounts.items()}
     return {name: tokens for name, tokens in off.items() if tokens}
 
 
-def ledger_table(step: int, ledger: Mapping[str, Mapping[str, int]], T: int) -> tuple[str, tuple[str, ...], Table]:
+def ledger_table(step: int, accounts: Mapping[str, Mapping[str, int]], T: int) -> tuple[str, tuple[str, ...], Table]:
     """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
-    from nanochat.stream import LEDGER, share
-
-    law, off = "read + bos + repeated = emitted + cropped + pending", unbalanced(ledger)
+    law, off = "read + bos + repeated = emitted + cropped + pending", unbalanced(accounts)
     buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items())
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
-    rows = [(bucket, *(a[name] for name in LEDGER), f"{100 * share(a, 'cropped'):.2f}") for bucket, a in ledger.items()]
+    rows = []
+    for bucket, account in accounts.items():
+        cropped = f"{100 * share(account, 'cropped'):.2f}"
+        rows.append((bucket, *(account[name] for name in LEDGER), cropped))
     text = (f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "
             f"and targets overlap. Emitted tokens are in rows; pending ones are not yet.\n'bos' counts inserted "
             f"tokens, 'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped;\n'epochs': "

@@ -1,42 +1,59 @@
 """
-Sources: the files of a bucket behind one small interface.
+Sources: the files of a bucket behind one small interface, and the pins that say which files a run reads.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
     Source.read(group, rows)    the documents of a group with the indices `rows`, each as [BOS] + token ids
 
-A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of a token file. To
-add a kind of data file, write one class in one file: see `nanochat.dataset.reader_class`, and `TokenSource` in
-nanochat/tokens.py for an example.
+A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of a token file. A
+kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass of `Source`. A fork needs no entry
+for its own kind `.xyz`: the class `FileSource` in nanochat/source_xyz.py is found by its name.
 
-**Parquet.** A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64 much
-later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each unit would decode a group
-of 1,024 documents sixteen times. So a group is decoded once, and the units that the lane will read soon are kept
-compressed. A *small* bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded
-once in the whole run, and its documents stay in memory, each compressed individually. (Compressing several together
-saved no memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a file that
-all lanes read (nanochat/spill.py).
+    files --scan, for each bucket--> manifest ----> RUN/data_manifest.json, when a run starts
+    manifest --check---------------> the same manifest, or an error that names the changed file, when it resumes
+
+**Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
+its size, a hash of its footer, the sizes of its groups and, for an object, its ETag. If a file has changed or vanished,
+an error names it. Files that arrive later are not in the manifest, so the stream ignores them. Hashing whole files at
+each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk, so
+a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
+storage service gives the same bytes a different ETag.
 """
 
-import functools
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 
-from nanochat.common import as_path
-from nanochat.dataset import Manifest, fingerprint, reader_class
-from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
-from nanochat.text import Selection, as_pinned, leaf_column, open_parquet, read_batches, text_suffix, text_tokens
-from nanochat.tokenizer import CannotEncode, Tokenizer
+from nanochat.common import (
+    as_path,
+    check_shape,
+    each,
+    etag_of,
+    hash_json,
+    make_local_copies,
+    open_door,
+    read_json,
+)
+from nanochat.files import data_folder, find_files
+from nanochat.text import ALL, JSON_LINES, SUFFIXES, Selection, text_suffix, text_tokens
+from nanochat.tokenizer import Tokenizer
 
+SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
+    **dict.fromkeys((*SUFFIXES, *JSON_LINES), "nanochat.parquet_source:ParquetSource"),
+    ".bin": "nanochat.token_source:TokenSource",
+}
+DATA_MANIFEST = "data_manifest.json"  # in the run directory
 SMALL_TOKENS = 32 << 20  # a bucket with at most this many estimated tokens is shuffled document by document,
 SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
+Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
+Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {bucket: manifest}}
+PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
+
+
+# ---- the interface -------------------------------------------------------------------------------
 
 def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
     """(number of documents in each group, their estimated mean length in tokens) of a manifest, in the order of files,
@@ -50,13 +67,14 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Source:
-    """One bucket's documents. `manifest` and `tokenizer` are the run's; `nanochat.dataset.scan` makes manifests.
+    """One bucket's documents. `manifest` and `tokenizer` are the run's; `scan` makes manifests.
 
     Each kind of file has a subclass: `scan_file` describes and hashes a file, `read` reads it. Several threads may call
     both at once, and errors name the file.
     """
 
     lengths_known: ClassVar[bool] = False  # whether the subclass implements `lengths`
+    has_entries: ClassVar[bool] = False  # whether it can return entries as they are stored, for `binned`
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         files = manifest["files"]
@@ -83,11 +101,21 @@ class Source:
         return without
 
     @staticmethod
-    def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
+    def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
         """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of documents in each,
-        "tokens": an estimate, needed unless the size gives one}. `field` holds the text (--text-field). ValueError or
-        FileNotFoundError if the file cannot be read."""
+        "tokens": an estimate, needed unless the size gives one}. `selection` says which documents of a text file are
+        read. ValueError or FileNotFoundError if the file cannot be read."""
         raise NotImplementedError
+
+    @staticmethod
+    def is_empty(path: Path) -> bool:
+        """Whether a file holds no document, so that it is skipped. ValueError or OSError if it cannot be read."""
+        return False
+
+    @staticmethod
+    def check_scanned(files: Sequence[Path], selection: Selection) -> None:
+        """Report what was found in the files of a bucket once all of them are scanned. ValueError if nothing in them
+        can be trained on."""
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
         """Documents `rows` (n,) of a group, in that order: (ids of each, number of ids at its start that repeat the
@@ -115,137 +143,30 @@ class Source:
         return self.manifest["files"][file]["name"], number
 
 
-# ---- text in parquet --------------------------------------------------------------------------------
+# ---- the door ------------------------------------------------------------------------------------
 
-class ParquetSource(Source):
-    """Text in parquet files. Other text files are converted to parquet once."""
+def reader_class(name: str) -> type[Source]:
+    """The class that scans and reads a file with this name. ValueError if there is none for its suffix."""
+    suffix = text_suffix(name) or Path(name).suffix
+    own = f"nanochat.source_{suffix[1:]}"  # of a fork
+    try:
+        return open_door(SOURCES.get(suffix, f"{own}:FileSource"))
+    except ModuleNotFoundError as e:
+        if e.name != own:
+            raise
+        raise ValueError(f"{name}: no source reads {suffix} files; write nanochat/source_{suffix[1:]}.py") from e
 
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
-        super().__init__(manifest, tokenizer)
-        selection = Selection.of(manifest)
-        self.field = selection.text_field
-        self.paths = [as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])]
-        self._kept: dict[tuple[int, int, int], bytes] = {}  # compressed units, by (group, first row, size)
-        self._groups = functools.cache(self._pack_group)  # of a small bucket
-        self._locks = [threading.Lock() for _ in self.groups] if self.small else []
-        self._spills = Spills()
-        self._text_bytes = functools.cache(self._read_text_bytes)
-
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
-        if self.small:
-            with self._locks[group]:  # other threads wait here until this group is decoded
-                packed = self._groups(group)
-            texts = [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
-                     for size, data in (packed[row] for row in rows.tolist())]
-        elif self._is_large(group):
-            texts = self._read_large(group, rows, keep)
-        else:
-            first = int(rows.min())
-            unit = self._kept.pop((group, first, len(rows)), None) if keep else None
-            column = self._decode(group, first, int(rows.max()) + 1, keep) if unit is None else _unpacked(unit)
-            texts = column.take(pa.array(rows - first)).to_pylist()
-        try:
-            ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
-        except CannotEncode as e:
-            name, number = self.locate(group)
-            raise ValueError(f"{name}: row group {number}, row {rows[e.number]}: {e.reason}") from None
-        return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
-
-    def texts(self, group: int) -> Iterator[str]:
-        num_documents = int(self.groups[group])
-        if self._is_large(group):
-            for first in range(0, num_documents, 64):
-                rows = np.arange(first, min(first + 64, num_documents))
-                yield from self._read_large(group, rows, num_documents)
-        else:
-            yield from self._decode(group, 0, num_documents, 0).to_pylist()
-
-    def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
-        """(size in bytes, compressed text) of every document of a group."""
-        packed = []
-        for text in self.texts(group):
-            data = text.encode()
-            packed.append((len(data), pa.compress(data, codec="lz4_raw", asbytes=True)))
-        return packed
-
-    def _read_text_bytes(self, file: int) -> list[int]:
-        """The bytes of text in each group of a file."""
-        with open_parquet(self.paths[file], self.field) as f:
-            metadata = f.metadata
-        text = leaf_column(metadata, self.field)
-        return [metadata.row_group(g).column(text).total_uncompressed_size for g in range(metadata.num_row_groups)]
-
-    def _is_large(self, group: int) -> bool:
-        """Whether a group is decoded into a file. A group that is missing is not: reading it names the problem."""
-        file, number = self.file_of(group)
-        sizes = self._text_bytes(file)
-        return number < len(sizes) and sizes[number] > LARGE_BYTES
-
-    def _read_large(self, group: int, rows: np.ndarray, keep: int) -> list[str]:
-        """Documents `rows` of a large group. ValueError names the file."""
-        file, number = self.file_of(group)
-        path, expected = self.paths[file], int(self.groups[group])
-
-        def decode() -> Spill:
-            spill = decode_group(path, number, self.field, self._text_bytes(file)[number])
-            if spill.num_documents < expected:
-                raise self._shorter(group, spill.num_documents)
-            return spill
-
-        return self._spills.read(group, rows, keep, decode)
-
-    def _shorter(self, group: int, num_documents: int) -> ValueError:
-        """The error for a group with fewer documents than the run has pinned."""
-        file, number = self.file_of(group)
-        return ValueError(f"{self.paths[file]}: row group {number} ends at row {num_documents:,}, so the file has "
-                          f"changed since the run began; restore it, or start a new run (--model-tag)")
-
-    def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
-        """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in units of the same
-        size. ValueError names the file."""
-        file, number = self.file_of(group)
-        path, size, at = self.paths[file], stop - first, 0
-        texts: list[pa.Array] = []
-        with open_parquet(path, self.field) as f:
-            # Read whole units at a time. All units of a group have the same size, except the last one.
-            for column in read_batches(f, number, path, batch_size=size * -(-64 // size), field=self.field):
-                texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
-                for row in range(max(at, stop), min(at + len(column), keep), size):
-                    unit = column.slice(row - at, min(size, keep - row))
-                    self._kept[group, row, len(unit)] = _packed(unit)
-                at += len(column)
-                if at >= max(stop, keep):
-                    break
-        if at < stop:
-            raise self._shorter(group, at)
-        return pa.chunked_array(texts)
-
-
-def _packed(texts: pa.Array) -> bytes:
-    """Compressed texts, as an Arrow stream of one batch."""
-    batch, sink = pa.record_batch([texts], ["text"]), pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
-        out.write(batch)
-    return sink.getvalue().to_pybytes()
-
-
-def _unpacked(texts: bytes) -> pa.ChunkedArray:
-    """The texts that `_packed` compressed."""
-    return pa.ipc.open_stream(texts).read_all()["text"]
-
-
-# ---- any kind ---------------------------------------------------------------------------------------
 
 def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False) -> Source:
     """The source of a manifest's files. `as_stored`: use the entries of token files as they are, for `binned`.
     ValueError for text, which has no stored entries."""
-    name = manifest["files"][0]["name"]
-    if as_stored and not name.endswith(".bin"):
+    kind = reader_class(manifest["files"][0]["name"])
+    if not as_stored:
+        return kind(manifest, tokenizer)
+    if not kind.has_entries:
         raise ValueError("--packing binned: this data is text, but binned packs stored tokens; convert it with "
                          "python -m scripts.tok_shards, or use --packing bestfit")
-    kind = ParquetSource if text_suffix(name) else reader_class(name)
-    return kind(manifest, tokenizer, **({"as_stored": True} if as_stored else {}))
+    return kind(manifest, tokenizer, as_stored=True)  # type: ignore[call-arg]
 
 
 @dataclass(frozen=True)
@@ -264,3 +185,119 @@ def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokeni
     train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
     val = {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()}
     return RunData(tokenizer, train, val, manifests)
+
+
+# ---- pins ----------------------------------------------------------------------------------------
+
+def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL) -> Manifest:
+    """The manifest of some files (default: all) below `root`. ValueError or FileNotFoundError for the first file that
+    cannot be read."""
+    folder = data_folder(root)
+    files = find_files(root) if files is None else files
+    pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
+    reader_class(files[0].name).check_scanned(files, selection)
+    return {"root": str(folder.resolve()), "files": pins, **selection.named()}
+
+
+def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
+    """A file's entry in a manifest."""
+    return reader_class(name).scan_file(path, name, selection)
+
+
+def read_manifests(path: Path) -> Manifests:
+    """The manifests in a run's data_manifest.json; {} if the file does not exist. ValueError if it is corrupt."""
+    if not path.exists():
+        return {}
+    remedy = "restore the file, or start a new run (--model-tag)"
+    manifests = read_json(path, {"train": dict, "val": dict}, remedy=remedy)
+    for split in ("train", "val"):
+        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
+        for manifest in manifests[split].values():
+            if not manifest["files"]:
+                raise ValueError(f"{path}: {split}: a bucket has no files; {remedy}")
+            counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
+            listed = {name: rows for name, rows in manifest.get("without", {}).items() if rows is not None}
+            check_shape(listed, {name: [int] for name in listed}, f"{path}: {split}: without")
+            if any(not 0 <= row < counts.get(name, 0) for name, rows in listed.items() for row in rows):
+                raise ValueError(f"{path}: {split}: `without` lists a document that does not exist; {remedy}")
+    return manifests
+
+
+def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
+    """Turn off the targets of the documents that a text file lists: the training manifests get "without": {file:
+    numbers of documents}, where None means all of them. Blank lines and lines that begin with # are skipped. ValueError
+    names a line without a valid document."""
+    counts = {(bucket, entry["name"]): sum(entry["groups"])
+              for bucket, manifest in buckets.items() for entry in manifest["files"]}
+    listed: dict[tuple[str, str], set[int] | None] = {}
+    for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
+        if not (line := line.strip()) or line.startswith("#"):
+            continue
+        name, _, row = line.rpartition(":")
+        where = f"{list_path}: line {number}: {line}"
+        place = next((place for place in counts if place[1] == name), None)  # in the first bucket with such a file
+        if place is None or not (row == "*" or row.isdecimal()):
+            raise ValueError(f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
+                             f"{next(iter(counts))[1]}, and DOC counts its documents from 0")
+        if row == "*":
+            listed[place] = None
+            continue
+        if int(row) >= counts[place]:
+            raise ValueError(f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them")
+        rows = listed.setdefault(place, set())
+        if rows is not None:
+            rows.add(int(row))
+    reduced: dict[str, Manifest] = {}
+    for bucket, manifest in buckets.items():
+        without = {name: None if rows is None else sorted(rows)
+                   for (of_bucket, name), rows in listed.items() if of_bucket == bucket}
+        reduced[bucket] = {**manifest, "without": without} if without else dict(manifest)
+    return reduced
+
+
+def fingerprint(manifest: Manifest) -> str:
+    """A hash of the contents of a manifest's files, independent of their location."""
+    pins = [[e["size"], e["footer"], e["groups"], e.get("tokens")] for e in manifest["files"]]
+    return hash_json(pins + Selection.of(manifest).hashed())
+
+
+def check_files(manifests: Mapping[str, Mapping[str, Manifest]], data_path: Path | str | None = None,
+                val_path: Path | str | None = None, *, strict: bool = False) -> Manifests:
+    """Compare a run's manifests with the files on this machine (below other paths, if given); see `check`."""
+    roots = {"train": data_path, "val": val_path or data_path}
+    return {split: {bucket: check(manifest, roots[split], strict=strict) for bucket, manifest in buckets.items()}
+            for split, buckets in manifests.items()}
+
+
+def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
+    """Compare a manifest with the disk (under another root, if given), and return it with the root in use.
+    FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`, has a broken
+    line."""
+    folder = data_folder(root or manifest["root"])
+    new_root = str(folder.resolve())
+    compared = ("size", "footer", "groups", "tokens", *(["etag"] if new_root == manifest["root"] else []))
+
+    def compare(old: dict[str, Any]) -> dict[str, Any]:
+        """The entry of a file in its present state."""
+        path = folder / old["name"]
+        if not path.exists():
+            began = "" if new_root == manifest["root"] else f" (when the run began, the data was in {manifest['root']})"
+            raise FileNotFoundError(f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
+                                    f"folder with --data-path, or start a new run with other data (--model-tag)")
+        if "etag" in compared and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
+            return old  # the object has not changed, so neither has its footer
+        new = pin(path, old["name"], Selection.of({**manifest, "strict": strict}))
+        sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
+        for key in (*compared, *sampled):
+            if old.get(key) != new.get(key):
+                what = "hash" if key == "footer" else key
+                raise ValueError(f"{path}: it has changed since this run began ({what}: {old.get(key)} then, "
+                                 f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)")
+        return new
+
+    folder.is_dir()  # in object storage: one listing instead of a request per file
+    make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
+    entries = list(each(compare, manifest["files"]))
+    if converted := [folder / entry["name"] for entry in entries if "own_size" in entry]:
+        reader_class(converted[0].name).check_scanned(converted, Selection.of(manifest))
+    return {**manifest, "root": new_root, "files": entries}

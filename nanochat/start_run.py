@@ -36,22 +36,9 @@ from nanochat.attention import activate_kernel, check_mode
 from nanochat.checkpoint import Checkpoint, find_checkpoint, first_good, list_checkpoints, load_checkpoint
 from nanochat.cli import EXIT_HALTED
 from nanochat.common import as_path, begin_launch, counted, get_dist_info, is_remote, print0, show, write_json
-from nanochat.config import Settings, flag, resume_settings, stream_config
+from nanochat.config import Settings, flag, resume_settings
+from nanochat.core_eval import read_bundle
 from nanochat.dataloader import StepLayout, default_leaves
-from nanochat.dataset import (
-    DATA_MANIFEST,
-    Manifest,
-    Manifests,
-    check_files,
-    data_folder,
-    default_data_path,
-    describe_split,
-    files_of,
-    last_file_validates,
-    leave_out,
-    pin_files,
-    read_manifests,
-)
 from nanochat.dist import (
     PER_MACHINE,
     agree,
@@ -63,9 +50,12 @@ from nanochat.dist import (
     versions,
     write_memory,
 )
+from nanochat.files import data_folder, default_data_path
+from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
+from nanochat.plan import rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -78,10 +68,21 @@ from nanochat.run_dir import (
     run_path,
     set_aside,
 )
+from nanochat.run_order import order_of, stream_config
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
-from nanochat.sources import RunData, counts_and_means, open_data
+from nanochat.sources import (
+    DATA_MANIFEST,
+    Manifest,
+    Manifests,
+    RunData,
+    check_files,
+    counts_and_means,
+    leave_out,
+    open_data,
+    read_manifests,
+)
+from nanochat.splits import describe_split, files_of, last_file_validates
 from nanochat.stream import carry_on, open_stream, reading_notes, refuse_cropping, sample_lengths, stream_identity
-from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,11 @@ class Start:
     def step(self) -> int:
         """Number of steps done."""
         return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def steps_to_read(self) -> int:
+        """Number of steps whose rows this launch and later ones read: those to skip, and those to take."""
+        return self.skip + self.horizon.num_iterations - self.step
 
     @property
     def state(self) -> dict[str, Any]:
@@ -207,8 +213,6 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
                          f"run with --model-tag")
     last_owner = check_free(run_dir)  # read first: if anything changes from here on, `claim` finds another record
     if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
-        from nanochat.integrations.core_eval import read_bundle
-
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
     config, notices, checkpoint, origin = dict[str, Any](), dict[str, str](), None, None
     if exists and not scratch:
@@ -225,7 +229,8 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         origin = _find_origin(settings.init_from, config.get("origin"))
     if origin is not None and settings.init_data == "continue" and settings.lanes == -1:
         settings = replace(settings, lanes=origin.cursors[0]["stream"]["V"])
-    manifests = {} if config or settings.order == "megatron" else pin_data(settings)
+    order = order_of(settings)
+    manifests = {} if config or not order.feeds_lanes else order.pin(settings)
     settings, horizon, model_config = resolve(settings, get_compute_dtype(device, settings.dtype),
                                               device_memory(device, settings.world_size), manifests.get("train"))
     if (loaded := checkpoint or origin) is not None:
@@ -237,11 +242,7 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         cursors=None if continued is None else continued.cursors,
         skip=settings.skip_steps if checkpoint is None else 0, notices=notices, last_owner=last_owner,
         manifests=manifests, events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {})
-    if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import settle
-
-        return replace(start, settings=settle(start))
-    return start
+    return replace(start, settings=order.settle(settings, horizon, start.cursors, start.steps_to_read))
 
 
 def _newest_checkpoint(run_dir: Path) -> Checkpoint | None:
@@ -293,8 +294,6 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
         model = GPT(config, attention_mode=settings.attention_mode,
                     activation_checkpointing=settings.activation_checkpointing, z_loss=settings.z_loss)
     if settings.fp8:
-        from nanochat.fp8 import convert
-
         convert(model)
     return model
 
@@ -385,20 +384,6 @@ def resolve(settings: Settings, dtype: torch.dtype, room: int | None, train: Map
 
 # ---- data ----------------------------------------------------------------------------------------
 
-def pin_data(settings: Settings) -> Manifests:
-    """The manifests of a new run's training and validation files. FileNotFoundError or ValueError names a file that is
-    missing or unusable."""
-    if settings.order == "megatron":
-        from nanochat.integrations.megatron_order import find_pairs
-
-        return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
-    manifests = pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format,
-                          mix=settings.mix, selection=Selection.of(settings.to_json()))
-    if settings.without_documents is not None:
-        manifests["train"] = leave_out(manifests["train"], settings.without_documents)
-    return manifests
-
-
 def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
     """Collective. Rank 0 pins the files of a new run, or compares the files of an existing run with its pins; then
     every rank opens them. Returns the start, with its cursors moved past the rows to skip, and the data.
@@ -408,7 +393,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
     def pinned() -> Manifests:
         """The manifests of a new run, or those of an existing run after a check of its files."""
         if not start.config or not (manifests := read_manifests(start.run_dir / DATA_MANIFEST)):
-            return pin_data(settings)
+            return order_of(settings).pin(settings)
         if settings.without_documents is not None and as_path(settings.without_documents).is_file():
             bare = {bucket: {k: v for k, v in manifest.items() if k != "without"}
                     for bucket, manifest in manifests["train"].items()}
@@ -487,11 +472,9 @@ def claim_run(start: Start, data: RunData) -> Owner:
     run_dir, settings, plan = start.run_dir, start.settings, None
     # planning `binned` rows finds too-long entries now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
-        from nanochat.plan import rehearse
-
         print0("start: planning which rows the run reads")
         plan = rehearse(start, data)
-    elif settings.plan != "off" and settings.order == "lanes" and start.checkpoint is None:
+    elif settings.plan != "off" and order_of(settings).has_plan and start.checkpoint is None:
         print_passes(start, data)
     # in Megatron's order, this shuffles once; all ranks then read the tables from the index cache
     open_stream(stream_config(settings), data.train, [0], tokenizer="").close()

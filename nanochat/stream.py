@@ -27,17 +27,15 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from nanochat.common import check_shape
+from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
 from nanochat.sources import Source
-
-if TYPE_CHECKING:
-    from nanochat.curriculum import Mixer
 
 FORMAT = 5  # of cursors
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
@@ -103,13 +101,13 @@ class LaneState(NamedTuple):
 
 
 class AnyStream(Protocol):
-    """What a loader needs from a stream, whether in the order of lanes (`Stream`) or in Megatron's (`SampleStream`).
+    """What a loader needs from a stream, in the order of lanes (`Stream`) or in any other.
     `Stream` documents the methods."""
 
     config: Any
     lanes: list[int]
     buckets: list[str]
-    mixer: "Mixer | None"  # None without a curriculum
+    mixer: Mixer | None  # None without a curriculum
 
     def next_rows(self, num_rows: int) -> list[Row]: ...
     def dry_bucket(self, lane: int) -> str | None: ...
@@ -513,10 +511,8 @@ class Stream:
 
 
 def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any) -> AnyStream:
-    """Some lanes of the stream that `config` describes: a `Stream`, or a `SampleStream` for Megatron's order. Both take
-    the other arguments of `Stream`."""
+    """Some lanes of the stream that `config` describes: a `Stream`, or for another order (`order.ORDERS`) what its
+    configuration opens. The other arguments are those of `Stream`."""
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **arguments)
-    from nanochat.integrations.megatron_order import SampleStream
-
-    return SampleStream(config, sources, lanes, **arguments)
+    return config.open(sources, lanes, **arguments)

@@ -303,39 +303,3 @@ def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_si
             pa.default_memory_pool().release_unused()
             with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
                 ctypes.CDLL(None).malloc_trim(0)
-
-
-# ---- any kind ------------------------------------------------------------------------------------
-
-def as_parquet(path: Path, selection: Selection = ALL) -> Path:
-    """`path` itself, or its cached conversion (`nanochat.text_kinds.converted`) if it is not parquet, if it has nulls,
-    or if the selection skips some of its documents."""
-    return path if text_suffix(path.name) == "" or not path.exists() else open_footer(path, selection)[0]
-
-
-def open_footer(path: Path, selection: Selection = ALL) -> tuple[Path, Footer]:
-    """(`as_parquet`, its footer) of a text file."""
-    field = selection.text_field
-    footer, nulls = None, 0
-    if text_suffix(path.name) == ".parquet" and not selection.skips_some:
-        footer = read_footer(path, field)
-        if footer.nulls is None:
-            from nanochat.text_kinds import count_nulls
-
-            nulls = count_nulls(path, field)
-        else:
-            nulls = footer.nulls
-    if footer is not None and not nulls:
-        return path, footer
-    from nanochat.text_kinds import converted
-
-    parquet = converted(path, selection)
-    return parquet, read_footer(parquet, field)
-
-
-def as_pinned(path: Path, entry: Mapping[str, Any], selection: Selection) -> Path:
-    """`as_parquet` of a file that a manifest's entry describes. No parquet file is opened: the entry tells whether it
-    was converted."""
-    if text_suffix(path.name) == ".parquet" and not selection.skips_some and "own_size" not in entry:
-        return path
-    return as_parquet(path, selection)

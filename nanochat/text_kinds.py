@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ from nanochat.text import (
     MAX_DOCUMENT_BYTES,
     TEXT_BYTES,
     TEXT_FIELD,
+    Footer,
     Selection,
-    as_parquet,
     checked,
     flat,
     misfit,
@@ -54,7 +54,6 @@ from nanochat.text import (
 log = logging.getLogger(__name__)
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-POINTER_BYTES = 1 << 10  # no pointer is larger
 EMPTY_BYTES = 1 << 20  # a larger file counts as one with documents
 JSON_LINE_BYTES = 16 << 20  # a .json file whose first line is longer is not JSON lines
 LISTED_LINES = 100  # maximum number of broken lines per file that the report lists
@@ -204,31 +203,12 @@ def _document(line: bytes, field: str) -> str:
     return value
 
 
-def content_of(path: Path) -> str:
-    """What a data file holds: "documents"; "nothing": no bytes, no rows, only nulls in its column `text`, only blank
-    lines, no entries; or "pointer": it stands for data that Git LFS or git-annex has not fetched. Only small files are
-    opened. "documents" for a file that cannot be read: reading it gives the reason."""
-    try:
-        size = path.stat().st_size
-        if size <= POINTER_BYTES:
-            with path.open("rb") as file:
-                if file.read(POINTER_BYTES).startswith((b"version https://git-lfs.github.com/", b"/annex/objects/")):
-                    return "pointer"
-        is_empty = size <= EMPTY_BYTES and _is_empty(path, size)
-    except (OSError, ValueError):
-        is_empty = False
-    return "nothing" if is_empty else "documents"
-
-
-def _is_empty(path: Path, size: int) -> bool:
-    """Whether a file of `size` bytes holds no document. ValueError or OSError if it cannot be read."""
-    suffix = text_suffix(path.name)
-    if path.name.endswith(".bin"):
-        from nanochat.tokens import TokenFile
-
-        return size == 0 and len(TokenFile(path)) == 0
-    if size == 0:
-        return suffix != ""
+def is_empty_text(path: Path) -> bool:
+    """Whether a text file holds no document: no bytes, no rows, only nulls in its column `text`, or only blank lines.
+    Only small files are opened. ValueError or OSError if it cannot be read."""
+    suffix, size = text_suffix(path.name), path.stat().st_size
+    if size == 0 or size > EMPTY_BYTES:
+        return size == 0
     with named_in_errors(path, "the file cannot be read"):
         if suffix == ".parquet":
             rows = pq.read_metadata(path.open("rb") if is_remote(path) else path).num_rows
@@ -250,6 +230,36 @@ def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
     parquet = as_parquet(as_path(path), selection)
     warn_of_nulls()
     return read_documents(parquet, Selection(selection.text_field))
+
+
+def as_parquet(path: Path, selection: Selection = ALL) -> Path:
+    """`path` itself, or its cached conversion (`converted`) if it is not parquet, if it has nulls,
+    or if the selection skips some of its documents."""
+    return path if text_suffix(path.name) == "" or not path.exists() else open_footer(path, selection)[0]
+
+
+def open_footer(path: Path, selection: Selection = ALL) -> tuple[Path, Footer]:
+    """(`as_parquet`, its footer) of a text file."""
+    field = selection.text_field
+    footer, nulls = None, 0
+    if text_suffix(path.name) == ".parquet" and not selection.skips_some:
+        footer = read_footer(path, field)
+        if footer.nulls is None:
+            nulls = count_nulls(path, field)
+        else:
+            nulls = footer.nulls
+    if footer is not None and not nulls:
+        return path, footer
+    parquet = converted(path, selection)
+    return parquet, read_footer(parquet, field)
+
+
+def as_pinned(path: Path, entry: Mapping[str, Any], selection: Selection) -> Path:
+    """`as_parquet` of a file that a manifest's entry describes. No parquet file is opened: the entry tells whether it
+    was converted."""
+    if text_suffix(path.name) == ".parquet" and not selection.skips_some and "own_size" not in entry:
+        return path
+    return as_parquet(path, selection)
 
 
 def count_nulls(path: Path, field: str) -> int:

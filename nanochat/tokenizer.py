@@ -44,18 +44,23 @@ from nanochat.common import (
     hash_bytes,
     hash_json,
     local_copy,
+    open_door,
     read_json,
     write_bytes,
     write_json,
 )
-from nanochat.data_files import GET_DATA
-from nanochat.dataset import default_data_path
+from nanochat.files import GET_DATA, default_data_path
 
 if TYPE_CHECKING:
     import torch  # takes seconds to import; only `token_bytes` needs it
 
 log = logging.getLogger(__name__)
 
+TOKENIZERS = {  # the door for tokenizers that are not ours, and for a faster encoder of ours
+    "other": "nanochat.integrations.third_party_tokenizers:open_third_party",  # a name -> its tokenizer
+    "saved": "nanochat.integrations.third_party_tokenizers:SAVED",  # {kind in a saved tokenizer.json: class}
+    "fast": "nanochat.integrations.fast_encoders:fastest_encoder",  # a tiktoken.Encoding -> an `Encoder`
+}
 SPECIAL_TOKENS = (
     "<|bos|>",  # begins every document
     # the others delimit turns of conversations and of tool use, for models fine-tuned on chats
@@ -326,11 +331,10 @@ class Tokenizer(metaclass=_Opens):
                                     f"{data}--output-dir {tokenizer_dir}")
         kind: type[Tokenizer] = RustBPETokenizer
         if "kind" in saved:
-            from nanochat.integrations.third_party_tokenizers import SAVED
-
-            if saved["kind"] not in SAVED:
+            kinds: Mapping[str, type[Tokenizer]] = open_door(TOKENIZERS["saved"])
+            if saved["kind"] not in kinds:
                 raise ValueError(f"{json_path}: kind {saved['kind']!r} is unknown to this code; {RESTORE}")
-            kind = SAVED[saved["kind"]]
+            kind = kinds[saved["kind"]]
         path = json_path.with_name(kind.file or JSON_FILE)
         files = json_path if path == json_path else f"{json_path} or {path.name}"
         if not path.is_file():
@@ -365,9 +369,7 @@ class RustBPETokenizer(Tokenizer):
         """tiktoken, or a faster encoder with the same ids if the extra `fast` is installed."""
         if importlib.util.find_spec("fastokens") is None:
             return TiktokenEncoder(self.enc)
-        from nanochat.integrations.fast_encoders import fastest_encoder
-
-        return fastest_encoder(self.enc)
+        return open_door(TOKENIZERS["fast"])(self.enc)
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int) -> "RustBPETokenizer":
@@ -521,9 +523,7 @@ def get_tokenizer(name: Path | str | None = None, *, eod_token: str | None = Non
     """
     folder = get_base_dir() / "tokenizer" if name is None else name
     if name is not None and not is_ours(as_path(name)):
-        from nanochat.integrations.third_party_tokenizers import open_third_party
-
-        return open_third_party(str(name), eod_token)
+        return open_door(TOKENIZERS["other"])(str(name), eod_token)
     if eod_token is not None:
         raise ValueError(f"--eod-token {eod_token}: the tokenizer in {folder} has its own; leave this flag out")
     return Tokenizer.from_directory(folder, data_path=data_path)

@@ -38,7 +38,6 @@ a memory map, SIGBUS ends the process.
 import functools
 import logging
 import os
-import re
 import struct
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -53,21 +52,15 @@ from nanochat.common import (
     check_shape,
     etag_of,
     hash_bytes,
-    hash_json,
     is_remote,
     local_copy,
-    make_local_copies,
     read_json,
 )
-from nanochat.data_files import exists, is_file
-from nanochat.dataset import Manifest
-from nanochat.sources import Source
+from nanochat.files import MAGICS
 from nanochat.text import text_tokens
-from nanochat.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # by the names of --data-format
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
 DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floating point, so they cannot be ids
     "shards": {2: "<u2", 4: "<u4"},
@@ -85,69 +78,6 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
     """(.bin, .idx) of a path without extension. The path may contain dots."""
     prefix = as_path(prefix)
     return prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
-
-
-def pair_format(path: Path) -> str | None:
-    """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or one that begins with
-    neither magic."""
-    try:
-        with open(local_copy(path.with_suffix(".idx")), "rb") as f:
-            head = f.read(16)
-    except FileNotFoundError:
-        return None
-    return next((name for name, magic in MAGICS.items() if head.startswith(magic)), None)
-
-
-# ---- which pairs a --data-path names ------------------------------------------------------------
-
-def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code or "70 web 30 code"), into the
-    prefixes, separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
-    parts = data_path.split(",") if "," in data_path else data_path.split()
-    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2])
-    if not weighted or exists(as_path(data_path)):
-        return data_path, None
-    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
-
-
-def find_prefixes(data_path: str) -> list[Path]:
-    """The .bin files, in the order given, of a --data-path that lists pairs as comma-separated paths without
-    extension; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
-    which only --order=megatron uses."""
-    parts = data_path.split(",")
-    prefixes, weights = split_weights(data_path)
-    if weights is not None:
-        raise ValueError(f"--data-path: got {_first_of(data_path)}, with a weight before each prefix, which "
-                         f"--order=lanes does not use; add --order=megatron, or write "
-                         f"--data-path={_first_of(prefixes)}")
-    if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
-        raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
-                         f"and on this machine; a run reads from only one place, so copy all files to one of them")
-    files = [as_path(f"{as_path(part)}.bin") for part in parts]
-    for prefix, file in zip(parts, files):
-        if not is_file(file) and not is_file(file.with_suffix(".idx")):
-            if len(parts) == 1:
-                return []
-            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
-                                    f"or to paths without .bin and .idx, separated by commas")
-    return files
-
-
-def _first_of(data_path: str) -> str:
-    """A list of prefixes for a sentence, which may have hundreds."""
-    parts = data_path.split(",")
-    return data_path if len(parts) < 9 else ",".join(parts[:8]) + ",..."
-
-
-def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
-    """ValueError for a pair whose format is not `data_format`. A folder that mixes formats is refused, too: skipping
-    one kind would silently drop data."""
-    make_local_copies(f.with_suffix(".idx") for f in files)
-    for file in files:
-        actual = pair_format(file)
-        if actual and actual != data_format:  # an unknown format is reported when the pair is opened
-            raise ValueError(f"{file}: this pair needs --data-format {actual}, not {data_format}; if {root} mixes "
-                             f"both, move one kind elsewhere, or convert it with python -m scripts.convert_shards")
 
 
 # ---- readers ------------------------------------------------------------------------------------
@@ -204,9 +134,7 @@ def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
     """The reader of a local or remote file. `mapped`: whether it may be a memory map. ValueError if NANOCHAT_READER
     has an unknown value."""
     if is_remote(path):
-        from nanochat.integrations.object_storage import RemoteReader
-
-        return RemoteReader(path, dtype)  # type: ignore[arg-type]
+        return path.open_reader(dtype)  # type: ignore[attr-defined]
     kind = os.environ.get(READER) or "mmap"
     if kind not in ("mmap", "pread"):
         raise ValueError(f"{READER}={kind}: expected mmap or pread")
@@ -555,69 +483,3 @@ def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
     """Number of entries in each group of a pair. A record may list them; otherwise each group has GROUP_ENTRIES."""
     whole, rest = divmod(entries, GROUP_ENTRIES)
     return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
-
-
-# ---- the source of a bucket ---------------------------------------------------------------------
-
-class TokenSource(Source):
-    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with `as_stored` the entry
-    as it is stored. Files are opened when they are first used. ValueError for files that another tokenizer made."""
-
-    lengths_known = True
-
-    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
-        super().__init__(manifest, tokenizer)
-        self.as_stored = as_stored
-        self._first_entry = np.concatenate([np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]])
-        if "documents" in manifest:  # part of one pair: documents first .. end - 1
-            first, end = manifest["documents"]
-            edges = np.array([*range(first, end, GROUP_ENTRIES), end])
-            self.groups, self._first_entry = np.diff(edges), edges[:-1]
-            self.means = np.full(len(self.groups), self.means[0])
-            self._first_group = np.array([0, len(self.groups)])
-            self.fingerprint = hash_json([self.fingerprint, first, end])
-        self._pair = functools.cache(self._open)
-        for folder, number in {path.parent: number for number, path in enumerate(self.paths)}.items():
-            of_folder = self._pair(number).manifest
-            if of_folder and of_folder["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-                raise ValueError(f"{folder}: tokenizer {of_folder['tokenizer']['fingerprint']} made its shards, but "
-                                 f"this run has {tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, "
-                                 f"or make the shards again with scripts.tok_shards")
-
-    @staticmethod
-    def scan_file(path: Path, name: str, field: str) -> dict[str, Any]:
-        return open_tokens(path).pin(name)
-
-    def _open(self, number: int) -> TokenFile:
-        """The open pair for a file in the manifest."""
-        path, entry = self.paths[number], self.manifest["files"][number]
-        pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
-        if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):
-            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {sum(entry['groups']):,} "
-                             f"in {entry['size']:,} when this run began; restore the old file, or start a new run "
-                             f"(--model-tag)")
-        return pair
-
-    def _runs(self, group: int, rows: np.ndarray) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
-        """Where some documents of a group are: (their pair, runs of consecutive entries [(first, end)] that hold them,
-        for each document its position in the runs). In a small bucket they may lie far apart."""
-        distinct, positions = np.unique(rows, return_inverse=True)  # a row may be pending from two epochs
-        runs = np.split(distinct + self._first_entry[group], np.flatnonzero(np.diff(distinct) > 1) + 1)
-        return self._pair(self.file_of(group)[0]), [(int(run[0]), int(run[-1]) + 1) for run in runs], positions.tolist()
-
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        pair, runs, positions = self._runs(group, rows)
-        ids, repeated = list[np.ndarray](), list[int]()
-        for first, end in runs:
-            ids += pair.read(first, end) if self.as_stored else pair.documents(first, end, self.bos)
-            repeated += pair.prefixes(first, end).tolist()
-        return [ids[i] for i in positions], [repeated[i] for i in positions]
-
-    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        pair, runs, positions = self._runs(group, rows)
-        lengths, repeated = list[int](), list[int]()
-        for first, end in runs:
-            of_run = pair.lengths(first, end) if self.as_stored else pair.document_lengths(first, end, self.bos)
-            lengths += of_run.tolist()
-            repeated += pair.prefixes(first, end).tolist()
-        return [lengths[i] for i in positions], [repeated[i] for i in positions]

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import LAUNCH, StopAsked, counted, duration, get_dist_info, print0, show
+from nanochat.common import LAUNCH, StopAsked, counted, duration, get_dist_info, open_door, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, StepLayout
 from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
@@ -59,11 +59,9 @@ from nanochat.spikes import MOST_IN_A_ROW, Window, limits, remember
 from nanochat.start_run import Start, build_model
 from nanochat.watchdog import Watchdog
 
-if TYPE_CHECKING:
-    from nanochat.integrations import trackers
-
 log = logging.getLogger(__name__)
 
+SINKS = {"trackers": "nanochat.integrations.trackers:Trackers"}  # the door for what receives the logged values, too
 LONG_S = 1800.0  # time limit of an evaluation or a save
 BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
 DRY, FLAGS = 4, 8  # in a step's message: the position of the dry flag, and how many numbers precede the buckets
@@ -506,6 +504,16 @@ class Silence:
     def finish(self) -> None: ...
 
 
+class Sink(Protocol):
+    """What receives the values of a run beside its log. nanochat/integrations/trackers.py documents the methods."""
+
+    wandb_id: str | None
+
+    def log(self, values: Mapping[str, Any]) -> None: ...
+    def at(self, step: int) -> None: ...
+    def finish(self) -> None: ...
+
+
 class Journal:
     """On rank 0: the log of a run, its live state, the progress bar on a terminal, and its trackers
     (nanochat/integrations/trackers.py). The first launch logs the id of the wandb run at once, so that a resume finds
@@ -530,11 +538,9 @@ class Journal:
         logged_id = newest.get("wandb", {}).get("id")
         self.wandb_id = logged_id or start.state.get("wandb_id")
         self.val_step = newest.get("val", {}).get("step")
-        self.trackers: trackers.Trackers | Silence = Silence()
+        self.trackers: Sink = Silence()
         if settings.trackers or settings.profiled:
-            from nanochat.integrations.trackers import Trackers
-
-            self.trackers = Trackers(settings, run_dir, wandb_id=self.wandb_id, step=step)
+            self.trackers = open_door(SINKS["trackers"])(settings, run_dir, wandb_id=self.wandb_id, step=step)
             self.wandb_id = self.trackers.wandb_id
         if self.wandb_id != logged_id:
             self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)

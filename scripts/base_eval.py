@@ -9,7 +9,7 @@ Evaluate a trained model: bits per byte on validation and training data, samples
 Tokenizer, data files and row length come from the run directory. With the default --eval-tokens, the validation result
 equals the one that training printed at that step. A unigram model, which only knows how frequent each token is in the
 first rows of training, is evaluated for comparison. CORE needs only the run's model and tokenizer, and the eval_bundle
-folder (nanochat/integrations/core_eval.py). Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
+folder (nanochat/core_eval.py). Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
 """
 
 import argparse
@@ -23,18 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanochat import core_eval
 from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import get_dist_info, print0, table, visible, write_json
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, Dry, validation_loader, validation_prompts
-from nanochat.dataset import DATA_MANIFEST, read_manifests
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
-from nanochat.integrations import core_eval
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
-from nanochat.sources import RunData, open_data
+from nanochat.sources import DATA_MANIFEST, RunData, open_data, read_manifests
 from nanochat.start_run import open_run
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of

@@ -33,7 +33,7 @@ import torch
 from nanochat.checkpoint import Saver, list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
 from nanochat.common import StopAsked, duration, print0
-from nanochat.config import Settings, add_flags, from_flags, stream_config
+from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
@@ -43,14 +43,14 @@ from nanochat.dist import (
     compute_init,
     elastic_problem,
     gather_all,
-    log_ranks,
     peak_memory,
     write_collectives,
 )
+from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
-from nanochat.loss_eval import log_validation
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_dir import run_path
+from nanochat.run_order import stream_config
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
 from nanochat.start_run import (
@@ -96,12 +96,8 @@ def loop(run: Trainer) -> int:
             if run.due(settings.eval_every, "val"):
                 run.between_steps("evaluation", log_validation)
             if run.due(settings.core_metric_every, "core") and p.step > 0:
-                from nanochat.integrations.core_eval import log_core
-
                 run.between_steps("CORE", log_core)
             if run.due(settings.sample_every, "samples") and p.step > 0 and run.loader.layout.rank == 0:
-                from nanochat.engine import log_samples
-
                 with suppress(StopAsked):  # the next step handles the stop
                     run.between_steps("samples", log_samples)
             if p.step >= last:

@@ -38,9 +38,9 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import as_local_path, counted, hash_file, write_json
-from nanochat.dataset import data_folder, find_files
+from nanochat.files import check_format, data_folder, find_files
 from nanochat.pretokenize import WRITERS
-from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, check_format, new_manifest, open_tokens, read_manifest
+from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, new_manifest, open_tokens, read_manifest
 
 TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of OUT
 BLOCK_ENTRIES = 1 << 12

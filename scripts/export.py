@@ -47,16 +47,16 @@ from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_by
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
-from nanochat.data_files import is_folder
-from nanochat.dataset import DATA_MANIFEST, default_data_path
-from nanochat.dataset import NAME as DATASET_NAME
 from nanochat.engine import load_model
+from nanochat.files import DATASET_NAME, default_data_path, is_folder
 from nanochat.gpt import GPTConfig
 from nanochat.integrations.export_check import check_hf, check_nanochat
 from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
+from nanochat.run_order import order_of
 from nanochat.run_reader import RunReader
-from nanochat.start_run import build_model, pin_data, resolve
+from nanochat.sources import DATA_MANIFEST
+from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.receipt import NAME as RECEIPT_NAME
 from scripts.receipt import make_receipt
@@ -406,7 +406,7 @@ def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[S
 
 def import_run(args: argparse.Namespace) -> str:
     """Write nanochat's checkpoint as a run directory. Returns a sentence that describes it. Raises what
-    `from_nanochat`, `settings_of` and `pin_data` raise."""
+    `from_nanochat`, `settings_of` and `RunOrder.pin` raise."""
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
@@ -417,7 +417,7 @@ def import_run(args: argparse.Namespace) -> str:
     with new_folder(out, advice) as run_dir:
         open_folders(run_dir)
         if args.data_path or is_folder(as_path(settings.data_path or "")):
-            write_json(run_dir / DATA_MANIFEST, pin_data(settings))
+            write_json(run_dir / DATA_MANIFEST, order_of(settings).pin(settings))
         else:
             log.warning("%s: no such folder, so base_eval cannot evaluate the run; set --data-path", settings.data_path)
         save_checkpoint(run_dir, "final", step=source.step, states={MODEL_NAME: source.state},

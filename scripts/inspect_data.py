@@ -40,11 +40,12 @@ from tqdm import tqdm
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
-from nanochat.config import add_flags, flag, from_flags, stream_config
+from nanochat.config import add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
 from nanochat.find import Document, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
 from nanochat.run_dir import find_run, finite, is_run_dir
+from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.sources import RunData
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW

@@ -27,6 +27,7 @@ from typing import Any
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, write_bytes
+from nanochat.config import setting_tables
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
 from nanochat.run_reader import ENDS, RunReader, differing_settings, flat_numbers, ledger_table
 from scripts import status
@@ -274,7 +275,7 @@ def samples(run: Run) -> str:
 
 def settings(run: Run) -> str:
     """The settings of a run: first those that the command set, then the others."""
-    tables = run.setting_tables()
+    tables = setting_tables(run.config, run.typed)
     rest = "".join(f"<details><summary>{title}</summary>{table(('setting', 'value'), tables[name])}</details>"
                    for name, title in (("worked out", "derived"), ("default", "at their defaults")))
     return card(run.name, table(("setting", "value", "default"), tables["set"]) + rest)

@@ -24,9 +24,8 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import as_path, counted, each, few, is_remote, read_json
-from nanochat.data_files import walk
+from nanochat.files import pair_format, walk
 from nanochat.integrations import object_storage as store
-from nanochat.tokens import pair_format
 
 DATA, LAST, TOKENIZER = (".bin", ".idx", ".parquet"), ("manifest.json", "dataset.json"), "tokenizer"
 PART_BYTES, MAX_PARTS = 8 << 20, 9000  # parts of an upload; S3 allows 10,000

@@ -48,11 +48,12 @@ from nanochat.common import (
     read_json,
     write_json,
 )
-from nanochat.config import FIELDS, STREAM, Settings, flag, stream_config
-from nanochat.dataset import Manifest, data_folder, pin
+from nanochat.config import FIELDS, STREAM, Settings, flag
+from nanochat.files import data_folder
 from nanochat.run_dir import find_run, unpack_cursors
+from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
-from nanochat.sources import RunData, open_data
+from nanochat.sources import Manifest, RunData, open_data, pin
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection

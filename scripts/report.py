@@ -23,6 +23,7 @@ import numpy as np
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import atomic_open, counted, duration, show, visible, write_bytes
+from nanochat.config import setting_tables
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader, ledger_table
 
@@ -128,7 +129,7 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
         f"{start['command']}{'' if start['world_size'] == 1 else '  # on ' + str(start['world_size']) + ' processes'}"
         for start in started if start.get("command")]
     times = [(name, duration(seconds), runs, failed) for name, seconds, runs, failed, _ in stages]
-    tables = run.setting_tables()
+    tables = setting_tables(run.config, run.typed)
     return ["Commands:", "", *fenced("\n".join(dict.fromkeys(commands)) or "unknown"),
             *markdown(("stage", "time", "runs", "failed or stopped"), times),
             *markdown(("setting", "value", "default"), tables["set"]),

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import table
-from nanochat.dataset import FORMATS, split_train_val
+from nanochat.files import FORMATS
+from nanochat.splits import split_train_val
 from nanochat.text import ALL, Selection, add_text_flags
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, add_tokenizer_flags, get_tokenizer

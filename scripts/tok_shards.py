@@ -25,9 +25,9 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import as_local_path, as_path, counted
-from nanochat.data_files import data_folder, find_splits, last_of
-from nanochat.dataset import split_train_val
+from nanochat.files import data_folder
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
+from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
 from nanochat.tokenizer import add_tokenizer_flags, get_tokenizer, read_description
 

@@ -28,17 +28,8 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import as_local_path, get_base_dir, is_remote
-from nanochat.data_files import BUCKET
-from nanochat.dataset import (
-    FORMATS,
-    NAME,
-    DataFile,
-    data_folder,
-    default_data_path,
-    describe_split,
-    last_file_validates,
-    split_train_val,
-)
+from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_folder, default_data_path
+from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
 from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, RustBPETokenizer, read_description
@@ -54,7 +45,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab-size", type=whole(256 + len(SPECIAL_TOKENS)), default=32_768,
                         help="number of tokens, special tokens included")
     parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
-                                            f"(default: the {NAME} download)")
+                                            f"(default: the {DATASET_NAME} download)")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="validation files, which are not read (default: the last file)")
     parser.add_argument("--output-dir", type=Path, help="folder to write (default: <base dir>/tokenizer, where "

@@ -28,6 +28,7 @@ from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
 from nanochat.plan import Plan, describe, halts_probably, make_run_plan, problem, refusal, warnings
 from nanochat.run_dir import is_run_dir
+from nanochat.run_order import order_of
 from nanochat.start_run import (
     Start,
     build_model,
@@ -91,10 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     start, data = find_data(start, tokenizer)
     ok("files")
     print_split(start, data)
-    if start.settings.order == "megatron":
-        from nanochat.integrations.megatron_order import samples_needed
-
-        ok(f"Megatron's order: {samples_needed(start):,} of {start.settings.num_samples:,} samples")
+    order = order_of(start.settings)
+    if not order.has_plan:
+        ok(order.describe(start.settings, start.cursors, start.steps_to_read))
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(start, data)
     print(*describe(plan), LEGEND, sep="\n")

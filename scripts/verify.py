@@ -42,10 +42,10 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import as_path, begin_launch, counted, duration, hash_file, is_remote, local_copy, table
-from nanochat.data_files import walk
-from nanochat.dataset import DATA_MANIFEST, check, read_manifests
+from nanochat.files import walk
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
+from nanochat.sources import DATA_MANIFEST, check, read_manifests
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 

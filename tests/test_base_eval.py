@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
+from nanochat.core_eval import GROUP
 from nanochat.engine import KVCache, load_model
-from nanochat.integrations.core_eval import GROUP
 from nanochat.run_dir import find_run
 from nanochat.start_run import open_run
 from nanochat.stream import open_stream

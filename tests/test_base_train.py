@@ -190,7 +190,7 @@ try:
 except SystemExit as end:
     code = end.code
 assert code == 0 and listing() != before
-unneeded = {{'wandb', 'nanochat.tokens', 'nanochat.plan', 'nanochat.curriculum', 'nanochat.fp8'}}
+unneeded = {{'wandb', 'nanochat.tokens', 'nanochat.token_source', 'nanochat.dataset', 'nanochat.run_reader'}}
 assert not unneeded & set(sys.modules), 'of a text run'
 loaded = {{name for name in sys.modules if name.startswith('nanochat.integrations.')}}
 assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # only if fastokens is installed

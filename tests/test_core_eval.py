@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from dev.make_eval_bundle import make_eval_bundle, make_repeater
-from nanochat.engine import load_model
-from nanochat.integrations import core_eval
-from nanochat.integrations.core_eval import (
+from nanochat import core_eval
+from nanochat.core_eval import (
     Item,
     Rows,
     Task,
@@ -20,6 +19,7 @@ from nanochat.integrations.core_eval import (
     make_rows,
     read_bundle,
 )
+from nanochat.engine import load_model
 from nanochat.lifecycle import StopWatch
 from nanochat.trainer import Silence
 from tests import training

@@ -14,22 +14,13 @@ import pytest
 
 from nanochat import text, text_kinds
 from nanochat.config import Settings
-from nanochat.dataset import (
-    DataFile,
-    check_files,
-    default_data_dir,
-    default_data_path,
-    describe_split,
-    find_files,
-    list_parquet_files,
-    parquets_iter_batched,
-    scan,
-    split_train_val,
-)
-from nanochat.sources import open_data
-from nanochat.start_run import pin_data
-from nanochat.text import as_parquet, open_parquet, read_batches
-from nanochat.tokens import check_format, split_weights
+from nanochat.dataset import list_parquet_files, parquets_iter_batched
+from nanochat.files import check_format, default_data_dir, default_data_path, find_files, split_weights
+from nanochat.run_order import order_of
+from nanochat.sources import check_files, open_data, scan
+from nanochat.splits import DataFile, describe_split, split_train_val
+from nanochat.text import open_parquet, read_batches
+from nanochat.text_kinds import as_parquet
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
@@ -175,7 +166,7 @@ def test_an_idx_without_its_bin_is_found_in_linear_time(tmp_path, monkeypatch):
 def test_prefixes_are_pinned_by_names_that_survive_a_move(tmp_path):
     prefixes = ",".join(str(tiny(tmp_path / "old" / name)) for name in ("web/one", "code/two"))
     settings = Settings(data_path=prefixes, val_path=str(tiny(tmp_path / "old" / "val")), data_format="megatron")
-    pinned = pin_data(settings)
+    pinned = order_of(settings).pin(settings)
     assert [e["name"] for e in pinned["train"]["data"]["files"]] == ["web/one.bin", "code/two.bin"]
     assert pinned["train"]["data"]["root"] == str((tmp_path / "old").resolve())
     (tmp_path / "old").rename(tmp_path / "new")
@@ -190,9 +181,10 @@ def test_hundreds_of_prefixes_are_longer_than_any_path_and_are_found(tmp_path):
     assert len(prefixes) > 4095
     assert len(split_train_val(prefixes, data_format="megatron")["train"]["data"]) == 59
     assert split_weights(prefixes) == (prefixes, None)
-    pinned = {order: pin_data(Settings(data_path=prefixes, data_format="megatron", order=order, split="60,40,0"
-                                       if order == "megatron" else None, packing="bestfit"))
-              for order in ("lanes", "megatron")}
+    pinned = {}
+    for order, split in (("lanes", None), ("megatron", "60,40,0")):
+        settings = Settings(data_path=prefixes, data_format="megatron", order=order, split=split)
+        pinned[order] = order_of(settings).pin(settings)
     assert len(pinned["megatron"]["train"]) == 60
     assert check_files(pinned["lanes"], prefixes)["train"] == pinned["lanes"]["train"]
 

@@ -14,9 +14,9 @@ import torch
 from nanochat import trainer
 from nanochat.checkpoint import load_plain
 from nanochat.curriculum import Curriculum
-from nanochat.dataset import read_manifests
 from nanochat.order import StreamConfig
 from nanochat.plan import read_plan
+from nanochat.sources import read_manifests
 from nanochat.stream import open_stream
 from scripts import base_train, compare_runs, report, verify
 from tests import training

@@ -25,12 +25,6 @@ def test_the_file_map_lists_every_module_and_no_other():
     assert len(modules) > 40 and listed == modules
 
 
-def test_no_core_module_imports_an_integration_when_it_is_imported():
-    core = [*(ROOT / "nanochat").glob("*.py")]
-    tops = [line for path in core for line in path.read_text().splitlines() if re.match(r"(from|import) ", line)]
-    assert len(tops) > 300 and [line for line in tops if "integrations" in line] == []
-
-
 def test_the_table_of_settings_is_that_of_the_code():
     assert settings_table() in (ROOT / "docs/reference.md").read_text(), (
         "docs/reference.md: its table of settings is not that of the code. Replace it with the output of "

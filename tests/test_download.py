@@ -11,8 +11,9 @@ import pyarrow as pa
 import pytest
 
 from dev.make_eval_bundle import make_eval_bundle
-from nanochat import dataset
-from nanochat.dataset import Dataset, default_data_dir, index_to_filename, list_parquet_files
+from nanochat import dataset, files
+from nanochat.dataset import index_to_filename, list_parquet_files
+from nanochat.files import Dataset, default_data_dir
 from nanochat.integrations import download
 from nanochat.integrations.download import fetch_bundle, make_downloader
 from tests.test_dataset import parquet_bytes, write
@@ -77,7 +78,7 @@ def clean_env(monkeypatch, tmp_path):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    monkeypatch.setitem(dataset.DATASETS, "climbmix", Dataset("http://unused.invalid", LAST))
+    monkeypatch.setitem(files.DATASETS, "climbmix", Dataset("http://unused.invalid", LAST))
     monkeypatch.setattr(download, "BACKOFF_S", 0.001)
 
 
@@ -190,7 +191,7 @@ def test_the_error_lists_every_shard_that_failed_and_no_other_replaces_the_valid
 
 
 def test_downloading_a_single_file_returns_whether_it_is_there(server, monkeypatch, caplog):
-    monkeypatch.setitem(dataset.DATASETS, "climbmix", Dataset(server.url, LAST))
+    monkeypatch.setitem(files.DATASETS, "climbmix", Dataset(server.url, LAST))
     assert dataset.download_single_file(0) and not dataset.download_single_file(99)
     assert on_disk(default_data_dir()) == ["shard_00000.parquet"] and "404" in caplog.text
 
@@ -254,7 +255,7 @@ def test_a_bundle_cannot_write_outside_its_folder(server, tmp_path):
 def test_the_endpoint_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret\n")
-    monkeypatch.setitem(dataset.DATASETS, "climbmix", Dataset(f"{dataset.HUB}/datasets/x/resolve/main", LAST))
+    monkeypatch.setitem(files.DATASETS, "climbmix", Dataset(f"{files.HUB}/datasets/x/resolve/main", LAST))
     name, mirror = index_to_filename(0), Server(dict(server.files))
     server.script[name] = [{"status": 429}, {"redirect": f"{mirror.url}/{name}"}]
     try:

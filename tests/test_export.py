@@ -21,8 +21,8 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from nanochat import gpt, integrations
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import get_base_dir
-from nanochat.dataset import default_data_dir
 from nanochat.engine import load_model
+from nanochat.files import default_data_dir
 from nanochat.integrations import export_check
 from nanochat.tokenizer import RustBPETokenizer, get_tokenizer, replace_surrogates
 from scripts import base_eval, base_train, export, sample

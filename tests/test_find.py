@@ -7,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.dataset import scan
 from nanochat.find import Document, History, documents_with, find_document
 from nanochat.order import Order, StreamConfig
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
 from nanochat.stream import Stream
 from tests.toy import BOS, ByteTokenizer, examples, json_copy, numbered, write_parquet
 

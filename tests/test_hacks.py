@@ -166,7 +166,7 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
 
 
 def test_a_metric_at_evaluation(fork):
-    fork.edit("nanochat/loss_eval.py", 'run.journal.event("val", **record,',
+    fork.edit("nanochat/evaluations.py", 'run.journal.event("val", **record,',
               'run.journal.event("val", perplexity_of_bytes=2**value, **record,')
     fork.run(eval_every=2)
     events = [r for r in iter_log(training.log_file("hack")) if r.get("event") == "val"]

@@ -13,13 +13,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.data_files import BUCKET
 from nanochat.dataloader import OFF, DataLoader
-from nanochat.dataset import scan, split_train_val
+from nanochat.files import BUCKET
 from nanochat.find import find_document, groups_of
 from nanochat.order import StreamConfig
+from nanochat.parquet_source import ParquetSource
 from nanochat.run_dir import RowLosses, TrainLog, cursor_files, iter_log, keep_cursors, pack_cursors, read_cursors
-from nanochat.sources import ParquetSource
+from nanochat.sources import scan
+from nanochat.splits import split_train_val
 from nanochat.stream import Stream
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import inspect_data, sample

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import LAUNCH, StopAsked, as_path, begin_launch, is_remote, local_copy, make_local_copies
-from nanochat.data_files import find_files
+from nanochat.files import find_files
 from nanochat.integrations import object_storage
 from nanochat.integrations.megatron import IndexedDatasetBuilder
 from nanochat.integrations.object_storage import (

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.dataset import find_files, scan
+from nanochat.files import find_files
 from nanochat.order import StreamConfig
 from nanochat.plan import BucketPlan, Plan, describe, make_plan, problem, warnings
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from tests.token_files import Tokenizer, write_pair
 from tests.toy import examples, some_texts, write_parquet

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from nanochat import pretokenize as module
 from nanochat.common import remove_leftovers
 from nanochat.pretokenize import Input, Pretokenizer, ShardWriter, Windows, describe_tokenizer
-from nanochat.text import as_parquet
-from nanochat.text_kinds import read_documents
+from nanochat.text_kinds import as_parquet, read_documents
 from nanochat.tokens import open_tokens
 from scripts.tok_shards import deal, find_inputs
 from tests.token_files import Tokenizer, fresh_ids

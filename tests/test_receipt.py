@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.common import hash_json, read_json, write_json
-from nanochat.dataset import ALL, pin
 from nanochat.run_reader import RunReader
+from nanochat.sources import pin
+from nanochat.text import ALL
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import export, inspect_data, receipt, verify
 from tests import training

@@ -17,9 +17,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nanochat import checkpoint, gpt, lifecycle, start_run, trainer
+from nanochat import checkpoint, core_eval, gpt, lifecycle, start_run, trainer
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
-from nanochat.integrations import core_eval
 from nanochat.run_dir import read_log
 from scripts import base_train, inspect_data, status
 from tests import faults, training
@@ -353,7 +352,7 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_e
 
 @pytest.mark.parametrize(("function", "flags", "what", "failures"), [
     ("nanochat.loss_eval.evaluate_buckets", {"eval_every": 2}, "evaluation", [0, 2, 4]),
-    ("nanochat.integrations.core_eval.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
+    ("nanochat.core_eval.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
     ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples", [4])])
 def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what, failures):
     """Every call fails once the run has started."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nanochat import tokens
-from nanochat.dataset import leave_out
 from nanochat.order import StreamConfig
+from nanochat.sources import leave_out
 from nanochat.stream import Stream
 from scripts import compare_runs, tok_shards, validate, verify
 from tests import toy, training

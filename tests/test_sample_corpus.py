@@ -10,8 +10,8 @@ import pytest
 
 from dev import make_sample_corpus as corpus
 from dev.make_sample_corpus import Settings, main, make_sample_corpus
-from nanochat.data_files import find_splits
 from nanochat.dataset import list_parquet_files
+from nanochat.splits import find_splits
 from tests.toy import tree
 
 SMALL = Settings(min_chars=150_000, max_chars=400_000, num_shards=3)

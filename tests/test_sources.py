@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import sources, text, text_kinds
-from nanochat.dataset import check, fingerprint, scan
-from nanochat.sources import ParquetSource
+from nanochat import parquet_source, sources, text, text_kinds
+from nanochat.parquet_source import ParquetSource
+from nanochat.sources import check, fingerprint, scan
 from tests.token_files import patch
 from tests.toy import BOS, ByteTokenizer, compressed, some_texts, write_jsonl, write_parquet
 
@@ -180,7 +180,7 @@ def test_any_order_of_reads_gives_the_texts_that_were_written(folder, monkeypatc
 def decoded(monkeypatch):
     """The groups that are decoded."""
     calls = []
-    monkeypatch.setattr(sources, "read_batches", lambda *args, **kwargs: calls.append(args[1:]) or
+    monkeypatch.setattr(parquet_source, "read_batches", lambda *args, **kwargs: calls.append(args[1:]) or
                         text.read_batches(*args, **kwargs))
     return calls
 

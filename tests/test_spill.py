@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat import common, sources, spill
-from nanochat.dataset import scan
-from nanochat.sources import ParquetSource
+from nanochat import common, parquet_source, sources, spill
+from nanochat.parquet_source import ParquetSource
+from nanochat.sources import scan
 from tests.token_files import patch
 from tests.toy import ByteTokenizer, some_texts, write_parquet
 
@@ -25,7 +25,7 @@ TEXTS = some_texts(20, seed=1)
 @pytest.fixture(autouse=True)
 def large(base_dir, monkeypatch):
     """Every group is large, and belongs to a large bucket."""
-    monkeypatch.setattr(sources, "LARGE_BYTES", 0)
+    monkeypatch.setattr(parquet_source, "LARGE_BYTES", 0)
     monkeypatch.setattr(sources, "SMALL_TOKENS", -1)
 
 
@@ -40,7 +40,7 @@ def folder(tmp_path):
 def decoded(monkeypatch):
     """The groups that are decoded."""
     calls, decode = [], spill.decode_group
-    monkeypatch.setattr(sources, "decode_group", lambda *args: calls.append(args[:2]) or decode(*args))
+    monkeypatch.setattr(parquet_source, "decode_group", lambda *args: calls.append(args[:2]) or decode(*args))
     return calls
 
 
@@ -147,7 +147,7 @@ def test_two_groups_are_never_decoded_at_once(folder, monkeypatch):
             with lock:
                 active[0] -= 1
 
-    monkeypatch.setattr(sources, "decode_group", counted)
+    monkeypatch.setattr(parquet_source, "decode_group", counted)
     source = open_source(folder)
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda group: texts_of(source, group, [0], keep=4), range(6)))

@@ -25,11 +25,13 @@ from nanochat import dataset, sources
 from nanochat.common import block
 from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
-from nanochat.dataset import find_files, scan
+from nanochat.files import find_files
 from nanochat.order import StreamConfig
-from nanochat.sources import ParquetSource
+from nanochat.parquet_source import ParquetSource
+from nanochat.sources import scan
 from nanochat.stream import Cursor, Packed, Row, Stream, ledger
-from nanochat.tokens import READER, TokenSource, new_manifest
+from nanochat.token_source import TokenSource
+from nanochat.tokens import READER, new_manifest
 from tests.token_files import write_megatron, write_pair
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import text_kinds
-from nanochat.dataset import check, find_files, fingerprint, scan, split_train_val
-from nanochat.sources import ParquetSource
+from nanochat.files import find_files
+from nanochat.parquet_source import ParquetSource
+from nanochat.sources import check, fingerprint, scan
+from nanochat.splits import split_train_val
 from nanochat.text import Selection
 from nanochat.text_kinds import read_documents, read_texts
 from scripts import tok_eval, tok_shards, tok_train

@@ -24,9 +24,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanochat.dataset import scan
 from nanochat.integrations.third_party_tokenizers import BLANK, ThirdPartyTokenizer
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer
 from scripts import base_eval, inspect_data, report, sample, tok_shards, verify
 from tests import training

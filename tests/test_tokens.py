@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from nanochat import tokens
 from nanochat.common import hash_file
-from nanochat.dataset import scan
 from nanochat.pretokenize import MegatronWriter, ShardWriter
-from nanochat.sources import open_source
+from nanochat.sources import open_source, scan
 from nanochat.tokens import READER, PlainReader, TokenFile, open_tokens, read_manifest
 from tests import faults
 from tests.token_files import (

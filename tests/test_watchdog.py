@@ -128,10 +128,22 @@ class SilentStore(dist.HashStore):
     """A store that does not answer once it is `silent`."""
     silent = False
 
-    def set(self, key, value):
+    def _answer(self, call, *args):
         while self.silent:
             time.sleep(1)
-        super().set(key, value)
+        return call(*args)
+
+    def set(self, key, value):
+        return self._answer(super().set, key, value)
+
+    def get(self, key):
+        return self._answer(super().get, key)
+
+    def check(self, keys):
+        return self._answer(super().check, keys)
+
+    def compare_set(self, key, expected, value):
+        return self._answer(super().compare_set, key, expected, value)
 
 
 def watcher(rank=0, world_size=3, store=None, **options):

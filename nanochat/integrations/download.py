@@ -31,11 +31,11 @@ from urllib3.util import Retry
 
 from nanochat.cli import Parser, setup_logging
 from nanochat.common import counted, each, fsync_dir, get_base_dir, public, write_json
-from nanochat.dataset import (
+from nanochat.files import (
+    DATASET_NAME,
     DATASETS,
     HUB,
     MARKER,
-    NAME,
     default_data_dir,
     index_to_filename,
     known_dataset,
@@ -81,7 +81,8 @@ class Downloader:
         fsync_dir(self.data_dir)
 
 
-def make_downloader(name: str = NAME, *, base_url: str | None = None, data_dir: Path | None = None) -> Downloader:
+def make_downloader(name: str = DATASET_NAME, *, base_url: str | None = None,
+                    data_dir: Path | None = None) -> Downloader:
     """A Downloader for a known data set, with HF_ENDPOINT and HF_TOKEN from the environment. Creates its folder and
     writes the data set's name there. ValueError for an unusable variable or address, or if the folder holds a
     different data set."""
@@ -195,7 +196,7 @@ def fetch_bundle(base_url: str | None, folder: Path) -> None:
     """Download the tasks of the CORE metric into `folder`, or check those that it already holds. The archive has no
     published checksum, so it counts as good if its own checksums match and all its items can be read. After an OSError
     the folder does not exist."""
-    from nanochat.integrations.core_eval import read_bundle
+    from nanochat.core_eval import read_bundle
 
     url = f"{(base_url or BUNDLE_URL).rstrip('/')}/{BUNDLE_NAME}.zip"
     check_url("--base-url", url)
@@ -224,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("-n", "--num-files", type=int, default=-1,
                         help="number of training shards to download, about 100 MB each; -1: all (thousands)")
     parser.add_argument("-w", "--num-workers", type=int, default=4, help="number of shards to download at once")
-    parser.add_argument("--dataset", choices=DATASETS, default=NAME, help="data set to download or verify")
+    parser.add_argument("--dataset", choices=DATASETS, default=DATASET_NAME, help="data set to download or verify")
     parser.add_argument("--base-url", help="address of a different folder that has the shards, or eval_bundle.zip")
     parser.add_argument("--data-dir", type=Path, help="folder to use instead of <base dir>/data/DATASET; "
                         "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat")

@@ -1,6 +1,6 @@
 """
 A run in Megatron's order: it trains on the samples of a blend of Megatron's data sets. With --order=megatron,
-`stream.open_stream` opens a `SampleStream` from this module, and `start_run` has `settle` choose the number of samples.
+a run opens a `SampleStream` from this module, and `MegatronOrder` tells it what the settings mean.
 
 Row i of the run is sample i of the blend:
 
@@ -37,20 +37,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote
-from nanochat.data_files import data_folder, find_files, is_folder
-from nanochat.dataset import Manifest, scan, split_train_val
+from nanochat.config import Settings
+from nanochat.curriculum import Mixer
+from nanochat.files import check_format, data_folder, find_files, is_folder
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
-from nanochat.sources import Source
+from nanochat.schedule import Horizon
+from nanochat.sources import Manifest, Manifests, Source, scan
+from nanochat.splits import split_train_val
 from nanochat.stream import FORMAT, Cursor, LaneState, Row, check_cursors, stream_identity
-from nanochat.tokens import TokenFile, check_format, to_offsets
+from nanochat.tokens import TokenFile, to_offsets
 
 if TYPE_CHECKING:
     import torch
-
-    from nanochat.config import Settings
-    from nanochat.curriculum import Mixer
-    from nanochat.start_run import Start
 
 SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split, Megatron's; and the one used if validation has its own files
 
@@ -183,13 +182,17 @@ class SampleConfig:
     framed: ClassVar[bool] = True  # validation reads documents as `[BOS] + ids`
 
     @classmethod
-    def of(cls, settings: "Settings") -> "SampleConfig":
+    def of(cls, settings: Settings) -> "SampleConfig":
         """The configuration in a run's resolved settings."""
         weights = settings.blend_weights
         return cls(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed, num_samples=settings.num_samples,
                    split=settings.split or "", weights=None if weights is None else tuple(weights),
                    eod_mask_loss=settings.eod_mask_loss,
                    index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
+
+    def open(self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any) -> "SampleStream":
+        """See `nanochat.stream.open_stream`."""
+        return SampleStream(self, sources, lanes, **arguments)
 
     def identity(self) -> dict[str, Any]:
         """The configuration as JSON values: equal identities give equal samples from the same data."""
@@ -203,29 +206,46 @@ def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
     return val_path is not None or is_folder(as_path(data_path) / "train")
 
 
-def samples_needed(start: "Start") -> int:
+def samples_needed(settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> int:
     """How many samples a run has read when it ends, including those of an earlier run whose data it continues."""
-    before = start.cursors[0]["samples"] if start.cursors else 0
-    rows = start.settings.total_batch_size // start.settings.max_seq_len
-    return before + (start.horizon.num_iterations - start.step + start.skip) * rows
+    before = cursors[0]["samples"] if cursors else 0
+    return before + steps * (settings.total_batch_size // settings.max_seq_len)
 
 
-def settle(start: "Start") -> "Settings":
-    """The settings of a run in Megatron's order, with defaults for --split and the number of samples filled in. A new
-    run has as many samples as its steps need, or as many as the run whose data it continues, and keeps that number.
-    ValueError if its steps need more."""
-    settings, horizon, needed = start.settings, start.horizon, samples_needed(start)
-    split = settings.split or (WHOLE if has_own_val(settings.data_path or "", settings.val_path) else SPLIT)
-    number = settings.num_samples
-    if number == -1:
-        number = start.cursors[0]["stream"]["num_samples"] if start.cursors else needed
-    if needed > number:
-        too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
-        raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but its order has {number:,}, and "
-                         f"a different number changes the order; set --num-iterations "
-                         f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (runs with "
-                         f"--order lanes can be extended)")
-    return replace(settings, split=split, num_samples=number)
+class MegatronOrder:
+    """Megatron's order as a run's settings describe it; a `nanochat.run_order.RunOrder`."""
+
+    feeds_lanes = has_plan = False
+
+    def stream_config(self, settings: Settings) -> SampleConfig:
+        """See `RunOrder.stream_config`."""
+        return SampleConfig.of(settings)
+
+    def settle(self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int) -> Settings:
+        """See `RunOrder.settle`. Fills in --split and the number of samples. A new run has as many samples as its steps
+        need, or as many as the run whose data it continues, and keeps that number. ValueError if its steps need
+        more."""
+        needed = samples_needed(settings, cursors, steps)
+        split = settings.split or (WHOLE if has_own_val(settings.data_path or "", settings.val_path) else SPLIT)
+        number = settings.num_samples
+        if number == -1:
+            number = cursors[0]["stream"]["num_samples"] if cursors else needed
+        if needed > number:
+            too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
+            raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but its order has {number:,}, "
+                             f"and a different number changes the order; set --num-iterations "
+                             f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (runs "
+                             f"with --order lanes can be extended)")
+        return replace(settings, split=split, num_samples=number)
+
+    def pin(self, settings: Settings) -> Manifests:
+        """See `RunOrder.pin`."""
+        return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
+
+    def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
+        """See `RunOrder.describe`."""
+        needed = samples_needed(settings, cursors, steps)
+        return f"Megatron's order: {needed:,} of {settings.num_samples:,} samples"
 
 
 def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
@@ -330,7 +350,7 @@ class SampleStream:
     shuffles, or opens the tables in the index cache. ValueError for cursors of a different stream, or data with too
     few samples."""
 
-    mixer: "Mixer | None" = None
+    mixer: Mixer | None = None
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, **unused: Any):

@@ -571,6 +571,10 @@ class RemotePath(PosixPath):
 
     absolute = expanduser = resolve
 
+    def open_reader(self, dtype: np.dtype) -> RemoteReader:
+        """A reader of the object's elements."""
+        return RemoteReader(self, dtype)
+
     def local_copy(self) -> Path:
         """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so another version's copy
         is never used, and processes that copy at the same time write the same bytes."""

@@ -11,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.data_files import find_files, stated_splits, walk
-from nanochat.dataset import check, describe_split, files_of, pin_files, scan, split_train_val
+from nanochat.files import find_files, walk
+from nanochat.sources import check, scan
+from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
 from nanochat.text import Selection
 from nanochat.text_kinds import read_texts
 from nanochat.tokens import HEADERS

@@ -39,9 +39,8 @@ import torch
 import torch.nn.functional as F
 
 from nanochat.cli import read_yaml
-from nanochat.common import check_shape, get_base_dir, get_dist_info, parse_json, print0, write_bytes
-from nanochat.dist import gather_all, gather_results
-from nanochat.lifecycle import join_reasons
+from nanochat.common import check_shape, get_base_dir, get_dist_info, parse_json, write_bytes
+from nanochat.dist import gather_results
 
 GROUP = 32  # items whose prompts are batched together
 BATCH_TOKENS = 8192  # maximum in one forward pass, unless a single item has more
@@ -311,23 +310,3 @@ def write_csv(path: Path, result: Mapping[str, Any]) -> None:
             ("CORE", "", f"{result['core_metric']:.6f}")]
     write_bytes(path, "".join(f"{task:<35}, {accuracy:<10}, {centered:<10}\n"
                               for task, accuracy, centered in rows).encode())
-
-
-def log_core(run: Any) -> None:
-    """Collective. Evaluate CORE for the model of a `trainer.Trainer`; print it, log it and, under nanochat's names,
-    send it to the trackers. Raises Stop on all ranks, between two tasks, if a stop is requested."""
-    from nanochat.trainer import LONG_S, Stop
-
-    step, settings, scores = run.progress.step, run.settings, []
-    run.dog.beat(step, "CORE", LONG_S)
-    is_rank0 = run.loader.layout.rank == 0
-    tasks = gather_results(
-        lambda: read_bundle(settings.eval_bundle, settings.core_metric_max_per_task) if is_rank0 else [])[0]
-    for score in evaluate_core(run.model, run.data.tokenizer, tasks):
-        scores.append(score)
-        run.dog.beat(step, f"CORE after {score.task.label}", LONG_S)
-        if any(reasons := gather_all(run.stop.requested())):
-            raise Stop(join_reasons(reasons))
-    result = summary(scores)
-    print0(f"step {step:05d} | CORE metric {result['core_metric']:.4f} ({len(scores)} tasks)")
-    run.journal.event("core", **result)

@@ -1,22 +1,23 @@
 """
-The files below a data path: which are data, what their names say about their use, and which are not read.
+The files that a data path names: which of them are data, and which are not read.
 
     DIR/web/a.parquet                        data: its suffix is one that --data-format reads
     DIR/code -> /disk/code                   a link to a folder: followed, like a folder
     DIR/b.jsonl -> ../blobs/1f3a (missing)   a dangling link: an error, because data would silently be missing
     DIR/_temporary/0/part-0.parquet          hidden: a name below DIR begins with _ or .
     DIR/README.txt  DIR/c.csv                not read: text about the data; a kind that no source reads
+    PREFIX,PREFIX                            token files, listed without their suffixes
 
 Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line; a single array or
 object is not read. `list_files` lists every file that is not read but could be data, and commands print that list.
+All of these paths may be in object storage.
 
 **Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a folder that contains
 the link, which would never end. A file that is reachable by two names is read twice, with a warning. (Rejected: reading
 it once. Which of the names would count? A bucket could lose its files to another bucket.)
 
-**Names that state a split.** Data sets are often published as train-00000-of-00002.parquet, validation-..., test-...,
-or as folders with such names. `stated_splits` reads these names. They count only if some of the files beside each other
-are for training and others are not, so a single file `test.parquet` or a bucket `dev/` is ordinary data.
+**Known data sets.** The last shard of the data set is used for validation: it is always downloaded, and it is an error
+if it is missing. Otherwise a failed download would silently change all validation results.
 """
 
 import errno
@@ -25,16 +26,18 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.cli import did_you_mean
-from nanochat.common import as_path, counted, each, few, is_remote, local_copy
+from nanochat.common import as_path, counted, few, get_base_dir, is_remote, local_copy, make_local_copies, read_json
 from nanochat.text import SUFFIXES, text_suffix
+from nanochat.text_kinds import is_json_lines, saved_files
 
 log = logging.getLogger(__name__)
 
 FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}  # suffixes by --data-format
+MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # an .idx begins with it
 GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
 GET_DATA = ("download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
             "-m dev.make_sample_corpus, or point --data-path at yours")
@@ -155,8 +158,6 @@ def named_files(path: Path | str) -> list[Path]:
     folder or a path that does not exist."""
     if exists(as_path(path)):
         return [as_path(path)] if as_path(path).is_file() else []
-    from nanochat.tokens import find_prefixes
-
     return find_prefixes(str(path))
 
 
@@ -177,7 +178,7 @@ class Listing(NamedTuple):
 def list_files(path: Path | str, data_format: str = "text") -> Listing:
     """The files of a format at a --data-path: all files below a folder, or the files that it names. FileNotFoundError
     or ValueError if there are none, or if one cannot be data."""
-    # A format that is not in the table is a suffix (see `nanochat.dataset.reader_class`).
+    # A format that is not in the table is a suffix (see `nanochat.sources.SOURCES`).
     path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
     if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
         ours = GPT_SIMPLE.get(data_format)
@@ -263,8 +264,6 @@ def _refuse_dangling(folder: Path, links: Sequence[Path]) -> None:
 
 def _not_documents(files: Sequence[Path]) -> dict[Path, str]:
     """{file: reason} for the files of a folder that could be data but are not read."""
-    from nanochat.text_kinds import is_json_lines, saved_files
-
     reasons: dict[Path, str] = {}
     saved = {folder: saved_files(folder) for folder in {file.parent for file in files if file.suffix == ".arrow"}}
     for file in files:
@@ -319,163 +318,138 @@ def describe_ignored(folder: Path | str, ignored: dict[str, list[Path]]) -> str:
     return f"{counted(number, 'file')} that could be data {'is' if number == 1 else 'are'} not read: {'; '.join(parts)}"
 
 
-# ---- what names say about a file's use -----------------------------------------------------------
+# ---- token files, listed one by one --------------------------------------------------------------
 
-WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
-         **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "val")}
-VAL_FOLDERS = ("val", "valid", "validation", "dev")
-NUMBERED = r"([-_.]?\d+)?(-of-\d+)?(-[0-9a-f]{16})?"
-ANY_WORD = "|".join(sorted(WORDS, key=len, reverse=True))
-ALONE = re.compile(rf"(?P<word>{ANY_WORD}){NUMBERED}")  # test, test-00000-of-00001
-INSIDE = re.compile(rf".*[-_.](?P<word>{ANY_WORD}){NUMBERED}|(?P<first>{ANY_WORD})[-_.].*")  # c4-train.00001, train_sft
-
-
-def stated_splits(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-    """{name: "train", "val", "test" or ""} for relative paths of data files. "": the name states nothing. The topmost
-    folder or file whose name counts decides."""
-    children = defaultdict[PurePosixPath, set[PurePosixPath]](set)  # of each folder
-    for name in names:
-        for path in (name, *name.parents[:-1]):
-            children[path.parent].add(path)
-    files = set(names)
-    stated: dict[PurePosixPath, str] = {}
-    for beside in children.values():
-        stated |= _stated([path for path in beside if path in files])
-        folders = {path: WORDS.get(path.name.lower(), "") for path in beside if path not in files}
-        if "train" in folders.values() and {"val", "test"} & set(folders.values()):
-            stated |= folders
-    return {name: next((said for path in (*reversed(name.parents[:-1]), name) if (said := stated.get(path, ""))), "")
-            for name in names}
+def split_weights(data_path: str) -> tuple[str, list[float] | None]:
+    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code or "70 web 30 code"), into the
+    prefixes, separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
+    parts = data_path.split(",") if "," in data_path else data_path.split()
+    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2])
+    if not weighted or exists(as_path(data_path)):
+        return data_path, None
+    return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 
 
-def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-    """`stated_splits` of the files of one folder, {} if their names do not count. ValueError if names that count are
-    beside names that state nothing."""
-    stems = {file: file.name.lower().removesuffix(text_suffix(file.name) or file.suffix.lower()) for file in files}
-    words, clear_words = dict[PurePosixPath, str](), dict[PurePosixPath, str]()
-    for file, stem in stems.items():
-        if match := ALONE.fullmatch(stem):
-            words[file] = match["word"]
-            if match["word"] not in ("dev", "eval"):
-                clear_words[file] = match["word"]
-        elif match := INSIDE.fullmatch(stem):
-            words[file] = match["word"] or match["first"]
-    if not any(WORDS[word] == "train" for word in words.values()):  # the others may be topics: dev, test_cases
-        words = clear_words
-    stated = {file: WORDS.get(words.get(file, ""), "") for file in files}
-    kinds = set(stated.values())
-    if not {"val", "test"} & kinds or not {"train", ""} & kinds:
-        return {}
-    if {"train", ""} <= kinds:
-        silent = [file for file in files if not stated[file]]
-        spoken = [file for file in files if stated[file]]
-        raise ValueError(f"{few(sorted(silent))}: the names of other files beside it state a split "
-                         f"({few(sorted(spoken))}), so it is unclear whether to train on it; move it to a folder of "
-                         f"its own to train on it, or rename it train-... or validation-...")
-    return stated
+def find_prefixes(data_path: str) -> list[Path]:
+    """The .bin files, in the order given, of a --data-path that lists pairs as comma-separated paths without
+    extension; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
+    which only --order=megatron uses."""
+    parts = data_path.split(",")
+    prefixes, weights = split_weights(data_path)
+    if weights is not None:
+        raise ValueError(f"--data-path: got {_first_of(data_path)}, with a weight before each prefix, which "
+                         f"--order=lanes does not use; add --order=megatron, or write "
+                         f"--data-path={_first_of(prefixes)}")
+    if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
+        raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
+                         f"and on this machine; a run reads from only one place, so copy all files to one of them")
+    files = [as_path(f"{as_path(part)}.bin") for part in parts]
+    for prefix, file in zip(parts, files):
+        if not is_file(file) and not is_file(file.with_suffix(".idx")):
+            if len(parts) == 1:
+                return []
+            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
+                                    f"or to paths without .bin and .idx, separated by commas")
+    return files
 
 
-def val_folders(root: Path) -> list[Path]:
-    """The folders beside root/train whose names say that they are for validation."""
-    return [root / name for name in VAL_FOLDERS if is_folder(root / name)]
+def _first_of(data_path: str) -> str:
+    """A list of prefixes for a sentence, which may have hundreds."""
+    parts = data_path.split(",")
+    return data_path if len(parts) < 9 else ",".join(parts[:8]) + ",..."
 
 
-# ---- buckets and splits --------------------------------------------------------------------------
-
-def group_by_bucket(files: Sequence[Path], path: Path, *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files} of files below a --data-path: each subfolder is a bucket, and so is each of several prefixes.
-    Files beside the subfolders form the bucket BUCKET; with `merge`, all files do."""
-    folder, prefixes = data_folder(path), not exists(path)
-    buckets: dict[str, list[Path]] = {}
+def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
+    """ValueError for a pair whose format is not `data_format`. A folder that mixes formats is refused, too: skipping
+    one kind would silently drop data."""
+    make_local_copies(f.with_suffix(".idx") for f in files)
     for file in files:
-        name = file.relative_to(folder)
-        if merge or (len(name.parts) == 1 and not prefixes):
-            bucket = BUCKET
-        else:
-            bucket = name.with_suffix("").as_posix() if prefixes else name.parts[0]
-        buckets.setdefault(bucket, []).append(file)
-    return buckets
+        actual = pair_format(file)
+        if actual and actual != data_format:  # an unknown format is reported when the pair is opened
+            raise ValueError(f"{file}: this pair needs --data-format {actual}, not {data_format}; if {root} mixes "
+                             f"both, move one kind elsewhere, or convert it with python -m scripts.convert_shards")
 
 
-def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files} of all data at a path; see `group_by_bucket`."""
-    return group_by_bucket(find_files(path, data_format), path, merge=merge)
+def pair_format(path: Path) -> str | None:
+    """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or one that begins with
+    neither magic."""
+    try:
+        with open(local_copy(path.with_suffix(".idx")), "rb") as f:
+            head = f.read(16)
+    except FileNotFoundError:
+        return None
+    return next((name for name, magic in MAGICS.items() if head.startswith(magic)), None)
 
 
-class Splits(NamedTuple):
-    """The files of a data path, {bucket: files} each. `val` is empty if no folder or name states a split. `stray`:
-    files that are neither in train/ nor in the folders beside it."""
+# ---- known data sets -----------------------------------------------------------------------------
 
-    train: dict[str, list[Path]]
-    val: dict[str, list[Path]]
-    stray: list[Path]
+HUB = "https://huggingface.co"
+MARKER = "dataset.json"  # names the data set of the downloaded shards beside it
 
 
-def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = False) -> Splits:
-    """What folders and names state about the files of a data path. Warns about files that could be data but are not
-    used. Files without documents are skipped with one warning. Without `by_bucket`, the training files are one
-    bucket."""
-    found = list_files(root, data_format)
-    ignored, data = dict(found.ignored), drop_empty(root, found.data)
-    val, tests, stray = dict[str, list[Path]](), list[Path](), list[Path]()
-    names = {file: PurePosixPath(file.relative_to(root).as_posix()) for file in data} if is_folder(root) else {}
-    if is_folder(root / "train"):
-        folders = [root / "train", *val_folders(root)[:1]]
-        tops = {folder: [file for file in data if names[file].parts[0] == folder.name] for folder in folders}
-        for folder, files in tops.items():
-            if not files:
-                find_files(folder, data_format)  # raises, unless
-                raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
-        train = group_by_bucket(tops[folders[0]], folders[0], merge=not by_bucket)
-        for folder in folders[1:]:
-            val = group_by_bucket(tops[folder], folder)
-        used = {folder.name for folder in folders}
-        for file in data:
-            top = names[file].parts[0]
-            if top not in used:
-                (tests if WORDS.get(top) == "test" else stray).append(file)
-        if stray:
-            ignored[f"outside {' and '.join(f'{name}/' for name in sorted(used))}"] = stray
-    else:
-        try:
-            stated = stated_splits(list(names.values()))
-        except ValueError as e:
-            raise ValueError(f"{root}: {e}") from None
-        by_use: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
-        for file in data:
-            by_use[stated[names[file]] or "train" if names else "train"].append(file)
-        train = group_by_bucket(by_use["train"], root, merge=not by_bucket)
-        val = group_by_bucket(by_use["val"], root, merge=not by_bucket)
-        tests = by_use["test"]
-    if tests:
-        ignored["for testing, by name"] = tests
-    if ignored:
-        log.warning("%s: %s", root, describe_ignored(root, ignored))
-    return Splits(train, val, stray)
+class Dataset(NamedTuple):
+    """A known data set: `base_url` has shards 0 to `last_shard`, the last one for validation."""
+
+    base_url: str
+    last_shard: int
 
 
-def drop_empty(root: Path, files: Sequence[Path]) -> list[Path]:
-    """The files that hold documents. One warning lists the others. ValueError if no file holds any, or if some only
-    stand for data that was not fetched."""
-    from nanochat.text_kinds import content_of
-
-    contents = list(each(content_of, files) if is_remote(root) else map(content_of, files))
-    pointers = [file for file, content in zip(files, contents) if content == "pointer"]
-    if pointers:
-        raise ValueError(f"{root}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
-                         f"fetched: {few(pointers, root)}; fetch it (git lfs pull, git annex get), or delete the files")
-    empty = [file for file, content in zip(files, contents) if content == "nothing"]
-    if len(empty) == len(files):
-        raise ValueError(f"{root}: {counted(len(files), 'file')} but no document in any of them ({few(empty, root)}); "
-                         f"write them again, or choose other data with --data-path and --val-path")
-    if empty:
-        log.warning("%s: skipping %s without documents: %s", root, counted(len(empty), "file"), few(empty, root))
-    return [file for file, content in zip(files, contents) if content == "documents"]
+DATASETS = {
+    "climbmix": Dataset(f"{HUB}/datasets/karpathy/climbmix-400b-shuffle/resolve/main", 6542),
+    "fineweb-edu": Dataset(f"{HUB}/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
+}
+DATASET_NAME = "climbmix"  # the default
 
 
-def last_of(files: Sequence[Path]) -> Path | None:
-    """The file of several that validates if nothing else is named: the last one, but none of a few .txt files beside
-    other kinds of files, such as notes. None if there are too few files."""
-    others = [file for file in files if text_suffix(file.name) != ".txt"]
-    candidates = others or list(files)
-    return candidates[-1] if len(candidates) > 1 else None
+def index_to_filename(index: int) -> str:
+    """The file name of shard `index`."""
+    return f"shard_{index:05d}.parquet"
+
+
+def default_data_dir(name: str = DATASET_NAME) -> Path:
+    """The folder of a known data set: data/NAME, or the folder of karpathy/nanochat if only that exists."""
+    ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
+    return theirs if theirs.is_dir() and not ours.is_dir() else ours
+
+
+def default_data_path() -> Path:
+    """The data of a command without --data-path: the folder of the default data set or, if only that exists,
+    karpathy/nanochat's older folder base_data, which has fineweb-edu and uses its last file for validation."""
+    folder, older = default_data_dir(), get_base_dir() / "base_data"
+    if folder.is_dir() or not older.is_dir():
+        return folder
+    log.info("%s: does not exist, so nanochat's older folder is used: %s", folder, older)
+    return older
+
+
+def known_dataset(data_dir: Path | str) -> str | None:
+    """The name of the data set in a download folder, according to the downloader's marker or the path. None for any
+    other folder, whose last file is used for validation."""
+    folder = as_path(data_dir)
+    if not exists(folder / MARKER):
+        return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
+    name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
+    if name not in DATASETS:
+        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}; "
+                         f"delete the file")
+    return name
+
+
+def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
+    """Full paths of the parquet files below a folder (default: `default_data_path()`), in the order of their relative
+    paths. The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation
+    shard; ValueError if that shard is not the last file."""
+    root = as_path(data_dir) if data_dir is not None else default_data_path()
+    files = [file for file in find_files(root) if file.suffix == ".parquet"]
+    if not files:
+        raise FileNotFoundError(f"{root}: no .parquet file below it; name another folder")
+    if name := known_dataset(root):
+        pinned = index_to_filename(DATASETS[name].last_shard)
+        if root / pinned not in files:
+            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing ({len(files)} other "
+                                    f"files found); run `python -m nanochat.dataset --dataset={name} -n 8 "
+                                    f"--data-dir={root}`")
+        if files[-1] != root / pinned:
+            raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
+                             f"shard {pinned}; move other files elsewhere")
+    return [str(file) for file in files]

@@ -1,0 +1,169 @@
+"""
+The source of text: parquet files, and other text files after their conversion to parquet.
+
+A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64 much
+later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each unit would decode a group
+of 1,024 documents sixteen times. So a group is decoded once, and the units that the lane will read soon are kept
+compressed. A *small* bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded
+once in the whole run, and its documents stay in memory, each compressed individually. (Compressing several together
+saved no memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a file that
+all lanes read (nanochat/spill.py).
+"""
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from nanochat.common import counted, etag_of, hash_bytes
+from nanochat.sources import Manifest, Source
+from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
+from nanochat.text import Selection, is_blank, leaf_column, open_parquet, read_batches, text_tokens
+from nanochat.text_kinds import as_parquet, as_pinned, is_empty_text, open_footer, warn_of_nulls
+from nanochat.tokenizer import CannotEncode, Tokenizer
+
+
+class ParquetSource(Source):
+    """Text in parquet files. Other text files are converted to parquet once."""
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
+        super().__init__(manifest, tokenizer)
+        selection = Selection.of(manifest)
+        self.field = selection.text_field
+        self.paths = [as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])]
+        self._kept: dict[tuple[int, int, int], bytes] = {}  # compressed units, by (group, first row, size)
+        self._groups = functools.cache(self._pack_group)  # of a small bucket
+        self._locks = [threading.Lock() for _ in self.groups] if self.small else []
+        self._spills = Spills()
+        self._text_bytes = functools.cache(self._read_text_bytes)
+
+    @staticmethod
+    def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
+        """See `Source.scan_file`. The entry of a file that is converted to parquet describes the parquet file, except
+        for "own_size", which is for reports."""
+        parquet, footer = open_footer(path, selection)
+        own_size = {} if parquet == path else {"own_size": path.stat().st_size}
+        return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer.raw),
+                "groups": footer.counts, "tokens": text_tokens(footer.text_bytes, sum(footer.counts)),
+                **etag_of(parquet), **own_size}
+
+    @staticmethod
+    def is_empty(path: Path) -> bool:
+        return is_empty_text(path)
+
+    @staticmethod
+    def check_scanned(files: Sequence[Path], selection: Selection) -> None:
+        """See `Source.check_scanned`: one warning about nulls, and an error if all documents are empty."""
+        warn_of_nulls()
+        if all(is_blank(as_parquet(file, selection), selection.text_field) for file in files):
+            part = f"the {selection.part} part of the data" if selection.part else "this data"
+            raise ValueError(f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; "
+                             f"choose other data with --data-path and --val-path, or another --text-field")
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
+        if self.small:
+            with self._locks[group]:  # other threads wait here until this group is decoded
+                packed = self._groups(group)
+            texts = [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
+                     for size, data in (packed[row] for row in rows.tolist())]
+        elif self._is_large(group):
+            texts = self._read_large(group, rows, keep)
+        else:
+            first = int(rows.min())
+            unit = self._kept.pop((group, first, len(rows)), None) if keep else None
+            column = self._decode(group, first, int(rows.max()) + 1, keep) if unit is None else _unpacked(unit)
+            texts = column.take(pa.array(rows - first)).to_pylist()
+        try:
+            ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
+        except CannotEncode as e:
+            name, number = self.locate(group)
+            raise ValueError(f"{name}: row group {number}, row {rows[e.number]}: {e.reason}") from None
+        return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
+
+    def texts(self, group: int) -> Iterator[str]:
+        num_documents = int(self.groups[group])
+        if self._is_large(group):
+            for first in range(0, num_documents, 64):
+                rows = np.arange(first, min(first + 64, num_documents))
+                yield from self._read_large(group, rows, num_documents)
+        else:
+            yield from self._decode(group, 0, num_documents, 0).to_pylist()
+
+    def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
+        """(size in bytes, compressed text) of every document of a group."""
+        packed = []
+        for text in self.texts(group):
+            data = text.encode()
+            packed.append((len(data), pa.compress(data, codec="lz4_raw", asbytes=True)))
+        return packed
+
+    def _read_text_bytes(self, file: int) -> list[int]:
+        """The bytes of text in each group of a file."""
+        with open_parquet(self.paths[file], self.field) as f:
+            metadata = f.metadata
+        text = leaf_column(metadata, self.field)
+        return [metadata.row_group(g).column(text).total_uncompressed_size for g in range(metadata.num_row_groups)]
+
+    def _is_large(self, group: int) -> bool:
+        """Whether a group is decoded into a file. A group that is missing is not: reading it names the problem."""
+        file, number = self.file_of(group)
+        sizes = self._text_bytes(file)
+        return number < len(sizes) and sizes[number] > LARGE_BYTES
+
+    def _read_large(self, group: int, rows: np.ndarray, keep: int) -> list[str]:
+        """Documents `rows` of a large group. ValueError names the file."""
+        file, number = self.file_of(group)
+        path, expected = self.paths[file], int(self.groups[group])
+
+        def decode() -> Spill:
+            spill = decode_group(path, number, self.field, self._text_bytes(file)[number])
+            if spill.num_documents < expected:
+                raise self._shorter(group, spill.num_documents)
+            return spill
+
+        return self._spills.read(group, rows, keep, decode)
+
+    def _shorter(self, group: int, num_documents: int) -> ValueError:
+        """The error for a group with fewer documents than the run has pinned."""
+        file, number = self.file_of(group)
+        return ValueError(f"{self.paths[file]}: row group {number} ends at row {num_documents:,}, so the file has "
+                          f"changed since the run began; restore it, or start a new run (--model-tag)")
+
+    def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
+        """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in units of the same
+        size. ValueError names the file."""
+        file, number = self.file_of(group)
+        path, size, at = self.paths[file], stop - first, 0
+        texts: list[pa.Array] = []
+        with open_parquet(path, self.field) as f:
+            # Read whole units at a time. All units of a group have the same size, except the last one.
+            for column in read_batches(f, number, path, batch_size=size * -(-64 // size), field=self.field):
+                texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
+                for row in range(max(at, stop), min(at + len(column), keep), size):
+                    unit = column.slice(row - at, min(size, keep - row))
+                    self._kept[group, row, len(unit)] = _packed(unit)
+                at += len(column)
+                if at >= max(stop, keep):
+                    break
+        if at < stop:
+            raise self._shorter(group, at)
+        return pa.chunked_array(texts)
+
+
+def _packed(texts: pa.Array) -> bytes:
+    """Compressed texts, as an Arrow stream of one batch."""
+    batch, sink = pa.record_batch([texts], ["text"]), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        out.write(batch)
+    return sink.getvalue().to_pybytes()
+
+
+def _unpacked(texts: bytes) -> pa.ChunkedArray:
+    """The texts that `_packed` compressed."""
+    return pa.ipc.open_stream(texts).read_all()["text"]

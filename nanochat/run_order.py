@@ -1,0 +1,82 @@
+"""
+The order in which a run reads its data, as `order.ORDERS` names it: what its settings mean, and which files it pins.
+
+    --order=lanes      packed documents, each lane its own share of them (nanochat/order.py, nanochat/stream.py)
+    --order=megatron   Megatron's samples in Megatron's order (nanochat/integrations/megatron_order.py)
+
+A `RunOrder` turns the settings of a run into plain values for the stream. To add an order, write such a class and a
+configuration whose `open` returns an `AnyStream`, and name the class in `order.ORDERS`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+from nanochat.common import open_door
+from nanochat.config import Settings
+from nanochat.order import ORDERS, StreamConfig
+from nanochat.schedule import Horizon
+from nanochat.sources import Manifests, leave_out
+from nanochat.splits import pin_files
+from nanochat.stream import Cursor
+from nanochat.text import Selection
+
+
+class RunOrder(Protocol):
+    """What the rest of a run needs to know about its order."""
+
+    feeds_lanes: ClassVar[bool]  # whether each lane has a share of the data, so that data limits the number of lanes
+    has_plan: ClassVar[bool]  # whether a plan can say how much of each bucket the run reads
+
+    def stream_config(self, settings: Settings) -> Any:
+        """What decides the rows of a run, from its resolved settings."""
+
+    def settle(self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int) -> Settings:
+        """The settings with those filled in that depend on the run's length. `cursors`: where its data continues.
+        `steps`: number of steps that the run has yet to read. ValueError if it cannot be as long as that."""
+
+    def pin(self, settings: Settings) -> Manifests:
+        """The manifests of a new run's training and validation files. FileNotFoundError or ValueError names a file
+        that is missing or unusable."""
+
+    def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
+        """A sentence about what the run reads, for an order without a plan; see `settle`."""
+
+
+def order_of(settings: Settings) -> RunOrder:
+    """The order that --order names."""
+    return open_door(ORDERS[settings.order])()
+
+
+def stream_config(settings: Settings) -> Any:
+    """The part of a run's resolved settings that decides its rows, such as a `StreamConfig`."""
+    return order_of(settings).stream_config(settings)
+
+
+class LaneOrder:
+    """Documents, packed by lanes: each lane reads its own share of every epoch."""
+
+    feeds_lanes = has_plan = True
+
+    def stream_config(self, settings: Settings) -> StreamConfig:
+        """See `RunOrder.stream_config`."""
+        return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed,
+                            layout=settings.packing, long_docs=settings.long_docs, overlap=settings.overlap,
+                            buffer_size=settings.buffer_size, pack=settings.pack,
+                            packer_version=settings.packer_version, curriculum=settings.mix)
+
+    def settle(self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int) -> Settings:
+        """See `RunOrder.settle`: no setting depends on the length."""
+        return settings
+
+    def pin(self, settings: Settings) -> Manifests:
+        """See `RunOrder.pin`. Adds the documents that --without-documents lists."""
+        selection = Selection.of(settings.to_json())
+        manifests = pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format,
+                              mix=settings.mix, selection=selection)
+        if settings.without_documents is not None:
+            manifests["train"] = leave_out(manifests["train"], settings.without_documents)
+        return manifests
+
+    def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
+        """See `RunOrder.describe`: the plan says it."""
+        return ""

@@ -1,0 +1,366 @@
+"""
+Which files are used for training and which for validation: what folders and names say, and the buckets.
+
+    DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]. Also valid/, validation/, dev/
+    DIR/train-0.parquet  DIR/val-0.parquet     as the names say. What is for testing, by name or folder, is not used
+    DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
+    PREFIX,PREFIX                              token files listed without their suffixes, in order
+
+Files without documents are skipped with a warning. `pin_files` finds, divides and pins the files of a new run.
+
+**Names that state a split.** Data sets are often published as train-00000-of-00002.parquet, validation-..., test-...,
+or as folders with such names. `stated_splits` reads these names. They count only if some of the files beside each other
+are for training and others are not, so a single file `test.parquet` or a bucket `dev/` is ordinary data.
+"""
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from nanochat.common import as_path, counted, each, few, is_remote
+from nanochat.curriculum import Curriculum
+from nanochat.files import (
+    BUCKET,
+    MAGICS,
+    check_format,
+    data_folder,
+    describe_ignored,
+    exists,
+    find_files,
+    is_folder,
+    known_dataset,
+    list_files,
+    list_parquet_files,
+)
+from nanochat.sources import Manifest, Manifests, reader_class, scan
+from nanochat.text import ALL, Selection, text_suffix
+
+log = logging.getLogger(__name__)
+
+POINTERS = (b"version https://git-lfs.github.com/", b"/annex/objects/")  # how they begin
+POINTER_BYTES = 1 << 10  # no pointer is larger
+
+
+# ---- what names say about a file's use -----------------------------------------------------------
+
+WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
+         **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "val")}
+VAL_FOLDERS = ("val", "valid", "validation", "dev")
+NUMBERED = r"([-_.]?\d+)?(-of-\d+)?(-[0-9a-f]{16})?"
+ANY_WORD = "|".join(sorted(WORDS, key=len, reverse=True))
+ALONE = re.compile(rf"(?P<word>{ANY_WORD}){NUMBERED}")  # test, test-00000-of-00001
+INSIDE = re.compile(rf".*[-_.](?P<word>{ANY_WORD}){NUMBERED}|(?P<first>{ANY_WORD})[-_.].*")  # c4-train.00001, train_sft
+
+
+def stated_splits(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """{name: "train", "val", "test" or ""} for relative paths of data files. "": the name states nothing. The topmost
+    folder or file whose name counts decides."""
+    children = defaultdict[PurePosixPath, set[PurePosixPath]](set)  # of each folder
+    for name in names:
+        for path in (name, *name.parents[:-1]):
+            children[path.parent].add(path)
+    files = set(names)
+    stated: dict[PurePosixPath, str] = {}
+    for beside in children.values():
+        stated |= _stated([path for path in beside if path in files])
+        folders = {path: WORDS.get(path.name.lower(), "") for path in beside if path not in files}
+        if "train" in folders.values() and {"val", "test"} & set(folders.values()):
+            stated |= folders
+    return {name: next((said for path in (*reversed(name.parents[:-1]), name) if (said := stated.get(path, ""))), "")
+            for name in names}
+
+
+def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
+    """`stated_splits` of the files of one folder, {} if their names do not count. ValueError if names that count are
+    beside names that state nothing."""
+    stems = {file: file.name.lower().removesuffix(text_suffix(file.name) or file.suffix.lower()) for file in files}
+    words, clear_words = dict[PurePosixPath, str](), dict[PurePosixPath, str]()
+    for file, stem in stems.items():
+        if match := ALONE.fullmatch(stem):
+            words[file] = match["word"]
+            if match["word"] not in ("dev", "eval"):
+                clear_words[file] = match["word"]
+        elif match := INSIDE.fullmatch(stem):
+            words[file] = match["word"] or match["first"]
+    if not any(WORDS[word] == "train" for word in words.values()):  # the others may be topics: dev, test_cases
+        words = clear_words
+    stated = {file: WORDS.get(words.get(file, ""), "") for file in files}
+    kinds = set(stated.values())
+    if not {"val", "test"} & kinds or not {"train", ""} & kinds:
+        return {}
+    if {"train", ""} <= kinds:
+        silent = [file for file in files if not stated[file]]
+        spoken = [file for file in files if stated[file]]
+        raise ValueError(f"{few(sorted(silent))}: the names of other files beside it state a split "
+                         f"({few(sorted(spoken))}), so it is unclear whether to train on it; move it to a folder of "
+                         f"its own to train on it, or rename it train-... or validation-...")
+    return stated
+
+
+def val_folders(root: Path) -> list[Path]:
+    """The folders beside root/train whose names say that they are for validation."""
+    return [root / name for name in VAL_FOLDERS if is_folder(root / name)]
+
+
+# ---- buckets and splits --------------------------------------------------------------------------
+
+def group_by_bucket(files: Sequence[Path], path: Path, *, merge: bool = False) -> dict[str, list[Path]]:
+    """{bucket: files} of files below a --data-path: each subfolder is a bucket, and so is each of several prefixes.
+    Files beside the subfolders form the bucket BUCKET; with `merge`, all files do."""
+    folder, prefixes = data_folder(path), not exists(path)
+    buckets: dict[str, list[Path]] = {}
+    for file in files:
+        name = file.relative_to(folder)
+        if merge or (len(name.parts) == 1 and not prefixes):
+            bucket = BUCKET
+        else:
+            bucket = name.with_suffix("").as_posix() if prefixes else name.parts[0]
+        buckets.setdefault(bucket, []).append(file)
+    return buckets
+
+
+def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
+    """{bucket: files} of all data at a path; see `group_by_bucket`."""
+    return group_by_bucket(find_files(path, data_format), path, merge=merge)
+
+
+class Splits(NamedTuple):
+    """The files of a data path, {bucket: files} each. `val` is empty if no folder or name states a split. `stray`:
+    files that are neither in train/ nor in the folders beside it."""
+
+    train: dict[str, list[Path]]
+    val: dict[str, list[Path]]
+    stray: list[Path]
+
+
+def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = False) -> Splits:
+    """What folders and names state about the files of a data path. Warns about files that could be data but are not
+    used. Files without documents are skipped with one warning. Without `by_bucket`, the training files are one
+    bucket."""
+    found = list_files(root, data_format)
+    ignored, data = dict(found.ignored), drop_empty(root, found.data)
+    val, tests, stray = dict[str, list[Path]](), list[Path](), list[Path]()
+    names = {file: PurePosixPath(file.relative_to(root).as_posix()) for file in data} if is_folder(root) else {}
+    if is_folder(root / "train"):
+        folders = [root / "train", *val_folders(root)[:1]]
+        tops = {folder: [file for file in data if names[file].parts[0] == folder.name] for folder in folders}
+        for folder, files in tops.items():
+            if not files:
+                find_files(folder, data_format)  # raises, unless
+                raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
+        train = group_by_bucket(tops[folders[0]], folders[0], merge=not by_bucket)
+        for folder in folders[1:]:
+            val = group_by_bucket(tops[folder], folder)
+        used = {folder.name for folder in folders}
+        for file in data:
+            top = names[file].parts[0]
+            if top not in used:
+                (tests if WORDS.get(top) == "test" else stray).append(file)
+        if stray:
+            ignored[f"outside {' and '.join(f'{name}/' for name in sorted(used))}"] = stray
+    else:
+        try:
+            stated = stated_splits(list(names.values()))
+        except ValueError as e:
+            raise ValueError(f"{root}: {e}") from None
+        by_use: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
+        for file in data:
+            by_use[stated[names[file]] or "train" if names else "train"].append(file)
+        train = group_by_bucket(by_use["train"], root, merge=not by_bucket)
+        val = group_by_bucket(by_use["val"], root, merge=not by_bucket)
+        tests = by_use["test"]
+    if tests:
+        ignored["for testing, by name"] = tests
+    if ignored:
+        log.warning("%s: %s", root, describe_ignored(root, ignored))
+    return Splits(train, val, stray)
+
+
+def content_of(path: Path) -> str:
+    """What a data file holds: "documents"; "nothing"; or "pointer": it stands for data that Git LFS or git-annex has
+    not fetched. "documents" for a file that cannot be read: reading it gives the reason."""
+    try:
+        if path.stat().st_size <= POINTER_BYTES:
+            with path.open("rb") as file:
+                if file.read(POINTER_BYTES).startswith(POINTERS):
+                    return "pointer"
+        is_empty = reader_class(path.name).is_empty(path)
+    except (OSError, ValueError):
+        is_empty = False
+    return "nothing" if is_empty else "documents"
+
+
+def drop_empty(root: Path, files: Sequence[Path]) -> list[Path]:
+    """The files that hold documents. One warning lists the others. ValueError if no file holds any, or if some only
+    stand for data that was not fetched."""
+    contents = list(each(content_of, files) if is_remote(root) else map(content_of, files))
+    pointers = [file for file, content in zip(files, contents) if content == "pointer"]
+    if pointers:
+        raise ValueError(f"{root}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
+                         f"fetched: {few(pointers, root)}; fetch it (git lfs pull, git annex get), or delete the files")
+    empty = [file for file, content in zip(files, contents) if content == "nothing"]
+    if len(empty) == len(files):
+        raise ValueError(f"{root}: {counted(len(files), 'file')} but no document in any of them ({few(empty, root)}); "
+                         f"write them again, or choose other data with --data-path and --val-path")
+    if empty:
+        log.warning("%s: skipping %s without documents: %s", root, counted(len(empty), "file"), few(empty, root))
+    return [file for file, content in zip(files, contents) if content == "documents"]
+
+
+def last_of(files: Sequence[Path]) -> Path | None:
+    """The file of several that validates if nothing else is named: the last one, but none of a few .txt files beside
+    other kinds of files, such as notes. None if there are too few files."""
+    others = [file for file in files if text_suffix(file.name) != ".txt"]
+    candidates = others or list(files)
+    return candidates[-1] if len(candidates) > 1 else None
+
+
+# ---- training and validation ---------------------------------------------------------------------
+
+def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
+                    by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
+    """{"train": {bucket: files}, "val": {bucket: files}} for a --data-path.
+
+        DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
+        DIR/train-0.parquet, DIR/validation.parquet  as their names say
+        DIR/BUCKET/...                               with `by_bucket`: the last file of each bucket is for validation
+        DIR/...                                      one bucket: the last of all files is for validation
+        PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise one bucket
+
+    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both splits,
+    for --val-fraction. ValueError or FileNotFoundError if a split has no files.
+    """
+    root = as_path(data_path)
+    has_train = is_folder(root / "train")
+    if not shared and known_dataset(root):
+        list_parquet_files(root)  # raises if the validation shard is missing
+    if has_train and not shared and val_path is None:
+        folders = val_folders(root)
+        if not folders:
+            test = " (test/ is used for neither)" if is_folder(root / "test") else ""
+            raise FileNotFoundError(f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
+                                    f"or divide the documents of train/ with --val-fraction=0.01")
+        if len(folders) > 1:
+            raise ValueError(f"{root}: it has {' and '.join(f'{folder.name}/' for folder in folders)}; name the one to "
+                             f"use for validation with --val-path")
+    train, val, _ = find_splits(root, data_format, by_bucket=by_bucket)
+    if shared:
+        named = val_path or next((files[0] for files in val.values()), None)
+        if named is not None:
+            raise ValueError(f"--val-fraction: the data already has validation files ({named}); remove one of the two")
+        return {"train": train, "val": train}
+    if val_path is not None:
+        return {"train": train, "val": _val_files(as_path(val_path), data_format)}
+    if not has_train:
+        last = {bucket: file for bucket, files in train.items()
+                if bucket not in val and (file := last_of(files)) is not None}
+        if not val and not last:
+            raise ValueError(f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
+                             f"documents with --val-fraction=0.01")
+        if by_bucket or not val:
+            val = {bucket: [last[bucket]] if bucket in last else val[bucket] for bucket in [*train, *val]
+                   if bucket in last or bucket in val}
+            train = {bucket: [file for file in files if file != last.get(bucket)] for bucket, files in train.items()}
+    return {"train": train, "val": val}
+
+
+def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
+    """Why no file of the training data can validate."""
+    files = next(iter(train.values()))
+    other = next((file for file in files if text_suffix(file.name) != ".txt"), files[0])
+    beside = " beside .txt files" if len(files) > 1 else ""
+    each_of = " in each bucket" if len(train) > 1 else ""
+    return (f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
+            f"validation)")
+
+
+def _val_files(path: Path, data_format: str) -> dict[str, list[Path]]:
+    """{bucket: files} of a --val-path: files whose names say that they are for training or testing, beside files for
+    validation, are not used."""
+    if not is_folder(path):
+        return group_by_bucket(drop_empty(path, find_files(path, data_format)), path)
+    splits = find_splits(path, data_format, by_bucket=True)
+    return splits.val or splits.train
+
+
+def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
+    """Whether, without --val-fraction and names that state a split, the last file is used for validation, because
+    nothing names validation data."""
+    root = as_path(data_path)
+    return val_path is None and not is_folder(root / "train") and known_dataset(root) is None
+
+
+class DataFile(NamedTuple):
+    """A file for `describe_split`. `name` is relative to the data path. `documents` is None if unknown."""
+
+    name: str
+    num_bytes: int
+    documents: int | None = None
+
+
+def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
+    """The files of all buckets of a split."""
+    return [DataFile(file["name"], file.get("own_size", file["size"]), sum(file["groups"]))
+            for manifest in manifests.values() for file in manifest["files"]]
+
+
+def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads: str = "", shared: float = 0.0,
+                   chosen: bool = False) -> list[str]:
+    """Lines about which files are for validation and for training, and a warning if the split looks accidental.
+
+        validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
+        training: 7 files, 7,168 documents; this run trains on 18,800,000 tokens
+
+    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: whether
+    the last file was taken by default, which suits shuffled shards but is a surprise in a folder of different files.
+    """
+    def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
+        known = [file.documents for file in files if file.documents is not None]
+        return f"{before}{counted(sum(known), 'document')}{after}" if len(known) == len(files) else ""
+
+    def summary(files: Sequence[DataFile]) -> str:
+        if len(files) > 3:
+            return f"{len(files):,} files{documents(files, ', ')}"
+        return ", ".join(file.name for file in files) + documents(files, " (", ")")
+
+    end = f"; {reads}" if reads else ""
+    if shared:
+        files = counted(len(train), "file")
+        return [f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
+                f"training: the rest{documents(train, ', ')}{end}"]
+    val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
+    share = val_bytes / max(1, all_bytes)
+    lines = [f"validation: {summary(val)}, {share:.1%} of all bytes", f"training: {summary(train)}{end}"]
+    odd = [f"it is {share:.1%} of all bytes"] if share > 0.1 else []
+    odd += ["it is a single document"] if [file.documents for file in val] == [1] else []
+    kinds, folders = {"".join(Path(f.name).suffixes) for f in train}, {Path(f.name).parent for f in train}
+    for file in val:
+        if (kind := "".join(Path(file.name).suffixes)) not in kinds:
+            odd.append(f"{file.name} is {kind}, the others are {', '.join(sorted(kinds))}")
+        elif Path(file.name).parent not in folders:
+            odd.append(f"no training file is in its folder ({file.name})")
+    stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)]) if odd and chosen else {}
+    if odd and chosen and "val" not in stated.values():
+        lines.append(f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation data "
+                     f"with --val-path, or use 5% of the documents of every file with --val-fraction=0.05")
+    return lines
+
+
+def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
+              mix: Curriculum | None = None, selection: Selection = ALL) -> Manifests:
+    """Find and pin the files of a new run. `mix`: a curriculum, whose buckets stay separate. FileNotFoundError or
+    ValueError names the file that is missing or corrupt."""
+    files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=mix is not None,
+                            shared=selection.val_fraction > 0)
+    if mix is not None:
+        mix.check_buckets(files["train"])
+        files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
+    roots = {"train": data_path, "val": data_path if val_path is None else val_path}
+    if data_format in MAGICS:
+        for split, buckets in files.items():
+            check_format(roots[split], [file for some in buckets.values() for file in some], data_format)
+    return {split: {bucket: scan(roots[split], paths, selection=selection.for_split(split))
+                    for bucket, paths in buckets.items()} for split, buckets in files.items()}

@@ -1,0 +1,84 @@
+"""
+The source of token files: pairs of .bin and .idx, in either format (nanochat/tokens.py).
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanochat.common import hash_json
+from nanochat.sources import Manifest, Source
+from nanochat.text import Selection
+from nanochat.tokenizer import Tokenizer
+from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
+
+
+class TokenSource(Source):
+    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with `as_stored` the entry
+    as it is stored. Files are opened when they are first used. ValueError for files that another tokenizer made."""
+
+    lengths_known = True
+    has_entries = True
+
+    def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
+        super().__init__(manifest, tokenizer)
+        self.as_stored = as_stored
+        self._first_entry = np.concatenate([np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]])
+        if "documents" in manifest:  # part of one pair: documents first .. end - 1
+            first, end = manifest["documents"]
+            edges = np.array([*range(first, end, GROUP_ENTRIES), end])
+            self.groups, self._first_entry = np.diff(edges), edges[:-1]
+            self.means = np.full(len(self.groups), self.means[0])
+            self._first_group = np.array([0, len(self.groups)])
+            self.fingerprint = hash_json([self.fingerprint, first, end])
+        self._pair = functools.cache(self._open)
+        for folder, number in {path.parent: number for number, path in enumerate(self.paths)}.items():
+            of_folder = self._pair(number).manifest
+            if of_folder and of_folder["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+                raise ValueError(f"{folder}: tokenizer {of_folder['tokenizer']['fingerprint']} made its shards, but "
+                                 f"this run has {tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, "
+                                 f"or make the shards again with scripts.tok_shards")
+
+    @staticmethod
+    def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
+        return open_tokens(path).pin(name)
+
+    @staticmethod
+    def is_empty(path: Path) -> bool:
+        return path.stat().st_size == 0 and len(TokenFile(path)) == 0
+
+    def _open(self, number: int) -> TokenFile:
+        """The open pair for a file in the manifest."""
+        path, entry = self.paths[number], self.manifest["files"][number]
+        pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
+        if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):
+            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {sum(entry['groups']):,} "
+                             f"in {entry['size']:,} when this run began; restore the old file, or start a new run "
+                             f"(--model-tag)")
+        return pair
+
+    def _runs(self, group: int, rows: np.ndarray) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
+        """Where some documents of a group are: (their pair, runs of consecutive entries [(first, end)] that hold them,
+        for each document its position in the runs). In a small bucket they may lie far apart."""
+        distinct, positions = np.unique(rows, return_inverse=True)  # a row may be pending from two epochs
+        runs = np.split(distinct + self._first_entry[group], np.flatnonzero(np.diff(distinct) > 1) + 1)
+        return self._pair(self.file_of(group)[0]), [(int(run[0]), int(run[-1]) + 1) for run in runs], positions.tolist()
+
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+        pair, runs, positions = self._runs(group, rows)
+        ids, repeated = list[np.ndarray](), list[int]()
+        for first, end in runs:
+            ids += pair.read(first, end) if self.as_stored else pair.documents(first, end, self.bos)
+            repeated += pair.prefixes(first, end).tolist()
+        return [ids[i] for i in positions], [repeated[i] for i in positions]
+
+    def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        pair, runs, positions = self._runs(group, rows)
+        lengths, repeated = list[int](), list[int]()
+        for first, end in runs:
+            of_run = pair.lengths(first, end) if self.as_stored else pair.document_lengths(first, end, self.bos)
+            lengths += of_run.tolist()
+            repeated += pair.prefixes(first, end).tolist()
+        return [lengths[i] for i in positions], [repeated[i] for i in positions]

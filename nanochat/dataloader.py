@@ -36,8 +36,9 @@ from nanochat import dist
 from nanochat.common import block, get_dist_info
 from nanochat.files import list_parquet_files
 from nanochat.order import StreamConfig
+from nanochat.rows import Row
 from nanochat.sources import Source, open_source, scan
-from nanochat.stream import Cursor, LaneState, Row, Stream, open_stream
+from nanochat.stream import Cursor, LaneState, Stream, open_stream
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)

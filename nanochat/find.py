@@ -142,8 +142,8 @@ class History:
                 if len(rows) < self.rows_per_lane:
                     break
             if (feed.epoch, feed.place) > (epoch, place):
-                [ids], _ = self.sources[document.bucket].read(document.group, np.array([document.row]))
-                return Pass(epoch, lane, uses, len(ids), pending=key in feed.packer)
+                [found] = self.sources[document.bucket].read(document.group, np.array([document.row]))
+                return Pass(epoch, lane, uses, len(found.ids), pending=key in feed.packer)
             first = total_read(order, lane, epoch, place) - total_read(order, lane, feed.epoch, feed.place)
             return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 

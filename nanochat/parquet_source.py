@@ -21,11 +21,35 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import counted, etag_of, hash_bytes
+from nanochat.rows import Document
 from nanochat.sources import Manifest, Source
 from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
 from nanochat.text import Selection, is_blank, leaf_column, open_parquet, read_batches, text_tokens
 from nanochat.text_kinds import as_parquet, as_pinned, is_empty_text, open_footer, warn_of_nulls
 from nanochat.tokenizer import CannotEncode, Tokenizer
+
+
+class KeptUnits:
+    """Units that lanes will read soon, compressed. A unit is taken once."""
+
+    def __init__(self) -> None:
+        self.units: dict[tuple[int, int, int], bytes] = {}  # by (group, first row, number of rows)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def put(self, group: int, first: int, texts: pa.Array) -> None:
+        """Keep the texts of a unit, as a compressed Arrow stream of one batch."""
+        batch = pa.record_batch([texts], ["text"])
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+            out.write(batch)
+        self.units[group, first, len(texts)] = sink.getvalue().to_pybytes()
+
+    def take(self, group: int, first: int, size: int) -> pa.ChunkedArray | None:
+        """The texts of a unit, which is no longer kept; None if it was not."""
+        data = self.units.pop((group, first, size), None)
+        return None if data is None else pa.ipc.open_stream(data).read_all()["text"]
 
 
 class ParquetSource(Source):
@@ -36,7 +60,7 @@ class ParquetSource(Source):
         selection = Selection.of(manifest)
         self.field = selection.text_field
         self.paths = [as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])]
-        self._kept: dict[tuple[int, int, int], bytes] = {}  # compressed units, by (group, first row, size)
+        self._kept = KeptUnits()
         self._groups = functools.cache(self._pack_group)  # of a small bucket
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
         self._spills = Spills()
@@ -65,7 +89,7 @@ class ParquetSource(Source):
             raise ValueError(f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; "
                              f"choose other data with --data-path and --val-path, or another --text-field")
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
         if self.small:
             with self._locks[group]:  # other threads wait here until this group is decoded
@@ -76,15 +100,17 @@ class ParquetSource(Source):
             texts = self._read_large(group, rows, keep)
         else:
             first = int(rows.min())
-            unit = self._kept.pop((group, first, len(rows)), None) if keep else None
-            column = self._decode(group, first, int(rows.max()) + 1, keep) if unit is None else _unpacked(unit)
+            column = self._kept.take(group, first, len(rows)) if keep else None
+            if column is None:
+                column = self._decode(group, first, int(rows.max()) + 1, keep)
             texts = column.take(pa.array(rows - first)).to_pylist()
         try:
             ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
         except CannotEncode as e:
             name, number = self.locate(group)
             raise ValueError(f"{name}: row group {number}, row {rows[e.number]}: {e.reason}") from None
-        return [ids[a:b].copy() for a, b in pairwise(edges.tolist())], [0] * len(rows)
+        # a copy of each: a view would keep the ids of all in memory
+        return [Document(ids[begin:end].copy()) for begin, end in pairwise(edges.tolist())]
 
     def texts(self, group: int) -> Iterator[str]:
         num_documents = int(self.groups[group])
@@ -146,24 +172,10 @@ class ParquetSource(Source):
             for column in read_batches(f, number, path, batch_size=size * -(-64 // size), field=self.field):
                 texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
                 for row in range(max(at, stop), min(at + len(column), keep), size):
-                    unit = column.slice(row - at, min(size, keep - row))
-                    self._kept[group, row, len(unit)] = _packed(unit)
+                    self._kept.put(group, row, column.slice(row - at, min(size, keep - row)))
                 at += len(column)
                 if at >= max(stop, keep):
                     break
         if at < stop:
             raise self._shorter(group, at)
         return pa.chunked_array(texts)
-
-
-def _packed(texts: pa.Array) -> bytes:
-    """Compressed texts, as an Arrow stream of one batch."""
-    batch, sink = pa.record_batch([texts], ["text"]), pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
-        out.write(batch)
-    return sink.getvalue().to_pybytes()
-
-
-def _unpacked(texts: bytes) -> pa.ChunkedArray:
-    """The texts that `_packed` compressed."""
-    return pa.ipc.open_stream(texts).read_all()["text"]

@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from nanochat.common import check_shape, print0, read_json, table
 from nanochat.order import Order, StreamConfig
+from nanochat.rows import Document
 from nanochat.run_dir import PLAN_NAME
 from nanochat.run_order import stream_config
 from nanochat.sources import Source
@@ -148,17 +149,18 @@ class Lengths:
         self.source, self.plenty, self.entries = source, False, int(source.groups.sum())
         self.groups, self.means, self.small = source.groups, source.means, source.small
         self.fingerprint, self.locate = source.fingerprint, source.locate
+        self.without: dict[int, np.ndarray] = {}  # targets that are off make no difference to lengths
         self.sample = None if source.lengths_known else sample_lengths(source)
         self.documents, self.tokens, self.rows = self._totals(config)
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[range], list[int]]:
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Any]:
         """Like `Source.read`, with ranges in place of ids."""
         if self.sample is None:
-            lengths, repeated = self.source.lengths(group, rows)
+            lengths, contexts = self.source.lengths(group, rows)
         else:
-            lengths = self.sample[(rows * 7919 + group * 104729) % len(self.sample)].tolist()
-            repeated = [0] * len(rows)
-        return [range(n) for n in lengths], repeated
+            drawn = (rows * 7919 + group * 104729) % len(self.sample)
+            lengths, contexts = self.sample[drawn].tolist(), [0] * len(rows)
+        return [Document(range(length), context) for length, context in zip(lengths, contexts)]  # type: ignore[arg-type]
 
     def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
         """(documents, their tokens, estimated rows) of one pass, as in `BucketPlan`."""
@@ -190,8 +192,9 @@ class Rehearsal(Feed):
         self.documents.clear()
         return self.pack()
 
-    def _kept(self, ids: Any) -> None:
-        """Keep nothing."""
+    def _kept(self, document: Any) -> Any:
+        """A range needs no memory."""
+        return document
 
     def _fetch_pending(self, group: int, waiting: Mapping[Any, Any]) -> dict[Any, Any]:
         """Read nothing: the packer knows the lengths of pending documents."""

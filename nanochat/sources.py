@@ -37,6 +37,7 @@ from nanochat.common import (
     read_json,
 )
 from nanochat.files import data_folder, find_files
+from nanochat.rows import Document
 from nanochat.text import ALL, JSON_LINES, SUFFIXES, Selection, text_suffix, text_tokens
 from nanochat.tokenizer import Tokenizer
 
@@ -117,20 +118,18 @@ class Source:
         """Report what was found in the files of a bucket once all of them are scanned. ValueError if nothing in them
         can be trained on."""
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
-        """Documents `rows` (n,) of a group, in that order: (ids of each, number of ids at its start that repeat the
-        previous document). The rows after these, up to `keep`, will be read soon."""
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
+        """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will be read soon."""
         raise NotImplementedError
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        """The lengths of what `read` returns: (length of each document, number of repeated ids at its start)."""
+        """What `read` returns, without the ids: (length of each document, ids of context at its start)."""
         raise NotImplementedError
 
     def texts(self, group: int) -> Iterator[str]:
         """The texts of all documents of a group. Stored tokens are decoded."""
-        documents, _ = self.read(group, np.arange(self.groups[group]))
-        for ids in documents:
-            yield self.tokenizer.decode(ids.tolist())
+        for document in self.read(group, np.arange(self.groups[group])):
+            yield self.tokenizer.decode(document.ids[:].tolist())
 
     def file_of(self, group: int) -> tuple[int, int]:
         """(index of a group's file, index of the group within that file)."""

@@ -22,11 +22,8 @@ The JSON of a lane's feeds is its **cursor**. The V cursors are the whole state 
 pending documents with their lengths, so a restored feed can pack at once while its pool reads their tokens.
 """
 
-import hashlib
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +32,7 @@ from nanochat.common import check_shape
 from nanochat.curriculum import Mixer
 from nanochat.order import Order, StreamConfig
 from nanochat.packing import Piece, Placement
+from nanochat.rows import Document, Packed, Row, assemble
 from nanochat.sources import Source
 
 FORMAT = 5  # of cursors
@@ -46,33 +44,7 @@ LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", 
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
                       "pending"), int)  # the counts of a feed that make up the ledger
-Document = tuple[int, int, int]  # (epoch, group, index in it): how cursors name a document
-
-
-@dataclass(slots=True)
-class Row:
-    """T + 1 tokens that become T inputs and T targets."""
-
-    lane: int
-    index: int  # among the lane's rows
-    bucket: str
-    tokens: np.ndarray  # (T + 1,) ids
-    live: np.ndarray | None  # (T + 1,) u8, 0 where a token is not a target; None: all are targets
-    placed: list[Placement]  # the documents in the row; padding follows the last one
-
-    def doc_ids(self) -> np.ndarray:
-        """(T + 1,) int32: which of the row's documents each token belongs to. Padding counts as one more document."""
-        lengths = [length for _, _, length, _ in self.placed]
-        lengths.append(len(self.tokens) - sum(lengths))
-        return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-
-    def digest(self, index: int) -> int:
-        """8-byte BLAKE2b (as u64) of (u64 index of the row in its step, tokens u32 (T + 1,), target mask
-        u8 (T,)), all little-endian. The batch digest of a step is the sum over its rows mod 2^64."""
-        h = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
-        h.update(self.tokens.astype("<u4").data)
-        h.update(b"\1" * (len(self.tokens) - 1) if self.live is None else self.live[1:].data)
-        return int.from_bytes(h.digest(), "little")
+Key = tuple[int, int, int]  # (epoch, group, index in it): how cursors name a document
 
 
 class FeedState(NamedTuple):
@@ -83,7 +55,7 @@ class FeedState(NamedTuple):
     num_documents: int
     read: int  # tokens of these documents
     counts: dict[str, int]  # of the packer
-    waiting: dict[Document, Piece]
+    waiting: dict[Key, Piece]
 
     def to_json(self) -> dict[str, Any]:
         """A feed's part of a cursor."""
@@ -116,22 +88,13 @@ class AnyStream(Protocol):
     def close(self) -> None: ...
 
 
-class Packed:
-    """Compressed ids of a long document to be split: thousands of such documents stay pending while many
-    rows are packed. Rows take slices in order, and a slice frees everything before it. Measured on files of code: 0.85
-    bytes per token instead of 2, for 40 ns of processor time per token."""
+class Unit(NamedTuple):
+    """What a lane reads at once."""
 
-    CHUNK = 4096  # ids
-
-    def __init__(self, ids: np.ndarray):
-        self.dtype = ids.dtype
-        self.chunks = [zlib.compress(ids[at:at + self.CHUNK].tobytes(), 1) for at in range(0, len(ids), self.CHUNK)]
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        first, last = span.start // self.CHUNK, -(-span.stop // self.CHUNK)
-        self.chunks[:first] = [b""] * first
-        ids = np.frombuffer(b"".join(map(zlib.decompress, self.chunks[first:last])), self.dtype)
-        return ids[span.start - first * self.CHUNK:span.stop - first * self.CHUNK]
+    stop: int  # the place after it
+    keys: list[Key]  # of its documents, in the order of use
+    lengths: list[int]
+    documents: list[Document]  # as the feed keeps them
 
 
 class Feed:
@@ -142,12 +105,12 @@ class Feed:
         self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
-        # pending documents: (ids as `_kept` stores them, number of repeated ids), or a Future of {key: such a pair}
-        self.documents: dict[Document, Any] = {}
+        # the pending documents; after a resume, a Future of those of a group that the pool still reads
+        self.documents: dict[Key, Document | Future[dict[Key, Document]]] = {}
         self.epoch, self.share = 0, order.share(lane, 0)  # `share`: this lane's places in the current epoch
         self.place = self.share.start  # of the next unit
         self.num_documents = self.read = 0  # documents, and their tokens, not counting BOS and repeated tokens
-        self.unit: Future[Any] | None = None  # the prefetched unit
+        self.unit: Future[Unit] | None = None  # the prefetched unit
 
     # -- reading
 
@@ -161,17 +124,26 @@ class Feed:
                 return True
         return False
 
-    def _fetch(self, epoch: int, place: int, stop: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """Read the unit at a place. Returns (the place after it, its documents in order as (group, row, length, ids as
-        `_kept` stores them, number of repeated ids))."""
+    def _fetch(self, epoch: int, place: int, stop: int) -> Unit:
+        """Read the unit at a place."""
         groups, rows, keep = self.order.unit(epoch, place, stop)
-        documents: dict[int, tuple[Any, ...]] = {}
+        documents: dict[int, Document] = {}  # by position in the unit
         for group in dict.fromkeys(groups.tolist()):
-            at = np.flatnonzero(groups == group)
-            ids, repeated = self.source.read(group, rows[at], keep)
-            documents.update((i, (group, int(rows[i]), len(ids), self._kept(ids), n))
-                             for i, ids, n in zip(at.tolist(), ids, repeated))
-        return place + len(rows), [documents[i] for i in range(len(rows))]
+            positions = np.flatnonzero(groups == group)
+            of_group = self._read(group, rows[positions], keep)
+            documents.update(zip(positions.tolist(), of_group))
+        in_order = [documents[position] for position in range(len(rows))]
+        keys = [(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())]
+        lengths = [len(document.ids) for document in in_order]
+        return Unit(place + len(rows), keys, lengths, [self._kept(document) for document in in_order])
+
+    def _read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
+        """`Source.read`, with a mark on the documents that are left out of the loss."""
+        documents = self.source.read(group, rows, keep)
+        silent = self.source.without.get(group)
+        if silent is None:
+            return documents
+        return [document._replace(silent=bool(silent[row])) for document, row in zip(documents, rows)]
 
     def prefetch(self) -> None:
         """Have the pool read the next unit once fewer documents are pending than the target plus half a unit."""
@@ -185,35 +157,41 @@ class Feed:
 
     def _fill(self) -> None:
         """Push units of the current epoch until the packer wants no more. RuntimeError if the pool was closed."""
-        framed, packer, target = self.config.framed, self.packer, self.config.fill_target(self.packer.row)
-        while self.place < self.share.stop and packer.wants(target):
+        target = self.config.fill_target(self.packer.row)
+        while self.place < self.share.stop and self.packer.wants(target):
             self._submit_unit()
             unit = self.unit.result() if self.unit else self._fetch(self.epoch, self.place, self.share.stop)
             self.unit = None
-            next_place, documents = unit
-            for group, row, length, ids, repeated in documents:
-                if length == 0:  # an empty stored entry
-                    continue
-                key = (self.epoch, group, row)
-                try:
-                    packer.push(key, length)
-                except ValueError as e:
-                    name, number = self.source.locate(group)
-                    raise ValueError(f"{name}: group {number}: {e}") from None
-                self.documents[key] = ids, repeated
-                packer.inserted += framed
-                packer.repeated += repeated
-                self.read += length - framed - repeated
-                self.num_documents += 1
-            self.place = next_place
+            for key, length, document in zip(unit.keys, unit.lengths, unit.documents):
+                if length > 0:  # a stored entry may be empty
+                    self._push(key, length, document)
+            self.place = unit.stop
 
-    def _kept(self, ids: np.ndarray) -> Any:
-        """A pending document's ids as the feed stores them: cut to what a row can hold if documents are cropped;
-        if they are split, compressed if longer than CHUNK."""
-        limit = self.packer.max_tokens
-        if limit is not None:
-            return ids[:limit].copy() if len(ids) > limit else ids
-        return Packed(ids) if self.packer.own_bos and len(ids) > Packed.CHUNK else ids
+    def _push(self, key: Key, length: int, document: Document) -> None:
+        """Give a document of `length` tokens to the packer, and enter it in the accounts. ValueError, which names its
+        file, if no row can hold it."""
+        framed, packer = self.config.framed, self.packer
+        try:
+            packer.push(key, length)
+        except ValueError as e:
+            name, number = self.source.locate(key[1])
+            raise ValueError(f"{name}: group {number}: {e}") from None
+        self.documents[key] = document
+        packer.inserted += framed
+        packer.repeated += document.context
+        self.read += length - framed - document.context
+        self.num_documents += 1
+
+    def _kept(self, document: Document) -> Document:
+        """A pending document as the feed stores it: cut to what a row can hold if documents are cropped; if they are
+        split, compressed if it is longer than a chunk."""
+        ids, limit = document.ids, self.packer.max_tokens
+        assert isinstance(ids, np.ndarray)  # as sources return it
+        if limit is not None and len(ids) > limit:
+            return document._replace(ids=ids[:limit].copy())  # a view would keep all of it in memory
+        if limit is None and self.packer.own_bos and len(ids) > Packed.CHUNK:
+            return document._replace(ids=Packed(ids))
+        return document
 
     # -- rows
 
@@ -235,45 +213,19 @@ class Feed:
         placed = self.pack()
         if placed is None:
             return None
-        T, framed, bos = self.config.T, self.config.framed, self.source.bos
-        pieces: list[np.ndarray] = []  # become the row's tokens
-        off: list[tuple[int, int]] = []  # ranges of the row whose tokens are not targets
-        at = 0
-        for key, start, length, context in placed:
-            # After a resume, the pool may still be reading the document's ids.
-            document = self.documents.pop(key)
-            ids, repeated = document.result().pop(key) if isinstance(document, Future) else document
-            # The continuation of a cut document gets a BOS of its own, which counts towards `length`.
-            tail = start > 0 and self.packer.own_bos
-            if tail:
-                pieces.append(np.full(1, bos, ids.dtype))
-            pieces.append(ids[start:start + length - tail])
-            # Tokens that are already in an earlier row or stored entry are context, so their targets are off. The BOS
-            # in front of them stays a target.
-            if tail or repeated:
-                begin = at + (framed and (tail or start == 0))
-                end = at + tail + max(context, min(repeated + framed - start, length - tail))
-                if begin < end:
-                    off.append((begin, end))
-            # --without-documents: the document's tokens are off, and so is the BOS that its last token predicts.
-            if (without := self.source.without.get(key[1])) is not None and without[key[2]]:
-                off.append((at, at + length + 1))
-            # A document that the packer will place again stays pending.
-            if key in self.packer:
-                self.documents[key] = ids, repeated
-            at += length
-        if at < T + 1:  # pad the row
-            pieces.append(np.full(T + 1 - at, bos, pieces[0].dtype))
-            off.append((at, T + 1))
-        tokens = np.concatenate(pieces)
-        live = None
-        if off or not framed:
-            live = np.ones(len(tokens), np.uint8)
-            for begin, end in off:
-                live[begin:end] = 0
-            if not framed:  # stored entries end with EOD, which does not predict the token after it
-                live[1:] &= tokens[:-1] != bos
+        documents = [self._take(key) for key, *_ in placed]
+        tokens, live = assemble(placed, documents, T=self.config.T, bos=self.source.bos,
+                                framed=self.config.framed, own_bos=self.packer.own_bos)
         return Row(self.lane, index, self.bucket, tokens, live, placed)
+
+    def _take(self, key: Key) -> Document:
+        """A document that the packer has placed. It stays pending if the packer will place it again."""
+        document = self.documents.pop(key)
+        if isinstance(document, Future):
+            document = document.result().pop(key)
+        if key in self.packer:
+            self.documents[key] = document
+        return document
 
     # -- state
 
@@ -295,25 +247,27 @@ class Feed:
         self.place, self.num_documents, self.read = state["place"], state["documents"], state["read"]
         waiting = {(epoch, group, row): Piece(*piece) for epoch, group, row, *piece in state["waiting"]}
         self.packer.restore(state, waiting)
-        groups: dict[int, dict[Document, Piece]] = {}
+        groups: dict[int, dict[Key, Piece]] = {}
         for key, piece in waiting.items():
             groups.setdefault(key[1], {})[key] = piece
         for group, pieces in groups.items():
             if self.pool:
-                self.documents.update(dict.fromkeys(pieces, self.pool.submit(self._fetch_pending, group, pieces)))
+                reading = self.pool.submit(self._fetch_pending, group, pieces)
+                self.documents.update(dict.fromkeys(pieces, reading))
             else:
                 self.documents.update(self._fetch_pending(group, pieces))
 
-    def _fetch_pending(self, group: int, waiting: dict[Document, Piece]) -> dict[Document, Any]:
+    def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
         """Read the documents of a group that a cursor lists. ValueError if the length of one has changed."""
-        arrays, repeated = self.source.read(group, np.array([row for _, _, row in waiting]))
-        for (key, piece), ids in zip(waiting.items(), arrays):
-            if len(ids) != (length := self.packer.whole_length(piece)):
+        documents = self._read(group, np.array([row for _, _, row in waiting]))
+        for (key, piece), document in zip(waiting.items(), documents):
+            actual, expected = len(document.ids), self.packer.whole_length(piece)
+            if actual != expected:
                 name, number = self.source.locate(group)
-                raise ValueError(f"{name}: document {key[2]} of group {number} has {len(ids):,} tokens, but the "
-                                 f"checkpoint says {length:,}; the data or the tokenizer has changed since the run "
+                raise ValueError(f"{name}: document {key[2]} of group {number} has {actual:,} tokens, but the "
+                                 f"checkpoint says {expected:,}; the data or the tokenizer has changed since the run "
                                  f"began. Restore the original, or start a new run (--model-tag)")
-        return {key: (self._kept(ids), n) for key, ids, n in zip(waiting, arrays, repeated)}
+        return {key: self._kept(document) for key, document in zip(waiting, documents)}
 
 
 # ---- cursors -------------------------------------------------------------------------------------
@@ -349,8 +303,8 @@ def sample_lengths(source: Source) -> np.ndarray:
         num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
         at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
         for first in range(0, num_documents, at_once):
-            ids, _ = source.read(group, np.arange(first, min(first + at_once, num_documents)))
-            lengths += map(len, ids)
+            documents = source.read(group, np.arange(first, min(first + at_once, num_documents)))
+            lengths += [len(document.ids) for document in documents]
     return np.array(lengths)
 
 

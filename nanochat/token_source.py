@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.common import hash_json
+from nanochat.rows import Document
 from nanochat.sources import Manifest, Source
 from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer
@@ -66,19 +67,20 @@ class TokenSource(Source):
         runs = np.split(distinct + self._first_entry[group], np.flatnonzero(np.diff(distinct) > 1) + 1)
         return self._pair(self.file_of(group)[0]), [(int(run[0]), int(run[-1]) + 1) for run in runs], positions.tolist()
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         pair, runs, positions = self._runs(group, rows)
-        ids, repeated = list[np.ndarray](), list[int]()
+        documents: list[Document] = []
         for first, end in runs:
-            ids += pair.read(first, end) if self.as_stored else pair.documents(first, end, self.bos)
-            repeated += pair.prefixes(first, end).tolist()
-        return [ids[i] for i in positions], [repeated[i] for i in positions]
+            ids = pair.read(first, end) if self.as_stored else pair.documents(first, end, self.bos)
+            documents += map(Document, ids, pair.prefixes(first, end).tolist())
+        return [documents[position] for position in positions]
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
         pair, runs, positions = self._runs(group, rows)
-        lengths, repeated = list[int](), list[int]()
+        lengths: list[int] = []
+        contexts: list[int] = []
         for first, end in runs:
             of_run = pair.lengths(first, end) if self.as_stored else pair.document_lengths(first, end, self.bos)
             lengths += of_run.tolist()
-            repeated += pair.prefixes(first, end).tolist()
-        return [lengths[i] for i in positions], [repeated[i] for i in positions]
+            contexts += pair.prefixes(first, end).tolist()
+        return [lengths[position] for position in positions], [contexts[position] for position in positions]

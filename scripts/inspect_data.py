@@ -188,13 +188,13 @@ def describe(opened: Opened, stream: Any, row: Any) -> list[dict[str, Any]]:
     source, at, documents = opened.data.train[row.bucket], 0, []
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
-        [ids], _ = source.read(group, np.array([number]))
+        [document] = source.read(group, np.array([number]))
         before = int(source.groups[group - local:group].sum())  # documents in the file's earlier groups
         inserted = int(start > 0 and opened.config.layout == "bestfit")
         off = 0 if row.live is None else int((row.live[at:at + length] == 0).sum())
         documents.append({"at": at, "tokens": length, "off": off, "file": name, "group": local,
                           "document": before + number, "document_in_group": number, "epoch": epoch,
-                          "start": start, "stop": start + length - inserted, "of": len(ids)})
+                          "start": start, "stop": start + length - inserted, "of": len(document.ids)})
         at += length
     return documents
 
@@ -437,7 +437,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         listed = source.without.get(document.group)
         left_out = listed is not None and bool(listed[document.row])
         if document.group >= 0:
-            ids = source.read(document.group, np.array([document.row]))[0][0]
+            ids = source.read(document.group, np.array([document.row]))[0].ids[:]
             words = first_words(opened, ids)
         for one_pass in traced:
             uses = [{**use._asdict(), "loss": of_step[use.row] if (of_step := losses(use.step)) else None}

@@ -120,6 +120,7 @@ import hashlib
 
 import numpy as np
 
+from nanochat.rows import Document
 from nanochat.sources import Source
 
 
@@ -127,7 +128,7 @@ class FileSource(Source):
     """Files with one document per line."""
 
     @staticmethod
-    def scan_file(path, name, field):
+    def scan_file(path, name, selection):
         data = path.read_bytes()
         return {"name": name, "size": len(data), "footer": hashlib.sha256(data).hexdigest(),
                 "groups": [data.count(b"\\n")]}
@@ -135,7 +136,7 @@ class FileSource(Source):
     def read(self, group, rows, keep=0):
         lines = self.paths[self.file_of(group)[0]].read_text().split("\\n")
         ids, edges = self.tokenizer.encode_flat([lines[row] for row in rows], num_threads=1)
-        return [ids[a:b].copy() for a, b in zip(edges[:-1], edges[1:])], [0] * len(rows)
+        return [Document(ids[a:b].copy()) for a, b in zip(edges[:-1], edges[1:])]
 ''')
     folder = fork.base / "lines"
     folder.mkdir()

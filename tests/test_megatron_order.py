@@ -314,7 +314,7 @@ def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):
         stored = [np.append(BOS, np.concatenate(part.dataset[edges[d]:edges[d + 1]])[:-1]).tolist()
                   if edges[d + 1] > edges[d] and sum(part.dataset.sequence_lengths[edges[d]:edges[d + 1]]) else [BOS]
                   for d in expected]
-        documents = [d.tolist() for g, n in enumerate(val[name].groups) for d in val[name].read(g, np.arange(n))[0]]
+        documents = [d.ids.tolist() for g, n in enumerate(val[name].groups) for d in val[name].read(g, np.arange(n))]
         assert documents == stored and len(documents) > 1
         cut = [d for d in range(len(edges) - 1) if edges[d] < begins < edges[d + 1]]
         assert int(train[name].groups.sum()) + len(cut) == expected[0]

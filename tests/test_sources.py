@@ -39,9 +39,10 @@ def open_source(path):
 
 def texts_of(source, group, rows, keep=0):
     """The texts of some documents of a group."""
-    documents, repeated = source.read(group, np.array(rows), keep)
-    assert all(ids[0] == BOS and ids.base is None for ids in documents) and not any(repeated)
-    return [ByteTokenizer().decode(ids) for ids in documents]
+    documents = source.read(group, np.array(rows), keep)
+    assert all(document.ids[0] == BOS and document.ids.base is None for document in documents)
+    assert not any(document.context or document.silent for document in documents)
+    return [ByteTokenizer().decode(document.ids) for document in documents]
 
 
 def all_texts(source, unit_size=4):

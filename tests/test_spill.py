@@ -49,8 +49,7 @@ def open_source(path):
 
 
 def texts_of(source, group, rows, keep=0):
-    documents, _ = source.read(group, np.array(rows), keep)
-    return [ByteTokenizer().decode(ids) for ids in documents]
+    return [ByteTokenizer().decode(document.ids) for document in source.read(group, np.array(rows), keep)]
 
 
 @APART

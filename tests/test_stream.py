@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.order import Order, StreamConfig
-from nanochat.stream import Packed, Row, Stream, carry_on, stream_identity
+from nanochat.rows import Packed, Row
+from nanochat.stream import Stream, carry_on, stream_identity
 from tests.toy import BOS, MemorySource, Ranks, digest_of_row, fixed_source, json_copy, row_arrays
 
 LAYOUTS = ("crop", "split", "concat")
@@ -197,7 +198,7 @@ def test_crop_keeps_at_most_a_row_of_a_long_document():
     stream = Stream(config, {"data": MemorySource([[np.arange(10_000)], [np.arange(10_000)]])}, [0], tokenizer="t")
     stream.next_rows(1)  # prefetches the next document
     stream.feeds["data"][0]._fill()
-    held = [ids for ids, *_ in stream.feeds["data"][0].documents.values()]
+    held = [document.ids for document in stream.feeds["data"][0].documents.values()]
     stream.close()
     assert held and all(len(ids) == 100 and ids.base is None for ids in held)
 
@@ -209,7 +210,8 @@ def test_split_keeps_the_unused_part_of_a_long_document_compressed():
     feed, sizes = stream.feeds["data"][0], []
     for _ in range(400):
         feed.next_row(0)
-        [(kept, _)] = feed.documents.values()
+        [document] = feed.documents.values()
+        kept = document.ids
         sizes.append(sum(map(len, kept.chunks)))
     stream.close()
     assert isinstance(kept, Packed) and sizes[0] < ids.nbytes / 2 and sizes[-1] < sizes[0] / 2

@@ -21,15 +21,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanochat import dataset, sources
+from nanochat import parquet_source, sources
 from nanochat.common import block
 from nanochat.curriculum import Curriculum, Mixer, Phase
 from nanochat.dataloader import Dry
 from nanochat.files import find_files
 from nanochat.order import StreamConfig
 from nanochat.parquet_source import ParquetSource
+from nanochat.rows import Packed, Row
 from nanochat.sources import scan
-from nanochat.stream import Cursor, Packed, Row, Stream, ledger
+from nanochat.stream import Cursor, Stream, ledger
 from nanochat.token_source import TokenSource
 from nanochat.tokens import READER, new_manifest
 from tests.token_files import write_megatron, write_pair
@@ -139,7 +140,7 @@ class World:
     def open(self, folder):
         """Write all buckets to a folder, and open their sources."""
         with (mock.patch.object(sources, "SMALL_TOKENS", sources.SMALL_TOKENS if self.small else -1),
-              mock.patch.object(dataset, "is_blank", lambda *args: False)):  # text may be all empty here
+              mock.patch.object(parquet_source, "is_blank", lambda *args: False)):  # text may be all empty here
             return {name: corpus.open(Path(folder) / name, framed=self.config.framed)
                     for name, corpus in self.corpora.items()}
 

@@ -84,7 +84,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_warns_about_skipped_
         assert check(manifest) == manifest and manifest["min_chars"] == 10 and manifest["part"] == "train"
         source = ParquetSource(manifest, ByteTokenizer())
         documents = [ByteTokenizer().decode(ids) for g, n in enumerate(source.groups.tolist())
-                     for ids in source.read(g, np.arange(n))[0]]
+                     for ids, *_ in source.read(g, np.arange(n))]
         assert documents == expected == list(read_texts(source.paths[0]))
         assert "shorter than --min-chars 10" in caplog.text
         groups.append(source.groups.tolist())

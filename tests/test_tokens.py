@@ -442,10 +442,10 @@ def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypa
         return plain_read(self, begin, end)
 
     monkeypatch.setattr(PlainReader, "read", read)
-    ids, repeated = source.read(0, np.array(rows))
-    assert [d.tolist() for d in ids] == [[E, *documents[row]] for row in rows] and repeated == [0] * len(rows)
+    read = source.read(0, np.array(rows))
+    assert [(d.ids.tolist(), d.context) for d in read] == [([E, *documents[row]], 0) for row in rows]
     assert sum(num_read) == sum(len(documents[row]) + 1 for row in set(rows))
-    assert source.lengths(0, np.array(rows)) == ([len(documents[row]) + 1 for row in rows], repeated)
+    assert source.lengths(0, np.array(rows)) == ([len(documents[row]) + 1 for row in rows], [0] * len(rows))
 
 
 def test_a_bin_without_an_index_names_the_conversion_of_nanogpts_files(tmp_path):

@@ -18,7 +18,8 @@ from hypothesis import settings
 from nanochat.common import block
 from nanochat.dataloader import DataLoader
 from nanochat.order import StreamConfig
-from nanochat.stream import Cursor, Row, Stream
+from nanochat.rows import Document, Row
+from nanochat.stream import Cursor, Stream
 
 BOS = 256
 
@@ -70,10 +71,10 @@ class MemorySource:
         self.small = small
         self.reads: list[tuple[int, list[int]]] = []
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> tuple[list[np.ndarray], list[int]]:
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         self.reads.append((group, rows.tolist()))
         assert max(rows) < keep <= len(self.documents[group]) or keep == 0, "`keep` is not in the group"
-        return [np.concatenate([[BOS], self.documents[group][row]]).astype(np.uint32) for row in rows], [0] * len(rows)
+        return [Document(np.concatenate([[BOS], self.documents[group][row]]).astype(np.uint32)) for row in rows]
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
         return [1 + len(self.documents[group][row]) for row in rows], [0] * len(rows)

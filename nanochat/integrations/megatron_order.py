@@ -42,10 +42,11 @@ from nanochat.curriculum import Mixer
 from nanochat.files import check_format, data_folder, find_files, is_folder
 from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
 from nanochat.integrations.megatron_tables import blend_sources, cached
+from nanochat.rows import Row
 from nanochat.schedule import Horizon
 from nanochat.sources import Manifest, Manifests, Source, scan
 from nanochat.splits import split_train_val
-from nanochat.stream import FORMAT, Cursor, LaneState, Row, check_cursors, stream_identity
+from nanochat.stream import FORMAT, Cursor, LaneState, check_cursors, stream_identity
 from nanochat.tokens import TokenFile, to_offsets
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from tqdm import tqdm
 
-from nanochat.order import Order, StreamConfig
+from nanochat.order import Order, StreamConfig, open_order
 from nanochat.sources import Source
 from nanochat.stream import Cursor, Stream
 
@@ -102,7 +102,7 @@ class History:
         curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
-        order = Order(source.groups, source.means, small=source.small, bucket=document.bucket, config=self.config)
+        order = open_order(source.groups, source.means, small=source.small, bucket=document.bucket, config=self.config)
         last_epoch = self.config.epochs(document.bucket)
         for epoch in itertools.count() if last_epoch == 0 else range(last_epoch):
             of_epoch = self._pass(document, epoch, order)

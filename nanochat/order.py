@@ -135,32 +135,24 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 # ---- the order of a bucket -----------------------------------------------------------------------
 
 class Order:
-    """The order of one bucket: epochs, shares, units.
+    """The order of one bucket: epochs, shares, units. `SmallOrder` shuffles documents, `LargeOrder` groups, and
+    `open_order` decides which. A *place* is a position in an epoch's sequence of documents, counted from 0."""
 
-    documents, means (G,) int64: see `fed_lanes`. `small`: documents are shuffled one by one, not group by group. A
-    *place* is a position in an epoch's sequence of documents, counted from 0.
-    """
-
-    def __init__(self, documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig):
-        self.documents, self.small, self.V, self.key = documents, small, config.V, (config.seed, bucket)
-        self.first = np.concatenate([[0], np.cumsum(documents)])  # number of each group's first document
-        total, tokens = int(self.first[-1]), int(documents @ means)
-        # `counts` and `means` describe the shuffled items: groups, or single documents. Shares have about equal numbers
-        # of tokens, counting only what rows can hold.
-        self.counts = np.ones(total, np.int64) if small else documents
-        usable = np.minimum(means, config.new_packer().max_tokens or means.max())
-        self.means = np.repeat(usable, documents) if small else usable
-        # Units of a large bucket have about equal numbers of tokens, and a lane's share has several. In a
-        # small bucket, units are smaller than that, so that a lane reads about as many documents as its packer wants.
+    def __init__(self, counts: np.ndarray, means: np.ndarray, sizes: np.ndarray, *, bucket: str, config: StreamConfig):
+        """The arrays, (items,) int64, describe what is shuffled: the number of documents of each item, their estimated
+        mean length in tokens, and the number of documents that are read at once."""
+        self.V, self.key = config.V, (config.seed, bucket)
+        self.counts, self.sizes = counts, sizes
+        # shares have about equal numbers of tokens, counting only what rows can hold
+        self.means = np.minimum(means, config.new_packer().max_tokens or means.max())
+        total = int(counts.sum())
+        # units of single documents; a lane reads about as many as its packer wants
         self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
-        unit_tokens = min(UNIT_TOKENS, tokens // (UNITS * self.V))
-        self.sizes = self.counts if small else np.clip(unit_tokens // means, 1, config.unit_size)
         self._epoch = functools.lru_cache(4)(self._new_epoch)
-        self._words = functools.lru_cache(config.V)(words)  # random numbers of the groups being read
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shuffled groups or documents; the place where each begins, then the end; the number of tokens before each,
-        then the total)."""
+        """(shuffled items; the place where each begins, then the end; the number of tokens before each, then the
+        total)."""
         sequence = permutation(len(self.counts), *self.key, epoch)
         counts = self.counts[sequence]
         return sequence, _running(counts), _running(counts * self.means[sequence])
@@ -174,7 +166,8 @@ class Order:
         at = int(np.searchsorted(tokens, first_token, side="right")) - 1
         size = int(self.sizes[sequence[at]])
         unit_tokens = size * int(self.means[sequence[at]])
-        units = (2 * (first_token - int(tokens[at])) + unit_tokens) // (2 * unit_tokens)
+        beyond = first_token - int(tokens[at])
+        units = (2 * beyond + unit_tokens) // (2 * unit_tokens)
         return min(int(places[at]) + units * size, int(places[at + 1]))
 
     def share(self, lane: int, epoch: int) -> range:
@@ -182,33 +175,82 @@ class Order:
         number = (lane + epoch) % self.V
         return range(self._cut(epoch, number), self._cut(epoch, number + 1))
 
+    def lane_of(self, epoch: int, place: int) -> int:
+        """The lane that reads a place of an epoch."""
+        number = bisect.bisect_right(range(self.V), place, key=lambda share: self._cut(epoch, share)) - 1
+        return (number - epoch) % self.V
+
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
         """(lane, place) of document number `row` of a group: the lane that reads it in an epoch, and its position in
         the sequence. In a large bucket the place is exact only to within a unit, because the documents of a unit are
         permuted."""
-        sequence, places, _ = self._epoch(epoch)
-        shuffled = self.first[group] + row if self.small else group
-        at = int(np.flatnonzero(sequence == shuffled)[0])
-        place = int(places[at]) + (0 if self.small else row)
-        number = bisect.bisect_right(range(self.V), place, key=lambda share: self._cut(epoch, share)) - 1
-        return (number - epoch) % self.V, place
+        raise NotImplementedError
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
         int64: the group of each document and its number in the group, in the order of use. keep: the lane
         will soon read the group's documents up to this number (exclusive); 0 in a small bucket."""
+        raise NotImplementedError
+
+
+class SmallOrder(Order):
+    """A small bucket: its documents are shuffled one by one."""
+
+    def __init__(self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig):
+        """documents, means (G,) int64: see `fed_lanes`."""
+        self.first = _running(documents)  # number of each group's first document
+        ones = np.ones(int(self.first[-1]), np.int64)
+        super().__init__(ones, np.repeat(means, documents), ones, bucket=bucket, config=config)
+
+    def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """See `Order.find`."""
+        sequence, _, _ = self._epoch(epoch)
+        place = int(np.flatnonzero(sequence == self.first[group] + row)[0])
+        return self.lane_of(epoch, place), place
+
+    def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """See `Order.unit`."""
+        sequence, _, _ = self._epoch(epoch)
+        numbers = sequence[place:min(place + self.batch, stop)]
+        groups = np.searchsorted(self.first, numbers, side="right") - 1
+        return groups, numbers - self.first[groups], 0
+
+
+class LargeOrder(Order):
+    """A large bucket: its groups are shuffled. A lane reads a group unit by unit, and each unit's documents are
+    permuted."""
+
+    def __init__(self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig):
+        """documents, means (G,) int64: see `fed_lanes`."""
+        # units have about equal numbers of tokens, and a lane's share has several of them
+        unit_tokens = min(UNIT_TOKENS, int(documents @ means) // (UNITS * config.V))
+        sizes = np.clip(unit_tokens // means, 1, config.unit_size)
+        super().__init__(documents, means, sizes, bucket=bucket, config=config)
+        self._words = functools.lru_cache(config.V)(words)  # random numbers of the groups being read
+
+    def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """See `Order.find`."""
         sequence, places, _ = self._epoch(epoch)
-        if self.small:
-            numbers = sequence[place:min(place + self.batch, stop)]
-            groups = np.searchsorted(self.first, numbers, side="right") - 1
-            return groups, numbers - self.first[groups], 0
+        at = int(np.flatnonzero(sequence == group)[0])
+        place = int(places[at]) + row
+        return self.lane_of(epoch, place), place
+
+    def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """See `Order.unit`."""
+        sequence, places, _ = self._epoch(epoch)
         at = int(np.searchsorted(places, place, side="right")) - 1
-        group, begin = int(sequence[at]), place - int(places[at])
-        drawn = self._words(int(self.documents[group]), *self.key, epoch, group)  # a random number per document
-        last = min(len(drawn), stop - int(places[at]))
+        group, first_place = int(sequence[at]), int(places[at])
+        drawn = self._words(int(self.counts[group]), *self.key, epoch, group)  # a random number per document
+        begin, last = place - first_place, min(len(drawn), stop - first_place)
         end = min(begin + int(self.sizes[group]), last)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")
         return np.full(len(rows), group), rows, last
+
+
+def open_order(documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig) -> Order:
+    """The order of a bucket. documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`."""
+    kind = SmallOrder if small else LargeOrder
+    return kind(documents, means, bucket=bucket, config=config)
 
 
 def _running(counts: np.ndarray) -> np.ndarray:

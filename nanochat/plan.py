@@ -33,7 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import check_shape, print0, read_json, table
-from nanochat.order import Order, StreamConfig
+from nanochat.order import StreamConfig, open_order
 from nanochat.rows import Document
 from nanochat.run_dir import PLAN_NAME
 from nanochat.run_order import stream_config
@@ -272,7 +272,7 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
 def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
     """A bucket's account after the first `rows` rows of a lane."""
     feed = Rehearsal(config, bucket=bucket, lane=0, source=lengths,  # type: ignore[arg-type]
-                     order=Order(lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config),
+                     order=open_order(lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config),
                      pool=None)
     for _ in range(rows):
         feed.pack()

@@ -8,14 +8,14 @@ A `RunOrder` turns the settings of a run into plain values for the stream. To ad
 configuration whose `open` returns an `AnyStream`, and name the class in `order.ORDERS`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from nanochat.common import open_door
 from nanochat.config import Settings
 from nanochat.order import ORDERS, StreamConfig
 from nanochat.schedule import Horizon
-from nanochat.sources import Manifests, leave_out
+from nanochat.sources import Manifests, Source, leave_out
 from nanochat.splits import pin_files
 from nanochat.stream import Cursor
 from nanochat.text import Selection
@@ -37,6 +37,12 @@ class RunOrder(Protocol):
     def pin(self, settings: Settings) -> Manifests:
         """The manifests of a new run's training and validation files. FileNotFoundError or ValueError names a file
         that is missing or unusable."""
+
+    def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """ValueError if the training data does not fit the settings. Writes nothing."""
+
+    def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """Compute what all ranks read, once, before they do. Called on rank 0."""
 
     def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
         """A sentence about what the run reads, for an order without a plan; see `settle`."""
@@ -76,6 +82,14 @@ class LaneOrder:
         if settings.without_documents is not None:
             manifests["train"] = leave_out(manifests["train"], settings.without_documents)
         return manifests
+
+    def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """See `RunOrder.check`."""
+        if settings.mix is not None:
+            settings.mix.check_buckets(sources)
+
+    def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """See `RunOrder.shuffle`: each lane shuffles for itself."""
 
     def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
         """See `RunOrder.describe`: the plan says it."""

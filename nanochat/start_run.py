@@ -423,7 +423,7 @@ def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
     --init-data=continue, they come from the other run; for --skip-steps, the skipped rows are packed here. ValueError
     if the data or the other run does not fit the settings."""
     settings, config, fingerprint = start.settings, stream_config(start.settings), data.tokenizer.fingerprint
-    open_stream(config, data.train, [], tokenizer=fingerprint)  # checks that the data fits the settings
+    order_of(settings).check(settings, data.train)
     if start.checkpoint is not None or (start.cursors is None and start.skip == 0):
         return start.cursors
     cursors, rows = start.cursors, settings.total_batch_size // settings.max_seq_len // config.V
@@ -476,8 +476,7 @@ def claim_run(start: Start, data: RunData) -> Owner:
         plan = rehearse(start, data)
     elif settings.plan != "off" and order_of(settings).has_plan and start.checkpoint is None:
         print_passes(start, data)
-    # in Megatron's order, this shuffles once; all ranks then read the tables from the index cache
-    open_stream(stream_config(settings), data.train, [0], tokenizer="").close()
+    order_of(settings).shuffle(settings, data.train)
     owner = claim(run_dir, start.last_owner)
     if settings.resume == "scratch" and is_run_dir(run_dir):
         set_aside(run_dir)

@@ -30,7 +30,7 @@ import numpy as np
 
 from nanochat.common import check_shape
 from nanochat.curriculum import Mixer
-from nanochat.order import Order, StreamConfig
+from nanochat.order import Order, StreamConfig, open_order
 from nanochat.packing import Piece, Placement
 from nanochat.rows import Document, Packed, Row, assemble
 from nanochat.sources import Source
@@ -402,7 +402,7 @@ class Stream:
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
-            order = Order(source.groups, source.means, small=source.small, bucket=bucket, config=config)
+            order = open_order(source.groups, source.means, small=source.small, bucket=bucket, config=config)
             self.feeds[bucket] = {lane: feed(config, bucket=bucket, lane=lane, source=source, order=order,
                                              pool=self.pool) for lane in self.lanes}
         if cursors is not None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.find import Document, History, documents_with, find_document
-from nanochat.order import Order, StreamConfig
+from nanochat.order import StreamConfig, open_order
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream
 from tests.toy import BOS, ByteTokenizer, examples, json_copy, numbered, write_parquet
@@ -85,7 +85,7 @@ def nearest(saves, step):
 
 def history_place(history, bucket, found, group, row):
     source = history.sources[bucket]
-    order = Order(source.groups, source.means, small=source.small, bucket=bucket, config=history.config)
+    order = open_order(source.groups, source.means, small=source.small, bucket=bucket, config=history.config)
     return order.find(found.epoch, group, row)[1]
 
 

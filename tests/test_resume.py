@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nanochat import checkpoint, core_eval, gpt, lifecycle, start_run, trainer
+from nanochat import checkpoint, gpt, lifecycle, start_run, trainer
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.run_dir import read_log
 from scripts import base_train, inspect_data, status
@@ -339,7 +339,7 @@ def out_of_memory(*args, **kwargs):
 def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_evaluation():
     settings = {**SHORT, "eval_every": 2}
     succeed(model_tag="whole", **settings)
-    start(hook=partial(before, "nanochat.loss_eval.evaluate_buckets", 3, die), **settings).wait_for_death()
+    start(hook=partial(before, "nanochat.evaluations.evaluate_buckets", 3, die), **settings).wait_for_death()
     assert checkpoints() == ["final"] and load_checkpoint(final()).step == 4
     assert [event["step"] for event in events("val")] == [0, 2] and status.main(["run", "--exit-code"]) == 1
     succeed(**settings)
@@ -351,12 +351,12 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_e
 
 
 @pytest.mark.parametrize(("function", "flags", "what", "failures"), [
-    ("nanochat.loss_eval.evaluate_buckets", {"eval_every": 2}, "evaluation", [0, 2, 4]),
-    ("nanochat.core_eval.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
+    ("nanochat.evaluations.evaluate_buckets", {"eval_every": 2}, "evaluation", [0, 2, 4]),
+    ("nanochat.evaluations.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
     ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples", [4])])
 def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what, failures):
     """Every call fails once the run has started."""
-    monkeypatch.setattr(core_eval, "read_bundle", lambda *args: [])
+    monkeypatch.setattr(start_run, "read_bundle", lambda *args: [])
     monkeypatch.setattr(trainer.Journal, "started", lambda *args, **how: monkeypatch.setattr(function, out_of_memory))
     outcome = succeed(**SHORT, **flags)
     failed = [event for event in events("evaluation_failed") if event["what"] == what]

@@ -44,7 +44,7 @@ MOMENTS = st.one_of(
     st.tuples(st.just("nanochat.optim.MuonAdamW.step"), st.integers(1, 6)),
     st.sampled_from([
         ("nanochat.gpt.GPT.init_weights", 1), ("nanochat.dataloader.DataLoader.__next__", 1),
-        ("nanochat.loss_eval.evaluate_buckets", 1), ("nanochat.engine.Engine.generate_batch", 1),
+        ("nanochat.evaluations.evaluate_buckets", 1), ("nanochat.engine.Engine.generate_batch", 1),
         ("nanochat.trainer.to_host", 1), ("nanochat.checkpoint.save_plain", 2)]))
 
 

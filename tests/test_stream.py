@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat.common import block, permutation, words
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.order import Order, StreamConfig
+from nanochat.order import StreamConfig, open_order
 from nanochat.rows import Packed, Row
 from nanochat.stream import Stream, carry_on, stream_identity
 from tests.toy import BOS, MemorySource, Ranks, digest_of_row, fixed_source, json_copy, row_arrays
@@ -45,7 +45,7 @@ def epoch_in_units(source, epoch, V, size, seed, small):
 def test_concat_is_the_lanes_share_of_each_epoch_back_to_back(small):
     V, source = 2, MemorySource(fixed_source().documents, small=small)
     config = make_config("concat", T=16, V=V, seed=5, unit_size=2)
-    order = Order(source.groups, source.means, small=small, bucket="b", config=config)
+    order = open_order(source.groups, source.means, small=small, bucket="b", config=config)
     assert set(order.sizes.tolist()) == {1 if small else 2} and order.batch == 1
     for lane in range(V):
         expected = []

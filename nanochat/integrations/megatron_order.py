@@ -243,6 +243,15 @@ class MegatronOrder:
         """See `RunOrder.pin`."""
         return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
 
+    def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """See `RunOrder.check`."""
+        open_samples(self.stream_config(settings), sources)
+
+    def shuffle(self, settings: Settings, sources: Mapping[str, Source]) -> None:
+        """See `RunOrder.shuffle`. The other ranks then read the tables from the index cache."""
+        for part in open_samples(self.stream_config(settings), sources).datasets:
+            _ = part.shuffle_index
+
     def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
         """See `RunOrder.describe`."""
         needed = samples_needed(settings, cursors, steps)

@@ -4,7 +4,7 @@ The command line of every script: flags, settings, flags from a file, and how a 
     Parser               argparse without abbreviations, with defaults in --help and one-line errors
     --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
     setting(...)         a field of a dataclass of settings, from which nanochat/config.py makes a flag
-    read_yaml(path)      a small YAML file from an untrusted author: plain values only
+    read_yaml(path)      a small YAML file
     run_main(main)       the last line of a script: exit codes, and one sentence for bad input
 
 A file of flags becomes command-line arguments, placed before the user's own, which take precedence:
@@ -47,6 +47,7 @@ EXIT_HALTED = 3  # the user must decide how the run continues
 MAX_BYTES = 1 << 19  # PyYAML takes five to ten seconds for this much
 MAX_TOML_BYTES = 1 << 15  # tomllib takes two seconds for a key with this many dots
 MAX_LEVELS = 20  # of nested lists and mappings
+MAX_VALUES = 1 << 18  # in all of them together
 TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"
 
 
@@ -147,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         try:
             if Path(path).suffix.lower() == ".toml":
                 values: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
-                _check_levels([values])
+                _check_size(values)
             else:
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
@@ -219,67 +220,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 # ---- small files that users write ---------------------------------------------------------------
-#
-#     depth: 12          int           matrix-lr: 0.01      float         1e5, 2024-01-01, 1:30    text
-#     deterministic: no  bool          tokenizer: null      None          [..], {..}               list, dict
-#
-# Curricula, --config files and an evaluation bundle's core.yaml hold only these plain values. The rest of YAML is
-# refused: a few hundred bytes of nested aliases can take hours or all memory, and tags such as !!float call
-# constructors that raise errors of their own. A time such as 1:30 stays text instead of becoming the number 90.
-
-class _PlainLoader(yaml.SafeLoader):
-    """Reads plain values only, and refuses a key that appears twice."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        problem = ""
-        if isinstance(event, yaml.AliasEvent):
-            problem = f"the alias *{event.anchor:.60}"
-        elif event.tag is not None:
-            problem = f"the tag {event.tag.replace('tag:yaml.org,2002:', '!!'):.60}"
-        if problem:
-            raise yaml.MarkedYAMLError(problem=f"{problem}: only plain values are allowed",
-                                       problem_mark=event.start_mark)
-        event.anchor = None  # without aliases, a repeated anchor is harmless
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = {}
-        for key_node, value_node in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, list | dict) or key in mapping:
-                problem = f"the key {key!r:.60} {'is not plain' if isinstance(key, list | dict) else 'appears twice'}"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
-            mapping[key] = self.construct_object(value_node, deep=deep)
-        return mapping
-
-
-_PlainLoader.yaml_implicit_resolvers = {}  # SafeLoader also reads octal numbers, times and dates
-for _kind, _pattern in {
-        "null": r"~|null|Null|NULL|",
-        "bool": r"yes|Yes|YES|no|No|NO|true|True|TRUE|false|False|FALSE|on|On|ON|off|Off|OFF",
-        "int": r"[-+]?(0|[1-9][0-9_]*)",
-        "float": r"(?i:[-+]?([0-9][0-9_]*\.[0-9_]*(e[-+][0-9]+)?|\.[0-9][0-9_]*(e[-+][0-9]+)?|\.inf)|\.nan)"}.items():
-    _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"({_pattern})\Z"), None)
-
 
 def read_yaml(path: Path | str) -> Any:
     """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence without the file's
-    name, if it is too large, is not YAML, or holds more than plain values."""
+    name, if it is too large or not YAML."""
     data = _read_small(path, MAX_BYTES)
     try:
-        values = list(yaml.load_all(data, Loader=_PlainLoader))
-        _check_levels(values)
+        value = yaml.safe_load(data)
+        _check_size(value)
     except RecursionError:
         raise ValueError(f"not valid YAML ({TOO_DEEP})") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as e:  # the last two: numbers and escapes out of range
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:  # of tags, too
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(e, "problem", None) or " ".join(str(e).split())
         raise ValueError(f"not valid YAML ({line}{problem[:120]})") from None
-    if len(values) > 1:
-        raise ValueError(f"not valid YAML ({len(values)} documents, expected one)")
-    return values[0] if values else None
+    return value
 
 
 def _read_small(path: Path | str, max_bytes: int) -> bytes:
@@ -291,13 +247,19 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
     return data
 
 
-def _check_levels(values: Iterable[Any], level: int = 0) -> None:
-    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in `values`."""
-    if level > MAX_LEVELS:
-        raise ValueError(TOO_DEEP)
-    for value in values:
-        if isinstance(value, list | dict):
-            _check_levels(value.values() if isinstance(value, dict) else value, level + 1)
+def _check_size(value: Any) -> None:
+    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in a value, or hold more than MAX_VALUES
+    values, as aliases of YAML within aliases do in a few hundred bytes."""
+    todo, seen = [(value, 1)], 0
+    while todo:
+        value, level = todo.pop()
+        seen += 1
+        if level > MAX_LEVELS:
+            raise ValueError(TOO_DEEP)
+        if seen > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES:,} values")
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        todo += [(each, level + 1) for each in inner]
 
 
 # ---- how a command begins and ends --------------------------------------------------------------

@@ -193,23 +193,23 @@ def test_a_base_directory_that_cannot_be_written_names_its_variable(tmp_path, mo
 
 
 @pytest.mark.parametrize("text, value", [
-    ("", None), ("---\n", None), ("a: 1\nb: [0x1, 1_000, +2, 007]\n", {"a": 1, "b": ["0x1", 1000, 2, "007"]}),
-    ("[1.5, -.5, 1e5, 1.0e+2, .inf, 1:30, 2024-01-01, 1__0]",
-     [1.5, -0.5, "1e5", 100.0, float("inf"), "1:30", "2024-01-01", 10]),
-    ("{yes: No, 'no': ~, tRue: null, <<: {a: }}", {True: False, "no": None, "tRue": None, "<<": {"a": None}}),
-    ("'1'", "1"), ("|\n 5\n", "5\n"), ("&a [&b x]", ["x"])])
-def test_only_plain_values_of_yaml_are_read(tmp_path, text, value):
+    ("", None), ("a: 1\nb: [1_000, +2, 1e5]\n", {"a": 1, "b": [1000, 2, "1e5"]}), ("'1'", "1"),
+    ("{yes: No, 'no': ~}", {True: False, "no": None}), ("a: &x 1\nb: *x", {"a": 1, "b": 1})])
+def test_a_yaml_file_is_read_as_pyyaml_reads_it(tmp_path, text, value):
     (tmp_path / "a.yaml").write_text(text)
     assert read_yaml(tmp_path / "a.yaml") == value
 
 
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi"))
+
+
 @pytest.mark.parametrize("text, words", [
-    ("a: 1\nb: 2\na: 3", "line 3: the key 'a' appears twice"), ("[a]: 1", r"line 1: the key \['a'\] is not plain"),
-    ("1\n---\n2", "2 documents, expected one"), ("9" * 5000, "not valid YAML"), ("{a: 1", "line 1: "),
-    ("a: &x 1\nb: *x", r"line 2: the alias \*x"), ("a: !!float 1", "line 1: the tag !!float"),
-    ("a: !x 1", "the tag !x"), ("[" * 21 + "]" * 21, "nested more than 20"), ("[" * 200_000, "nested more than 20"),
+    ("[a]: 1", "line 1: "), ("1\n---\n2", "but found another document"), ("9" * 5000, "not valid YAML"),
+    ("{a: 1", "line 1: "), ("a: !!float []", "not valid YAML"), ("a: !x 1", "!x"), ("a: !!float ''", "not valid YAML"),
+    ("[" * 21 + "]" * 21, "nested more than 20"), ("[" * 200_000, "nested more than 20"), (BOMB, "values"),
     ("{a: " * 21 + "}" * 21, "nested more than 20"), ("a" * 600_000, "more than 524,288 bytes")])
-def test_a_yaml_file_with_more_than_plain_values_or_two_meanings_is_refused(tmp_path, text, words):
+def test_what_is_not_yaml_or_too_large_is_refused(tmp_path, text, words):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=words):
         read_yaml(tmp_path / "a.yaml")

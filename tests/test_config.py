@@ -154,11 +154,10 @@ BAD_YAML = [
     ("training: {max_steps: 9}", "--training: each setting has its own flag, such as --data-path=DIR"),
     ("data: {format: jsonl}", "--data: each setting has its own flag"),
     ("config: b", "--config: unknown flag"), ("a: b: c", "not valid YAML (line 1: mapping values are not"),
-    ("depth: !!bool x", "line 1: the tag !!bool: only plain values"), ("depth: !!float", "the tag !!float"),
-    ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "line 2: the alias *a: only plain values"),
+    ("depth: !!bool x", "not valid YAML"), ("depth: !!float", "not valid YAML"),
+    ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "--a: unknown flag"),
     ("[" * 100_000, "lists and mappings nested more than 20"), ("a" * 2**20, "more than 524,288 bytes"),
-    ("depth: 1:00", "--depth: invalid int value: '1:00'"), (LAUGHS, "the alias *a"), (f"depth: 3\n{LAUGHS}", "alias"),
-    ("- " + LAUGHS.replace("\n", "\n  "), "the alias *a"),
+    (LAUGHS, "values"), (f"depth: 3\n{LAUGHS}", "values"), ("- " + LAUGHS.replace("\n", "\n  "), "values"),
     (None, "No such file or directory; expected a file of flags")]
 BAD_TOML = [
     ("depth" + ".a" * 3000 + " = 1", "lists and mappings nested more than 20"), ("depth = " + "[" * 9000, "recursion"),

@@ -15,8 +15,8 @@ from nanochat.core_eval import evaluate_core, read_bundle, summary
 from nanochat.dataloader import validation_loader, validation_prompts
 from nanochat.dist import gather_all, gather_results
 from nanochat.engine import Engine
-from nanochat.lifecycle import join_reasons
 from nanochat.loss_eval import evaluate_buckets, in_nats
+from nanochat.run_stop import join_reasons
 from nanochat.trainer import LONG_S, Stop, Trainer
 
 

@@ -3,7 +3,7 @@
     runs/d12/
       config.json, tokenizer/     the resolved settings, and the tokenizer; written once
       data_manifest.json          the data files that the run reads
-      plan.json, .run_state.json, .owner.json     see nanochat/plan.py and nanochat/lifecycle.py
+      plan.json, .run_state.json, .owner.json     see nanochat/plan.py and run_owner.py
       logs/train.jsonl            one JSON object per step and per event
       logs/cursors/               the cursors of every save, kept forever
       logs/rows/                  the loss of every row

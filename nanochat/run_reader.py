@@ -6,7 +6,7 @@
     plan.json              .phases                   .run_state.json     .status()
 
 Each part is read and checked on first use, so a command needs only the files that it uses. Reading changes nothing.
-Nothing here imports PyTorch, so `scripts.status` starts fast.
+Parts that need Arrow import it when they are used, so `scripts.status`, which clusters call in loops, starts fast.
 """
 
 import contextlib
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import check_shape, is_remote, read_json
-from nanochat.lifecycle import STATE_NAME, exit_code, heartbeat_age_s, liveness, read_state
 from nanochat.run_dir import (
     CONFIG_NAME,
     PLAN_NAME,
@@ -33,9 +32,8 @@ from nanochat.run_dir import (
     read_config,
     read_cursors,
 )
-from nanochat.sources import DATA_MANIFEST, read_manifests
-from nanochat.stream import LEDGER, ledger, share
-from nanochat.tokens import open_tokens
+from nanochat.run_owner import exit_code, liveness
+from nanochat.run_state import STATE_NAME, heartbeat_age_s, read_state
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +92,8 @@ class RunReader:
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
         """{split: {bucket: manifest}} of the pinned files, empty if the run has pinned none."""
+        from nanochat.sources import DATA_MANIFEST, read_manifests
+
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
@@ -278,6 +278,8 @@ class RunReader:
 
     def ledger(self) -> tuple[int, dict[str, dict[str, int]], int]:
         """(step, ledger, T) of the newest save; step 0 and an empty ledger before the first."""
+        from nanochat.stream import ledger
+
         T, step = self.config["max_seq_len"], max(self.cursor_files, default=0)
         if not self.cursor_files:
             return 0, {}, T
@@ -321,6 +323,8 @@ class RunReader:
     def damaged_tokens(self) -> str:
         """The error for the first damaged token file that the run reads, '' if there is none. A process
         that reads a truncated file through a memory map is killed by SIGBUS, without a message."""
+        from nanochat.tokens import open_tokens
+
         try:
             for buckets in self.manifests.values():
                 for manifest in buckets.values():
@@ -359,6 +363,8 @@ def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 def ledger_table(step: int, accounts: Mapping[str, Mapping[str, int]], T: int) -> tuple[str, tuple[str, ...], Table]:
     """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
+    from nanochat.stream import LEDGER, share
+
     law, off = "read + bos + repeated = emitted + cropped + pending", unbalanced(accounts)
     buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items())
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."

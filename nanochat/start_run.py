@@ -53,7 +53,6 @@ from nanochat.dist import (
 from nanochat.files import data_folder, default_data_path
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import Owner, RunState, check_free, claim, identify
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.plan import rehearse
 from nanochat.run_dir import (
@@ -69,6 +68,8 @@ from nanochat.run_dir import (
     set_aside,
 )
 from nanochat.run_order import order_of, stream_config
+from nanochat.run_owner import Owner, RunState, check_free, claim
+from nanochat.run_state import identify
 from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
 from nanochat.sources import (
     DATA_MANIFEST,

@@ -1,5 +1,5 @@
 """
-Training outside the loop: step totals, saves, the log, and the state that a run carries from launch to launch.
+Training outside the loop: a step of all ranks, saves, and the state that a run carries from launch to launch.
 
     a step     each rank has: the gradients of its rows, the loss and live targets of each row, its part of the digest,
                and flags: out of rows, stop requested, the last save failed, a save is due
@@ -12,27 +12,22 @@ host reads the result only after it has launched the update, so a GPU never wait
     host    ... launch backward | reduction | factor, update | wait, read, log | next step ...
     GPU        ... backward ............. reduction | update |
 
-The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step in three places: a printed
-line, a line of JSON in the log, and the run's trackers (nanochat/integrations/trackers.py), such as TensorBoard. On
-a terminal, printed lines scroll above a progress bar.
+The loop in scripts/base_train.py passes a `Trainer` around. Its `Journal` reports each step (nanochat/run_journal.py).
 """
 
-import contextlib
 import functools
 import json
 import logging
 import math
 import random
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from nanochat.checkpoint import (
     MODEL_NAME,
@@ -44,27 +39,25 @@ from nanochat.checkpoint import (
     save_checkpoint,
     to_host,
 )
-from nanochat.common import LAUNCH, StopAsked, counted, duration, get_dist_info, open_door, print0, show
+from nanochat.common import StopAsked, counted, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, StepLayout
-from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
+from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, share, wide_dtype
 from nanochat.gpt import GPT
-from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_dir import RowLosses, TrainLog
+from nanochat.run_journal import Journal, Silence, check_digest
+from nanochat.run_stop import StopWatch
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
-from nanochat.spikes import MOST_IN_A_ROW, Window, limits, remember
+from nanochat.spikes import MOST_IN_A_ROW, limits, remember
 from nanochat.start_run import Start, build_model
+from nanochat.steps import DRY, FLAGS, Progress, StepTotals
 from nanochat.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-SINKS = {"trackers": "nanochat.integrations.trackers:Trackers"}  # the door for what receives the logged values, too
 LONG_S = 1800.0  # time limit of an evaluation or a save
-BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
-DRY, FLAGS = 4, 8  # in a step's message: the position of the dry flag, and how many numbers precede the buckets
 NEXT_STEP_S = 5.0  # how long a save waits for the rows of the next step, whose digest it stores
 SAVE_EVERY_S = 1800.0  # with --save-every=-1: the most training time that a crash can lose
 
@@ -79,45 +72,6 @@ class Stop(Exception):
 
 
 # ---- a step of all ranks -------------------------------------------------------------------------
-
-@dataclass(frozen=True)
-class StepTotals:
-    """The totals of a step over all ranks: the same on every rank, and for every number of ranks that divides the
-    number of leaves. `nats`, `live` and `buckets` have one entry for each of the step's R rows."""
-
-    digest: str  # 16 hex digits
-    dry: bool  # a rank did not have all of its rows
-    stop: bool  # a rank was asked to stop
-    unsaved: bool  # the last save failed, and the run must end
-    save: bool  # a save is due according to a rank's clock
-    dropped: list[int]  # for each bucket, the number of lanes that have dropped it
-    nats: list[float]  # the sum of each row's token losses
-    live: list[int]  # the number of each row's live targets
-    buckets: list[int]  # the index of each row's bucket
-    spiked: bool = False  # the step was a spike and was not applied
-
-    @classmethod
-    def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
-        """The totals in a message from `add_up`, copied by `fetch`."""
-        counts, rows = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
-        return cls(
-            digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
-            stop=counts[5] > 0, unsaved=counts[6] > 0, save=counts[7] > 0, dropped=counts[FLAGS:],
-            nats=rows[0::3], live=[int(live) for live in rows[1::3]], buckets=[int(bucket) for bucket in rows[2::3]])
-
-    @property
-    def loss(self) -> float:
-        """Mean loss per live target, in nats; NaN if the step has no live target."""
-        return self._mean(range(len(self.nats)))[0]
-
-    def of_bucket(self, bucket: int) -> tuple[float, int]:
-        """(mean loss per live target, number of live targets) of a bucket's rows."""
-        return self._mean([row for row, number in enumerate(self.buckets) if number == bucket])
-
-    def _mean(self, rows: Sequence[int]) -> tuple[float, int]:
-        live = sum(self.live[row] for row in rows)
-        return math.fsum(self.nats[row] for row in rows) / live if live else math.nan, live
-
 
 def new_row_table(layout: StepLayout, device: torch.device) -> torch.Tensor:
     """(R, 3) zeros, a table with one entry for each row of a step: the sum of its token losses, the number of its live
@@ -164,38 +118,6 @@ def fetch(values: torch.Tensor) -> list[float]:
 
 
 # ---- the state of a run --------------------------------------------------------------------------
-
-
-@dataclass
-class Progress:
-    """The progress of a run, as plain values. They are saved in trainer_state.json."""
-
-    step: int = 0  # steps done
-    tokens: int = 0  # tokens trained on, in all steps
-    smooth_loss: float = 0.0  # running mean, weight 0.1 for the newest; not corrected for its start at 0
-    train_time_s: float = 0.0
-    val_bpb: float | None = None
-    first_val_bpb: float | None = None
-    min_val_bpb: float | None = None
-    dropped: dict[str, int] = field(default_factory=dict)  # {bucket: number of lanes that have dropped it}
-    window: Window = field(default_factory=list)  # with --skip-spikes: recent applied steps, see spikes.py
-    skipped: int = 0  # steps that were not applied, because they were spikes
-    skipped_in_a_row: int = 0
-
-    def count_step(self, totals: StepTotals, tokens: int, step_s: float) -> float:
-        """Count a finished step. Returns the smoothed loss of the applied steps."""
-        self.step += 1
-        self.tokens += tokens
-        self.train_time_s += step_s
-        if not totals.spiked:
-            self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
-        return self.smooth_loss / (1 - 0.9**(self.step - self.skipped))
-
-    def record_val(self, bpb: float) -> None:
-        """Record a validation result in bits per byte."""
-        self.val_bpb = bpb
-        self.first_val_bpb = bpb if self.first_val_bpb is None else self.first_val_bpb
-        self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
 
 
 def make_model(start: Start, schedule: Schedule, device: torch.device) -> tuple[GPT, MuonAdamW, Progress]:
@@ -282,7 +204,7 @@ class Trainer:
     schedule: Schedule
     loader: DataLoader
     progress: Progress
-    journal: "Journal | Silence"
+    journal: Journal | Silence
     dog: Watchdog
     stop: StopWatch
     saver: Saver
@@ -462,161 +384,3 @@ def take_step(run: Trainer, rows: torch.Tensor, *, dry: bool, stop: bool, unsave
         run.schedule.apply(run.optimizer, step - 1)  # a checkpoint stores the rates of the last step that was applied
     # the same comparison as on the device; while the limit is infinite, a NaN or infinite value is not a spike
     return replace(totals, spiked=limited < math.inf and not grad_norm <= limited), grad_norm
-
-
-# ---- the log -------------------------------------------------------------------------------------
-
-def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | None) -> None:
-    """ValueError if the batch of a step has a different digest from the one the run recorded. None: unknown."""
-    if None not in (digest, expected) and digest != expected:
-        raise ValueError(f"step {step}: its batch has digest {digest}, but this run recorded {expected} for it: data "
-                         f"or code has changed. Restore it, or start a new run (--model-tag NAME "
-                         f"--init-from={run_dir.name})")
-
-
-class Silence:
-    """Accepts every call and does nothing. It replaces the journal and the state on ranks other than 0, and the
-    trackers of a run that has none."""
-
-    wandb_id: str | None = None
-
-    def started(self, world_size: int, **record: Any) -> None: ...
-
-    def event(self, name: str, **record: Any) -> None: ...
-
-    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
-
-    def ending(self, reason: str) -> None: ...
-
-    def end(self, status: str, reason: str = "") -> None: ...
-
-    def close(self, status: str = "", reason: str = "") -> None: ...
-
-    def lost(self) -> str:
-        return ""
-
-    refresh = lost  # a method of `RunState`
-
-    def log(self, values: Mapping[str, Any]) -> None: ...
-
-    def at(self, step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class Sink(Protocol):
-    """What receives the values of a run beside its log. nanochat/integrations/trackers.py documents the methods."""
-
-    wandb_id: str | None
-
-    def log(self, values: Mapping[str, Any]) -> None: ...
-    def at(self, step: int) -> None: ...
-    def finish(self) -> None: ...
-
-
-class Journal:
-    """On rank 0: the log of a run, its live state, the progress bar on a terminal, and its trackers
-    (nanochat/integrations/trackers.py). The first launch logs the id of the wandb run at once, so that a resume finds
-    it even if that launch crashes."""
-
-    def __init__(self, start: Start, progress: Progress, device: torch.device, state: RunState) -> None:
-        self.start, self.progress, self.device, self.state = start, progress, device, state
-        settings, run_dir, step = start.settings, start.run_dir, progress.step
-        path, newest = run_dir / "logs" / "train.jsonl", start.events
-        self.versions, previous = {"code": code_version(), **versions(device)}, newest.get("started", {})
-        for name, value in self.versions.items():
-            if value != "" and previous.get(name, value) not in ("", value):
-                print0(f"note: the previous launch ran {name} {previous[name]}, this one runs {value}")
-        self.lost = state.owner.lost  # '' while this launch owns the run, else a sentence that says why it does not
-        self.log = TrainLog(path, first_step=step, lost=self.lost)
-        self.rows = RowLosses(run_dir, num_rows=settings.total_batch_size // settings.max_seq_len,
-                              T=settings.max_seq_len) if settings.row_losses else None
-        self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
-                        dynamic_ncols=True, leave=False, disable=None)  # None: disabled if stderr is not a terminal
-        if not self.bar.disable:
-            LAUNCH.aside = tqdm.external_write_mode
-        logged_id = newest.get("wandb", {}).get("id")
-        self.wandb_id = logged_id or start.state.get("wandb_id")
-        self.val_step = newest.get("val", {}).get("step")
-        self.trackers: Sink = Silence()
-        if settings.trackers or settings.profiled:
-            self.trackers = open_door(SINKS["trackers"])(settings, run_dir, wandb_id=self.wandb_id, step=step)
-            self.wandb_id = self.trackers.wandb_id
-        if self.wandb_id != logged_id:
-            self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
-
-    def started(self, world_size: int, **record: Any) -> None:
-        """Log the start of this launch, with a `record` of its command."""
-        self.event("started", world_size=world_size, device=self.device.type,
-                   num_iterations=self.start.horizon.num_iterations, **self.versions, **record)
-        self.trackers.at(self.progress.step)
-
-    def event(self, name: str, **record: Any) -> None:
-        """Log an event between two steps."""
-        step = self.progress.step
-        self.log.write(event=name, step=step, time=time.time(), **record)
-        # trackers get the values of CORE under nanochat's names
-        tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
-        self.trackers.log({"step": step, **tracked})
-        self.val_step = step if name == "val" else self.val_step
-        saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
-        self.state.update(val_bpb=self.progress.val_bpb, val_step=self.val_step, **saved)
-
-    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Report the step that was just counted: print `line` (every --log-every steps), write `record` to the log and
-        the trackers, write the row losses in `totals` to their file, and show `state` in scripts.status and the bar.
-        ValueError if the run took this step before with a different digest."""
-        p, last = self.progress, self.start.horizon.num_iterations
-        check_digest(self.start.run_dir, p.step - 1, record["digest"], self.log.digest_of(p.step - 1))
-        if p.step % self.start.settings.log_every == 0 or p.step == last:
-            print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
-        if (peak := peak_memory(self.device)) is not None:
-            record["peak_memory_bytes"] = peak
-        self.log.write(step=p.step - 1, **record)
-        if self.rows is not None:
-            self.rows.write(p.step - 1, totals.nats, totals.live)
-        for_trackers = {k if k.startswith("total_") else f"train/{k}": v for k, v in record.items() if k != "digest"}
-        self.trackers.log({"step": p.step - 1, **for_trackers})
-        self.state.update(status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state)
-        self.bar.set_postfix_str(
-            f"loss {show(state['loss'])}, bits per byte {show(p.val_bpb)} at step {show(self.val_step)}, "
-            f"{show(state['tokens_per_s'])} tok/s, "
-            f"eta {duration(state['eta_s'])}", refresh=False)
-        self.bar.update()
-        self.trackers.at(p.step)
-
-    def ending(self, reason: str) -> None:
-        """Record that the run ends after one more save."""
-        self.state.update(status="stopping", reason=reason)
-
-    def end(self, status: str, reason: str = "") -> None:
-        """Record the end of the run."""
-        self.event(status, reason=reason)
-        self._flush()
-        self.state.close(status, reason)  # from here on, another launch may own the run
-
-    def close(self) -> None:
-        """Finish trackers, bar and log."""
-        self.trackers.finish()
-        LAUNCH.aside = contextlib.nullcontext
-        self.bar.close()
-        self._flush()
-        self.log.close()
-
-    def _flush(self) -> None:
-        """Write the lines and row losses that wait for a full disk."""
-        if not self.lost():
-            self.log.flush()
-            if self.rows is not None:
-                self.rows.flush()
-
-
-@functools.cache
-def code_version() -> str:
-    """The commit of this code, with a "+" if files differ from it; empty outside a repository."""
-    try:
-        described = subprocess.run(["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-                              cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=20)
-        return described.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

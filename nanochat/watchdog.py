@@ -38,7 +38,7 @@ from typing import Any
 
 from nanochat.common import counted
 from nanochat.dist import on_rank0
-from nanochat.lifecycle import is_alive_here
+from nanochat.run_state import is_alive_here
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def open_store(world_size: int) -> Any:
 class Watchdog:
     """One per rank; a context around all of training.
 
-    store: from `open_store`. ranks: the values of `lifecycle.identify` on each rank, in rank order.
+    store: from `open_store`. ranks: the values of `run_state.identify` on each rank, in rank order.
     refresh: called by the heartbeat about once a second; may use the disk. Returns '', or why the launch must end.
     on_failure: called with the verdict on each rank, from any thread, before the process ends.
     """

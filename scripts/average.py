@@ -22,8 +22,8 @@ import torch
 from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import counted, print0, write_json
-from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
+from nanochat.run_owner import write_completed
 from scripts.export import new_folder
 
 

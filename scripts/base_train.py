@@ -47,10 +47,13 @@ from nanochat.dist import (
     write_collectives,
 )
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
-from nanochat.lifecycle import RunState, StopWatch, deadline, identify, join_reasons
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_dir import run_path
+from nanochat.run_journal import Journal, Silence
 from nanochat.run_order import stream_config
+from nanochat.run_owner import RunState
+from nanochat.run_state import identify
+from nanochat.run_stop import StopWatch, deadline, join_reasons
 from nanochat.schedule import Schedule
 from nanochat.sources import RunData
 from nanochat.start_run import (
@@ -65,7 +68,8 @@ from nanochat.start_run import (
     print_split,
     print_summary,
 )
-from nanochat.trainer import LONG_S, Journal, Silence, StepTotals, Stop, Trainer, make_model, new_row_table, take_step
+from nanochat.steps import StepTotals
+from nanochat.trainer import LONG_S, Stop, Trainer, make_model, new_row_table, take_step
 from nanochat.watchdog import Watchdog, open_store
 
 log = logging.getLogger(__name__)
@@ -266,7 +270,7 @@ def train(start: Start, data: RunData, stop: StopWatch, launch: dict[str, Any], 
     with ExitStack() as stack:
         identities = gather_all(identify())
         state: RunState | Silence = Silence() if rank > 0 else stack.enter_context(RunState(
-            owner, identities, stop, num_iterations=num_steps, step=start.step,
+            owner, identities, stop.check_flag, num_iterations=num_steps, step=start.step,
             checkpoint=start.checkpoint.path.name if start.checkpoint else None))
 
         def failed(verdict: str) -> None:

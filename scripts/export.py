@@ -51,9 +51,9 @@ from nanochat.engine import load_model
 from nanochat.files import DATASET_NAME, default_data_path, is_folder
 from nanochat.gpt import GPTConfig
 from nanochat.integrations.export_check import check_hf, check_nanochat
-from nanochat.lifecycle import write_completed
 from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_order import order_of
+from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
 from nanochat.sources import DATA_MANIFEST
 from nanochat.start_run import build_model, resolve

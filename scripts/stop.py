@@ -24,9 +24,10 @@ from typing import Any
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main
 from nanochat.common import get_base_dir
-from nanochat.lifecycle import is_alive_here, request_stop
 from nanochat.run_dir import find_run, list_runs, run_path
 from nanochat.run_reader import RunReader
+from nanochat.run_state import is_alive_here
+from nanochat.run_stop import request_stop
 from scripts.status import describe
 
 POLL_S = 0.2

@@ -20,8 +20,8 @@ from nanochat.core_eval import (
     read_bundle,
 )
 from nanochat.engine import load_model
-from nanochat.lifecycle import StopWatch
-from nanochat.trainer import Silence
+from nanochat.run_journal import Silence
+from nanochat.run_stop import StopWatch
 from tests import training
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat import trainer
+from nanochat import run_journal
 from nanochat.checkpoint import load_plain
 from nanochat.curriculum import Curriculum
 from nanochat.order import StreamConfig
@@ -87,8 +87,8 @@ def test_code_version_is_the_commit_and_marks_changes(tmp_path, monkeypatch):
     (tmp_path / "trainer.py").touch()
     for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "a"]):
         subprocess.run([*git, *command], check=True)
-    monkeypatch.setattr(trainer, "__file__", str(tmp_path / "trainer.py"))
-    code_version = trainer.code_version.__wrapped__  # without its cache
+    monkeypatch.setattr(run_journal, "__file__", str(tmp_path / "trainer.py"))
+    code_version = run_journal.code_version.__wrapped__  # without its cache
     clean = code_version()
     (tmp_path / "trainer.py").write_text("# changed")
     assert len(clean) == 12 and not clean.endswith("+") and code_version() == f"{clean}+"

@@ -49,6 +49,8 @@ LAYERS = layers()
 # why an import is inside a function, which defers what takes seconds or what most launches do not need
 DEFERRED = {
     ("nanochat.integrations.download", "nanochat.core_eval"): "PyTorch, which a download does not need",
+    **{("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
+       for name in ("sources", "stream", "tokens")},
     ("scripts.compare_runs", "scripts.inspect_data"): "PyTorch, needed only to name what differs",
     ("scripts.export", "nanochat.integrations.fast_encoders"): "tokenizers, for one kind of export",
     ("scripts.export", "nanochat.integrations.third_party_tokenizers"): "tokenizers, for one kind of export",
@@ -102,9 +104,9 @@ def test_every_entry_of_a_door_opens():
     """A door names its parts by strings, which no linter checks."""
     from nanochat.common import STORAGE, open_door
     from nanochat.order import ORDERS
+    from nanochat.run_journal import SINKS
     from nanochat.sources import SOURCES
     from nanochat.tokenizer import TOKENIZERS
-    from nanochat.trainer import SINKS
 
     entries = [STORAGE, *SOURCES.values(), *ORDERS.values(), *TOKENIZERS.values(), *SINKS.values()]
     optional = {"tokenizers", "fastokens", "obstore"}  # packages of extras

@@ -24,30 +24,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nanochat import lifecycle
-from nanochat.lifecycle import (
-    FLAG_NAME,
-    OWNER_NAME,
-    SIGNALS,
-    STATE_NAME,
-    RunState,
-    StopWatch,
-    acquire,
-    began_s,
-    check_free,
-    claim,
-    deadline,
-    exit_code,
-    identify,
-    is_alive_here,
-    join_reasons,
-    launcher_pid,
-    liveness,
-    process_start,
-    read_state,
-    request_stop,
-)
+from nanochat import run_owner, run_state, run_stop
 from nanochat.run_dir import remove_tree, set_aside
+from nanochat.run_owner import OWNER_NAME, RunState, acquire, check_free, claim, exit_code, liveness
+from nanochat.run_state import STATE_NAME, identify, is_alive_here, launcher_pid, process_start, read_state
+from nanochat.run_stop import FLAG_NAME, SIGNALS, StopWatch, began_s, deadline, join_reasons, request_stop
 from tests.faults import is_suspended
 from tests.training import PATIENCE_S, fingerprint, wait_for
 
@@ -90,9 +71,9 @@ def test_previous_handlers_return_even_after_an_error_and_other_threads_leave_th
 
 IN_ONE_CALL = """
 import hashlib, os, sys
-from nanochat import lifecycle
-lifecycle.SAME_CTRL_C_S = float(sys.argv[1])
-with lifecycle.StopWatch():
+from nanochat import run_stop
+run_stop.SAME_CTRL_C_S = float(sys.argv[1])
+with run_stop.StopWatch():
     os.write(1, b".")
     hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[2]))  # one call, in which Python calls no handler
     while not os.path.exists(sys.argv[3]):
@@ -130,7 +111,7 @@ def test_one_ctrl_c_that_is_delivered_twice_ends_no_process(tmp_path):
 
 
 def test_a_closed_stderr_does_not_keep_a_signal_from_stopping_the_run(monkeypatch):
-    monkeypatch.setattr(lifecycle.os, "write", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    monkeypatch.setattr(run_stop.os, "write", mock.Mock(side_effect=OSError(5, "Input/output error")))
     with StopWatch() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.check() == "SIGTERM"
@@ -168,9 +149,9 @@ def test_the_first_limit_that_is_set_counts(tmp_path, monkeypatch, caplog, secon
     (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$SLURM_TIME_FORMAT $@" >>{calls}\n{squeue}\n')
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(lifecycle, "SQUEUE_S", 0.3 if squeue == "sleep 9" else 30)
-    monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
-    monkeypatch.setattr(lifecycle.time, "monotonic", lambda: 130.0)
+    monkeypatch.setattr(run_stop, "SQUEUE_S", 0.3 if squeue == "sleep 9" else 30)
+    monkeypatch.setattr(run_stop.time, "time", lambda: 4000.0)
+    monkeypatch.setattr(run_stop.time, "monotonic", lambda: 130.0)
     env = {"PATH": os.environ["PATH"], **env}
     if end is ValueError:
         with pytest.raises(ValueError, match=message):
@@ -193,7 +174,7 @@ def test_the_first_limit_that_is_set_counts(tmp_path, monkeypatch, caplog, secon
 def test_a_run_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_work_of_each_kind_still_fit(
         monkeypatch, reserve_s, save_s, work, checks, stops_at, left):
     stop = StopWatch(1000.0, reserve_s=reserve_s)
-    monkeypatch.setattr(lifecycle.time, "time", lambda: 1e12)  # a jump of the wall clock moves nothing
+    monkeypatch.setattr(run_stop.time, "time", lambda: 1e12)  # a jump of the wall clock moves nothing
     for seconds in (1, save_s, 2):
         stop.note_save(seconds)
     for now in checks:
@@ -230,7 +211,7 @@ def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, rese
     (60, {}, "--max-runtime-seconds"), (-1, {MAX_RUNTIME: "60"}, MAX_RUNTIME), (-1, {SLURM_END: "4060"}, SLURM_END)])
 def test_a_walltime_that_only_fits_the_reserve_is_refused(monkeypatch, seconds, env, name):
     """Regression: each launch of a requeued job trained one step, forever."""
-    monkeypatch.setattr(lifecycle.time, "time", lambda: 4000.0)
+    monkeypatch.setattr(run_stop.time, "time", lambda: 4000.0)
     with pytest.raises(ValueError, match=rf"{name}: 1 min 00 s are left, but --walltime-reserve-seconds=60 of them"):
         deadline(seconds, env, time.monotonic(), reserve_s=60.0)
     assert deadline(seconds, env, time.monotonic(), reserve_s=59.0)
@@ -239,8 +220,8 @@ def test_a_walltime_that_only_fits_the_reserve_is_refused(monkeypatch, seconds, 
 def test_a_launch_begins_with_its_torchrun(monkeypatch):
     alone, torchrun = began_s(launcher_pid()), subprocess.Popen(["sleep", "60"])
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    monkeypatch.setattr(lifecycle.os, "getppid", lambda: torchrun.pid)
-    assert alone < began_s(launcher_pid()) < lifecycle.uptime_s() + 0.1
+    monkeypatch.setattr(run_state.os, "getppid", lambda: torchrun.pid)
+    assert alone < began_s(launcher_pid()) < run_stop.uptime_s() + 0.1
     torchrun.kill()
     torchrun.wait()
 
@@ -249,8 +230,8 @@ def test_a_launch_begins_with_its_torchrun(monkeypatch):
 def elsewhere(monkeypatch):
     """Code in the block runs on another machine."""
     with monkeypatch.context() as patch:
-        patch.setattr(lifecycle, "boot_id", lambda: "another boot")
-        patch.setattr(lifecycle, "uptime_s", lambda: 1e9)
+        patch.setattr(run_stop, "boot_id", lambda: "another boot")
+        patch.setattr(run_stop, "uptime_s", lambda: 1e9)
         yield
 
 
@@ -294,7 +275,7 @@ def test_a_request_from_elsewhere_also_stops_the_processes_that_torchrun_restart
         request_stop(tmp_path)
     owner.release()
     assert asks(StopWatch(run_dir=tmp_path), tmp_path) == ASKED
-    monkeypatch.setattr(lifecycle, "identify_launcher", lambda: "another launch")
+    monkeypatch.setattr(run_stop, "identify_launcher", lambda: "another launch")
     assert asks(StopWatch(run_dir=tmp_path), tmp_path) == ("", False)
 
 
@@ -323,8 +304,8 @@ def on_disk(run_dir, **values):
 
 def test_changes_are_written_once_and_the_heartbeat_without_changes(tmp_path, monkeypatch):
     assert read_state(tmp_path) is None
-    writes, replace = [], lifecycle._replace
-    monkeypatch.setattr(lifecycle, "_replace", lambda path, value: (writes.append(path), replace(path, value)))
+    writes, replace = [], run_owner.replace_state
+    monkeypatch.setattr(run_owner, "replace_state", lambda path, value: (writes.append(path), replace(path, value)))
     with RunState(acquire(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2") as state:
         assert on_disk(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2",
                        val_bpb=None, ranks=[identify()], world_size=1)
@@ -333,7 +314,7 @@ def test_changes_are_written_once_and_the_heartbeat_without_changes(tmp_path, mo
         assert on_disk(tmp_path, status="starting") and state.refresh() == state.refresh() == ""
         assert on_disk(tmp_path, status="running", step=999, loss=None, val_bpb=1.5) and len(writes) == 2
         first = read_state(tmp_path)["heartbeat"]
-        monkeypatch.setattr(lifecycle, "HEARTBEAT_S", 0.0)
+        monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.0)
         state.refresh()
         assert len(writes) == 3 and read_state(tmp_path)["heartbeat"] > first
     assert {p.name for p in tmp_path.iterdir()} == {STATE_NAME, OWNER_NAME}
@@ -356,14 +337,14 @@ def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_pa
 
 
 def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(lifecycle, "CLOSE_S", 0.3)
-    monkeypatch.setattr(lifecycle, "HEARTBEAT_S", 0.0)
-    replace, over = lifecycle._replace, threading.Event()
+    monkeypatch.setattr(run_owner, "CLOSE_S", 0.3)
+    monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.0)
+    replace, over = run_owner.replace_state, threading.Event()
     with RunState(acquire(tmp_path), [identify()], status="running") as state:
-        monkeypatch.setattr(lifecycle, "_replace", raiser(OSError(28, "No space left on device")))
+        monkeypatch.setattr(run_owner, "replace_state", raiser(OSError(28, "No space left on device")))
         assert [state.refresh() for _ in range(4)] == [""] * 4
         assert caplog.text.count("No space left on device") == 1
-        monkeypatch.setattr(lifecycle, "_replace", lambda *args: (over.wait(PATIENCE_S), replace(*args)))
+        monkeypatch.setattr(run_owner, "replace_state", lambda *args: (over.wait(PATIENCE_S), replace(*args)))
         began = time.monotonic()
         state.close("stopped", "a hang")
         assert time.monotonic() - began < PATIENCE_S and on_disk(tmp_path, status="running")
@@ -371,7 +352,7 @@ def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing
             acquire(tmp_path)  # it may still write
         over.set()
         wait_for(lambda: on_disk(tmp_path, status="stopped"))
-    wait_for(lambda: not lifecycle._last_owner(tmp_path)[1])
+    wait_for(lambda: not run_owner.last_owner(tmp_path)[1])
 
 
 def raiser(error):
@@ -449,7 +430,7 @@ def test_a_process_is_alive_here_unless_it_has_ended_or_its_record_is_forged(tmp
     assert not is_alive_here(record)
     for forged in ({"pid": -1}, {"pid": 0}, {"pid": -os.getpid()}, {"start": None}, {"start": "1"}, {"host": "b"}):
         assert not is_alive_here({**me, **forged})
-    monkeypatch.setattr(lifecycle, "process_start", lambda pid: None)  # a system without /proc
+    monkeypatch.setattr(run_state, "process_start", lambda pid: None)  # a system without /proc
     assert not is_alive_here({**me, "start": None})
 
 
@@ -458,7 +439,7 @@ def state_with(process, age):
 
 
 def without_locks(monkeypatch):
-    monkeypatch.setattr(lifecycle.fcntl, "flock", raiser(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(run_owner.fcntl, "flock", raiser(OSError(errno.ENOLCK, "No locks available")))
 
 
 def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat_is_young(tmp_path, monkeypatch):
@@ -552,8 +533,8 @@ LATE_CLAIMS = [  # launch 0 is delayed between inspection and claim, while launc
 def test_however_launches_interleave_an_owner_has_the_run_that_it_inspected(actions):
     """Even if the run is moved aside or removed in between. `version`: number of the current run's last owner."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifecycle, "LOCK_TRIES", 1)
-        patch.setattr(lifecycle, "LOCK_TRY_S", 0.0)
+        patch.setattr(run_owner, "LOCK_TRIES", 1)
+        patch.setattr(run_owner, "LOCK_TRY_S", 0.0)
         run_dir, inspected, owners, version, versions = Path(folder) / "run", {}, {}, 0, 0
         for actor, action in actions:
             current = [owner for owner in owners.values() if not owner.lost()]
@@ -624,7 +605,7 @@ def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
 OWN = """
 import sys
 from pathlib import Path
-from nanochat.lifecycle import acquire
+from nanochat.run_owner import acquire
 assert "torch" not in sys.modules, "a second to import"
 owner = acquire(Path(sys.argv[1]))
 print("ready", flush=True)
@@ -653,7 +634,7 @@ def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(
     finally:
         first.kill()
         first.wait()
-    wait_for(lambda: not lifecycle._last_owner(tmp_path)[1])
+    wait_for(lambda: not run_owner.last_owner(tmp_path)[1])
     acquire(tmp_path)
 
 
@@ -691,5 +672,5 @@ def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(
 
 def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):
     owner = acquire(tmp_path)
-    monkeypatch.setattr(lifecycle, "open_regular", raiser(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr(run_owner, "open_regular", raiser(OSError(errno.EIO, "Input/output error")))
     assert owner.lost() == ""

@@ -223,7 +223,8 @@ def fail(error):
 def test_bad_data_on_one_rank_ends_all_with_one_error(workplace):
     """tests/test_watchdog.py has the other failures of a rank."""
     error = FileNotFoundError("x.parquet: it is gone")
-    hook = partial(on_rank, 1, partial(training.before, "nanochat.parquet_source.ParquetSource.read", 8, partial(fail, error)))
+    function = "nanochat.parquet_source.ParquetSource.read"
+    hook = partial(on_rank, 1, partial(training.before, function, 8, partial(fail, error)))
     group = start(workplace, workplace, hook=hook, collective_timeout_seconds=10, **paths(workplace))
     verdict = error_of(group)
     who = f"rank 1 on host {HOST} (pid {group.processes[1].pid}) failed at step "

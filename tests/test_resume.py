@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nanochat import checkpoint, gpt, lifecycle, start_run, trainer
+from nanochat import checkpoint, gpt, run_journal, run_owner, start_run, trainer
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.run_dir import read_log
 from scripts import base_train, inspect_data, status
@@ -85,7 +85,7 @@ def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(reference, 
     """Checkpoints must be listed after the check that no launch owns the run."""
     take_over(reference["path"], "checkpoint-4")
 
-    def save_and_end(run, check=lifecycle.check_free):
+    def save_and_end(run, check=run_owner.check_free):
         name = "final" if ends_at == STEPS else f"checkpoint-{ends_at}"
         shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
         shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # like --keep-last-k=1
@@ -357,7 +357,8 @@ def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_e
 def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what, failures):
     """Every call fails once the run has started."""
     monkeypatch.setattr(start_run, "read_bundle", lambda *args: [])
-    monkeypatch.setattr(trainer.Journal, "started", lambda *args, **how: monkeypatch.setattr(function, out_of_memory))
+    fails = partial(monkeypatch.setattr, function, out_of_memory)
+    monkeypatch.setattr(run_journal.Journal, "started", lambda *args, **how: fails())
     outcome = succeed(**SHORT, **flags)
     failed = [event for event in events("evaluation_failed") if event["what"] == what]
     assert [event["step"] for event in failed] == failures

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from nanochat import checkpoint, lifecycle, run_dir
+from nanochat import checkpoint, run_dir, run_owner, run_stop
 from nanochat.common import LAUNCH, hash_bytes
 from nanochat.stream import ledger
 from tests import faults, training
@@ -132,7 +132,7 @@ def files(run):
 def pause(heartbeat):
     """Wait for SIGCONT. Without a heartbeat, only a log line or a save can notice that another launch took the run."""
     if not heartbeat:
-        lifecycle.RunState.refresh = lambda self: ""
+        run_owner.RunState.refresh = lambda self: ""
     training.send(signal.SIGSTOP)
 
 
@@ -140,7 +140,7 @@ def request_stop(what):
     """Ask the run to stop, and write down how many steps it had done when it noticed."""
     run = training.run_dir()
     if what == "flag":
-        lifecycle.request_stop(run)
+        run_stop.request_stop(run)
         training.wait_for(lambda: LAUNCH.stop())  # the heartbeat saw it
     else:
         training.send(signal.Signals[what])
@@ -183,7 +183,7 @@ class Life(RuleBasedStateMachine):
 
     def launch_here(self, **how):
         """Launch the run in this process, as if it had begun now, so that an existing flag is a leftover."""
-        lifecycle.StopWatch.ended = lifecycle.uptime_s()
+        run_stop.StopWatch.ended = run_stop.uptime_s()
         return training.run(**how)
 
     def launch(self, world_size=1, how=None, hook=None, codes=(0,)):
@@ -228,7 +228,7 @@ class Life(RuleBasedStateMachine):
         assert not [name for name in training.checkpoints() if name.startswith(".")]
         assert not [*self.run.rglob("*.tmp")]
         state = training.state()
-        assert (lifecycle.exit_code(self.run, state), state["checkpoint"]) == (0, "final")
+        assert (run_owner.exit_code(self.run, state), state["checkpoint"]) == (0, "final")
         self.over = True
 
     # ---- launches
@@ -264,7 +264,7 @@ class Life(RuleBasedStateMachine):
         shutil.rmtree(copies)
 
     @rule(world_size=WORLD_SIZES, how=HOW, moment=MOMENTS, rank=st.integers(0, 3),
-          what=st.sampled_from([*(number.name for number in lifecycle.SIGNALS), "flag"]))
+          what=st.sampled_from([*(number.name for number in run_stop.SIGNALS), "flag"]))
     def is_asked_to_stop(self, world_size, how, moment, rank, what):
         self.make_unfinished()
         steps_at_request, rank = self.run.parent / "steps_at_request", rank % world_size
@@ -397,8 +397,8 @@ class Life(RuleBasedStateMachine):
                      "checkpoints/.tmp-checkpoint-2-7/optimizer.bin", "checkpoints/.del-checkpoint-2-7/optimizer.bin"):
             (self.run / name).parent.mkdir(parents=True, exist_ok=True)
             (self.run / name).write_bytes(b"half")
-        (self.run / lifecycle.FLAG_NAME).touch()
-        os.utime(self.run / lifecycle.FLAG_NAME, (0, 0))
+        (self.run / run_stop.FLAG_NAME).touch()
+        os.utime(self.run / run_stop.FLAG_NAME, (0, 0))
 
     @rule(number=st.integers(0, LONGEST))
     def has_another_digest_in_its_log(self, number):

@@ -14,8 +14,10 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from nanochat import lifecycle
-from nanochat.lifecycle import FLAG_NAME, STATE_NAME, exit_code, identify, read_state
+from nanochat import run_owner, run_state
+from nanochat.run_owner import exit_code
+from nanochat.run_state import STATE_NAME, identify, read_state
+from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
 from tests.training import PATIENCE_S, wait_for
 
@@ -26,7 +28,9 @@ ROOT = Path(__file__).parents[1]
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from nanochat.lifecycle import RunState, StopWatch, acquire, identify, read_state
+from nanochat.run_owner import RunState, acquire
+from nanochat.run_stop import StopWatch
+from nanochat.run_state import identify, read_state
 from nanochat.watchdog import Watchdog
 def number(name, default):
     return float(os.environ.get(name, default))
@@ -38,7 +42,8 @@ with StopWatch() as stop:
     saved = (read_state(run_dir) or {}).get("checkpoint")
     step = int(saved.split("-")[1]) if saved else 0
     me = [identify()]
-    with RunState(owner, me, stop, num_iterations=20, step=step, checkpoint=saved, status="running") as run, \\
+    news = dict(num_iterations=20, step=step, checkpoint=saved, status="running")
+    with RunState(owner, me, stop.check_flag, **news) as run, \\
             Watchdog(None, me, timeout_s=4, refresh=run.refresh):
         status = ""
         while not status:
@@ -95,10 +100,10 @@ def fake_run(base, name, status, **fields):
     """A run of this process with a given state."""
     path = run_dir(base, name)
     path.mkdir(parents=True)
-    if status in lifecycle.ACTIVE and all(rank["start"] != "1" for rank in fields.get("ranks", [])):
-        OWNED.append(lifecycle.acquire(path))
+    if status in run_state.ACTIVE and all(rank["start"] != "1" for rank in fields.get("ranks", [])):
+        OWNED.append(run_owner.acquire(path))
     (path / STATE_NAME).write_text(json.dumps({
-        **dict.fromkeys(lifecycle.NEWS), "reason": "", "format_version": 1, "world_size": 1, "ranks": [identify()],
+        **dict.fromkeys(run_state.NEWS), "reason": "", "format_version": 1, "world_size": 1, "ranks": [identify()],
         "started": time.time() - 3000, "heartbeat": time.time(), "status": status, **fields}))
     return path
 
@@ -230,7 +235,7 @@ def test_a_launch_that_has_not_claimed_its_run_yet_is_reached(base, capsys, firs
         fake_run(base, "d1", "stopped")
     process = subprocess.Popen([sys.executable, base / "trainer.py", "d1"], cwd=ROOT, stderr=subprocess.PIPE,
                                env=environment(base, CLAIM_AFTER=base / "claim"))
-    wait_for(lambda: lifecycle.process_start(process.pid))
+    wait_for(lambda: run_state.process_start(process.pid))
     time.sleep(0.02)  # one tick of the clock of processes
     if first:
         with pytest.raises(FileNotFoundError, match=r"no run 'd1'.*; if its first launch is starting now, it stops"):
@@ -265,7 +270,7 @@ SAVES = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(0)); " + H
 def process_of(code):
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     process.stdout.readline()
-    return process, {**identify(), "pid": process.pid, "start": lifecycle.process_start(process.pid)}
+    return process, {**identify(), "pid": process.pid, "start": run_state.process_start(process.pid)}
 
 
 @pytest.mark.parametrize("rank_0_lives", [True, False])

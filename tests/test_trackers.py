@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from nanochat import trainer
+from nanochat import run_journal
 from nanochat.checkpoint import load_checkpoint
 from nanochat.common import LAUNCH
 from tests import training
@@ -38,7 +38,7 @@ def plain(tmp_path_factory):
 def test_a_terminal_has_a_bar_below_the_log(plain, monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(training.io, "StringIO", lambda: screen)  # what training.run redirects to
-    monkeypatch.setattr(trainer, "BAR", "<{desc} {n_fmt}/{total_fmt}{postfix}>")
+    monkeypatch.setattr(run_journal, "BAR", "<{desc} {n_fmt}/{total_fmt}{postfix}>")
     text = succeed(model_tag="bar", log_every=2, **SHORT).out
     assert losses("bar") == plain["losses"]
     assert re.search(r"<bar 4/4, loss \S+, bits per byte \S+ at step \S+, \S+ tok/s, eta 0", text)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from nanochat import watchdog
 from nanochat.dist import gather_all
-from nanochat.lifecycle import RunState, acquire, identify, read_state
+from nanochat.run_owner import RunState, acquire
+from nanochat.run_state import identify, read_state
 from nanochat.watchdog import Watchdog, open_store
 from tests import training
 

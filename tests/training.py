@@ -35,8 +35,9 @@ import torch
 
 from nanochat import checkpoint as checkpoint_module
 from nanochat.cli import run_main
-from nanochat.lifecycle import StopWatch, read_state
 from nanochat.run_dir import TrainLog, iter_log, read_log
+from nanochat.run_state import read_state
+from nanochat.run_stop import StopWatch
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, inspect_data, tok_shards
 from tests.faults import die

@@ -99,53 +99,69 @@ class History:
     def passes(self, document: Document) -> Iterator[Pass]:
         """The uses of a document, epoch by epoch. Of several epochs that lie ahead, only the first is
         returned."""
-        curriculum, source, ahead = self.config.curriculum, self.sources[document.bucket], False
+        curriculum, source = self.config.curriculum, self.sources[document.bucket]
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
         order = open_order(source.groups, source.means, small=source.small, bucket=document.bucket, config=self.config)
         last_epoch = self.config.epochs(document.bucket)
-        for epoch in itertools.count() if last_epoch == 0 else range(last_epoch):
+        epochs = itertools.count() if last_epoch == 0 else range(last_epoch)
+        is_ahead = False
+        for epoch in epochs:
             of_epoch = self._pass(document, epoch, order)
-            if ahead and of_epoch.expected is not None:
+            if is_ahead and of_epoch.expected is not None:
                 return
             yield of_epoch
-            ahead = of_epoch.expected is not None
+            is_ahead = of_epoch.expected is not None
+
+    def _reached(self, lane: int, bucket: str, step: int) -> tuple[int, int] | None:
+        """(epoch, place) that a lane had reached in a bucket at a save; None at the beginning of the data."""
+        _, cursors = self.nearest_cursors(step)
+        for cursor in cursors or ():
+            feed = cursor["buckets"].get(bucket)
+            if cursor["lane"] == lane and feed is not None:
+                return feed["epoch"], feed["place"]
+        return None
 
     def _pass(self, document: Document, epoch: int, order: Order) -> Pass:
         """The uses of a document in one epoch. Packs its lane again from the last save before the lane read it."""
         lane, place = order.find(epoch, document.group, document.row)
+        beginning = 0, order.share(lane, 0).start
 
-        def position(step: int) -> tuple[int, int]:
-            """(epoch, place) that the lane had reached at a save."""
-            feeds = [cursor["buckets"].get(document.bucket) for cursor in self.nearest_cursors(step)[1] or ()
-                     if cursor["lane"] == lane]
-            return (feeds[0]["epoch"], feeds[0]["place"]) if any(feeds) else (0, order.share(lane, 0).start)
+        # the last save at which the lane had not yet passed the document's place
+        def has_passed(step: int) -> bool:
+            return (self._reached(lane, document.bucket, step) or beginning) > (epoch, place)
 
-        behind = bisect_left(self.saves, True, key=lambda step: position(step) > (epoch, place))
+        behind = bisect_left(self.saves, True, key=has_passed)
         step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
-        key, uses = (epoch, document.group, document.row), list[Use]()
-        tails_have_bos = self.config.layout == "bestfit"  # a tail begins with a BOS of its own
         mine = None if cursors is None else [cursor for cursor in cursors if cursor["lane"] == lane]
         stream = Stream(self.config, self.sources, [lane], tokenizer=self.tokenizer, cursors=mine, drop_dry=True)
         with closing(stream):
-            feed = stream.feeds[document.bucket][lane]
-            while step < self.trained:
-                if (feed.epoch, feed.place) > (epoch, place) and key not in feed.packer:
-                    break  # no token of it is pending
-                rows = stream.next_rows(self.rows_per_lane)
-                for number, row in enumerate(rows, lane * self.rows_per_lane):
-                    for placed, start, length, _ in row.placed:
-                        if placed == key and row.bucket == document.bucket:
-                            stop = start + length - (start > 0 and tails_have_bos)
-                            uses.append(Use(epoch, step, number, lane, start, stop))
-                step += 1
-                if len(rows) < self.rows_per_lane:
-                    break
-            if (feed.epoch, feed.place) > (epoch, place):
-                [found] = self.sources[document.bucket].read(document.group, np.array([document.row]))
-                return Pass(epoch, lane, uses, len(found.ids), pending=key in feed.packer)
-            first = total_read(order, lane, epoch, place) - total_read(order, lane, feed.epoch, feed.place)
-            return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
+            return self._follow(stream, document, epoch, place, step, order)
+
+    def _follow(self, stream: Stream, document: Document, epoch: int, place: int, step: int, order: Order) -> Pass:
+        """The uses of a document from `step` on, where the stream's only lane stands before its place."""
+        [lane] = stream.lanes
+        feed = stream.feeds[document.bucket][lane]
+        key, uses = (epoch, document.group, document.row), list[Use]()
+        has_tail_bos = self.config.layout == "bestfit"  # a tail begins with a BOS of its own
+        while step < self.trained:
+            if (feed.epoch, feed.place) > (epoch, place) and key not in feed.packer:
+                break  # no token of it is pending
+            rows = stream.next_rows(self.rows_per_lane)
+            for number, row in enumerate(rows, lane * self.rows_per_lane):
+                for placed, start, length, _ in row.placed:
+                    if placed == key and row.bucket == document.bucket:
+                        stop = start + length - (start > 0 and has_tail_bos)
+                        uses.append(Use(epoch, step, number, lane, start, stop))
+            step += 1
+            if len(rows) < self.rows_per_lane:
+                break
+        if (feed.epoch, feed.place) > (epoch, place):
+            [found] = self.sources[document.bucket].read(document.group, np.array([document.row]))
+            return Pass(epoch, lane, uses, len(found.ids), pending=key in feed.packer)
+        # the lane has not read it yet: this many documents come before it, and it itself
+        first = total_read(order, lane, epoch, place) - total_read(order, lane, feed.epoch, feed.place)
+        return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
         """The approximate step at which a stream's only lane will have used a bucket's pending documents and the next

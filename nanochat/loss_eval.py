@@ -17,8 +17,8 @@ the host waits for the device once per pass.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,11 +45,12 @@ def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_by
 def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
                      ) -> tuple[float, dict[str, float]]:
     """(bits per byte of all buckets' batches together, bits per byte of each bucket); see `evaluate_bpb`."""
-    # for each bucket and rank: (nats of each row, bytes of all rows)
-    by_bucket = {name: gather_results(partial(_measure_own, model, batches, token_bytes))
-                 for name, batches in buckets.items()}
-    together = _bits_per_byte([measured for by_rank in by_bucket.values() for measured in by_rank])
-    return together, {name: _bits_per_byte(by_rank) for name, by_rank in by_bucket.items()}
+    by_bucket: dict[str, list[Measured]] = {}  # what each rank has measured
+    for name, batches in buckets.items():
+        by_bucket[name] = gather_results(partial(_measure_own, model, batches, token_bytes))
+    everything = list(chain.from_iterable(by_bucket.values()))
+    each_bucket = {name: _bits_per_byte(by_rank) for name, by_rank in by_bucket.items()}
+    return _bits_per_byte(everything), each_bucket
 
 
 def in_nats(bits: float) -> float:
@@ -58,29 +59,44 @@ def in_nats(bits: float) -> float:
     return bits * math.log(2)
 
 
-def _bits_per_byte(measured: Sequence[tuple[list[float], int]]) -> float:
+class Measured(NamedTuple):
+    """What a rank has measured of its batches."""
+
+    row_nats: list[float]  # the sum of each row's losses
+    num_bytes: int  # of all rows
+
+
+def _bits_per_byte(measured: Sequence[Measured]) -> float:
     """The ratio of the two sums over several results of `_measure_own`."""
-    num_bytes = sum(num_bytes for _, num_bytes in measured)
+    num_bytes = sum(part.num_bytes for part in measured)
     if num_bytes == 0:
         raise ValueError("nothing to evaluate: no target has bytes of text; check the validation data and `steps`")
-    return math.fsum(nats for row_nats, _ in measured for nats in row_nats) / (math.log(2) * num_bytes)
+    nats = math.fsum(chain.from_iterable(part.row_nats for part in measured))
+    return nats / (math.log(2) * num_bytes)
 
 
-def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> tuple[list[float], int]:
-    """(nats of each row, bytes of all rows) of this rank's batches."""
+def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> Measured:
+    """Measure this rank's batches."""
     counted: list[Tensor] = []  # losses of each batch, (B, T), 0 where a target does not count
     sizes: list[Tensor] = []  # bytes of each batch
     for batch in batches:
         x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
-        doc_ids = getattr(batch, "doc_ids", None)
-        extra = {} if doc_ids is None else {"masks": model.masks(doc_ids, getattr(batch, "num_docs", None))}
+        # the losses; documents see only themselves if the model separates them
+        extra = {}
+        if (doc_ids := getattr(batch, "doc_ids", None)) is not None:
+            extra["masks"] = model.masks(doc_ids, getattr(batch, "num_docs", None))
         losses: Tensor = model(x, y, loss_reduction="none", **extra)
+        # the bytes of each target; those without bytes, such as special tokens, do not count
         token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
-        target_bytes = torch.where(y >= 0, token_bytes[y.clamp(min=0)], 0).clamp(min=0)
-        counted.append(losses.view(y.shape).masked_fill(target_bytes == 0, 0))
+        own_bytes = token_bytes[y.clamp(min=0)]
+        target_bytes = torch.where(y >= 0, own_bytes, 0).clamp(min=0)
+        counts = target_bytes > 0
+        counted.append(losses.view(y.shape).masked_fill(~counts, 0))
         # bytes that the previous token subtracts (negative entries)
-        corrections = torch.where(target_bytes > 0, token_bytes[x], 0).clamp(max=0)
+        corrections = torch.where(counts, token_bytes[x], 0).clamp(max=0)
         sizes.append(target_bytes.sum() + corrections.sum())
     # wait for the device only here: after a wait inside the loop, it would be idle until the next batch
-    row_nats = [nats for losses in counted for nats in losses.cpu().double().sum(dim=1).tolist()]
-    return row_nats, sum(map(int, sizes))
+    row_nats: list[float] = []
+    for losses in counted:
+        row_nats += losses.cpu().double().sum(dim=1).tolist()
+    return Measured(row_nats, sum(map(int, sizes)))

@@ -6,7 +6,7 @@ Check that everything that needs a GPU works on this one, and that it is fast en
     python -m dev.gpu_check --part bits        every kind of training: killed, resumed, compared with an undisturbed run
 
 Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes on one H100, needs no network, and makes
-its data from the installed Python packages. It ends with a table, and with exit code 1 if a figure misses its limit or
+its data from PyTorch's sources. It ends with a table, and with exit code 1 if a figure misses its limit or
 could not be measured. With --base-dir, every run of `speed` leaves PyTorch's profile of two steps beside its log. When
 time is up, the remaining checks are "not run", which is not a failure: start the part again; it reuses compiled code.
 `--device=cpu --tiny` runs the same code on a small model, which tests this script, not a GPU.
@@ -76,7 +76,8 @@ GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
             for name, depth, B in (("d12", 12, 32), ("d24", 24, 16))},
     runs={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024, "leaves": 4,
           "num_iterations": 20, "save_every": 10},
-    shape={"depth": 4, "aspect_ratio": 192}, corpus=make_sample_corpus.Settings(), vocab_size=32768, T=2048,
+    shape={"depth": 4, "aspect_ratio": 192}, vocab_size=32768, T=2048,
+    corpus=make_sample_corpus.Settings(min_chars=8_000_000, max_chars=12_000_000),
     buffer=Settings().buffer_size, warm=3, timed=5, masks=("varlen", "flex"))
 TINY = SimpleNamespace(
     models={model: {**SMALL, "total_batch_size": 4 * 64} for model in ("d12", "d24")},
@@ -266,13 +267,13 @@ def isolate(checkout: Path, folder: Path) -> Path:
     return folder
 
 
-def peer(bench: Bench) -> Iterator[Figure]:
+def peer(bench: Bench, model: str = "d24") -> Iterator[Figure]:
     """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
     which nanochat does not have, and with full windows, because its others need FlashAttention 3. So on a Hopper GPU,
     both use cuDNN's attention, which PyTorch chooses for nanochat."""
     if bench.peer is None:
         return
-    base, flags, num = bench.base / "peer", bench.sizes.models["d24"], bench.sizes.warm + bench.sizes.timed
+    base, flags, num = bench.base / "peer", bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
     write_tokenizer(base / "tokenizer", RustBPETokenizer.from_directory(bench.base / "tokenizer"))
     if not (base / "base_data_climbmix").exists():
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
@@ -280,16 +281,17 @@ def peer(bench: Bench) -> Iterator[Figure]:
              "core_metric_every": -1, "sample_every": -1, "save_every": -1, "device_type": bench.device.type}
     code = isolate(bench.peer, base / "code")
     command = [sys.executable, "-m", "scripts.base_train", *training.as_flags(given)]
-    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(code)}
+    ours = os.environ.get("PYTHONPATH", "")  # may hold packages that both need
+    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": f"{code}{os.pathsep}{ours}"}
     with (bench.out / "peer.log").open("w+") as log:
         subprocess.run(command, cwd=code, env=env, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
         rates = [float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())]
     if len(rates) < num:
         raise ValueError(f"{bench.peer}: nanochat ended after {len(rates)} of {num} steps; see peer.log")
-    theirs, ours = statistics.median(rates[bench.sizes.warm:]), bench.rates.get("d24 L --no-deterministic")
-    yield "tokens/s", "nanochat's d24 L", theirs
-    yield "tokens/s over nanochat's", "d24 L", None if ours is None else ours / theirs
+    theirs, own = statistics.median(rates[bench.sizes.warm:]), bench.rates.get(f"{model} L --no-deterministic")
+    yield "tokens/s", f"nanochat's {model} L", theirs
+    yield "tokens/s over nanochat's", f"{model} L", None if own is None else own / theirs
 
 
 def leaves_on_host() -> None:
@@ -415,6 +417,31 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
     return rows
 
 
+def torch_sources() -> dict[str, Path]:
+    """{name: path} of PyTorch's Python files: text that is on every machine which can run a check."""
+    folder = Path(torch.__file__).parent
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+
+
+def make_bench(device: str, base: Path, *, tiny: bool) -> Bench:
+    """Prepare this process for a device, and the data and a tokenizer in `base`."""
+    before = set(os.environ)
+    chosen = compute_init(device, deterministic=True)[-1]
+    added = frozenset(set(os.environ) - before)
+    base = base.absolute()
+    bench = Bench(chosen, TINY if tiny else GPU, base, base / "out", added=added)
+    bench.out.mkdir(parents=True, exist_ok=True)
+    os.environ["NANOCHAT_BASE_DIR"] = str(base)
+    training.PATIENCE_S = 300
+    if bench.cuda:  # runs are forked from a server that has not read the compiler's settings yet
+        multiprocessing.set_forkserver_preload(["tests.training", "dev.gpu_check"])
+        forkserver.ensure_running()
+    if not (base / "tokenizer" / "tokenizer.json").exists():
+        make_sample_corpus.make_sample_corpus(base / "data", bench.sizes.corpus, modules=torch_sources())
+        find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)
+    return bench
+
+
 def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     """Parse the flags, and prepare the device, the data and a tokenizer."""
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu needs --tiny")
@@ -423,22 +450,9 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
-    before = set(os.environ)
-    device = compute_init(args.device, deterministic=True)[-1]
-    added = frozenset(set(os.environ) - before)
-    base = (args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-"))).absolute()
-    bench = Bench(device, TINY if args.tiny else GPU, base, base / "out", added=added)
-    bench.out.mkdir(parents=True, exist_ok=True)
-    print(*(f"{name:13s} {value}" for name, value in versions(device).items()), f"logs: {bench.out}", sep="\n")
-    os.environ["NANOCHAT_BASE_DIR"] = str(base)
-    training.PATIENCE_S = 300
-    if bench.cuda:  # runs are forked from a server that has not read the compiler's settings yet
-        multiprocessing.set_forkserver_preload(["tests.training"])
-        forkserver.ensure_running()
-    if not (base / "tokenizer").exists():
-        make_sample_corpus.make_sample_corpus(base / "data", bench.sizes.corpus)
-        find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)
-    shutil.rmtree(base / "runs", ignore_errors=True)
+    bench = make_bench(args.device, args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-")), tiny=args.tiny)
+    print(*(f"{name:13s} {value}" for name, value in versions(bench.device).items()), f"logs: {bench.out}", sep="\n")
+    shutil.rmtree(bench.base / "runs", ignore_errors=True)
     return args, bench
 
 

@@ -3,8 +3,8 @@ The first fifteen minutes on a GPU: the most important checks first, each with a
 
     bash dev/gpu_first.sh first                  # start over: the machine, a run, its bits, its speed
     bash dev/gpu_first.sh again                  # on the same machine: the checks that are missing
-    python -m dev.gpu_first again --check=attention      # one check in this process, to see where it fails
-    python -m dev.gpu_first first --device=cpu --tiny    # a rehearsal on a CPU, in half a minute
+    python -m dev.gpu_first --check=attention    # one check in this process, to see where it fails
+    python -m dev.gpu_first --device=cpu --tiny  # a rehearsal on a CPU, in half a minute
 
 The checks are those of `gpu_smoke` and `gpu_check`, and a few more. They need no network, and nothing that they share
 is lost when time runs out:
@@ -27,6 +27,7 @@ import itertools
 import json
 import shutil
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +50,7 @@ from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from tests import training
 
-PACKAGES = ("torch", "triton", "numpy", "pyarrow", "tiktoken", "rustbpe")
+PACKAGES = ("triton", "numpy", "pyarrow", "tiktoken", "rustbpe")
 LIMITS = gpu_smoke.LIMITS | {
     "steps with other rows": "<= 0",
     "float32: loss, nats from the CPU's": "<= 1e-4",
@@ -124,17 +125,17 @@ def seconds_of(call: Callable[[], Any]) -> float:
 
 
 def kernels_of_attention(bench: Bench, kernel: str) -> str:
-    """The kernels that take longest in a forward and a backward pass, or why the choice is refused."""
+    """The kernels that take longest in a forward and a backward pass, or why there are none."""
     inputs = [bench.randn(2, 2048, 6, 128, seed=i).requires_grad_() for i in range(3)]
     torch.use_deterministic_algorithms(False)
     try:
         activate_kernel(kernel, bench.device.type, deterministic=False)
-    except ValueError as e:
-        return str(e)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attention(*inputs, window=-1, mask=None).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+            attention(*inputs, window=-1).sum().backward()
+    except (ValueError, RuntimeError) as e:
+        return f"{type(e).__name__}: {e}"
     slowest = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
-    return "; ".join(event.key[:60] for event in slowest[:3])
+    return "; ".join(event.key[:60] for event in slowest[:3]) or "the profiler saw no kernel"
 
 
 def first_training(bench: Bench) -> Iterator[Result]:
@@ -213,7 +214,7 @@ CHECKS = [
     Check("same command", 25, 90, partial(BITS, second=gpu_check.same_command)),
     Check("curve float32", 25, 100, partial(curve, dtype="float32")),
     Check("killed and resumed", 40, 120, partial(BITS, second=gpu_check.killed_and_resumed)),
-    Check("attention", 5, 60, gpu_check.attention_errors, apart=True),
+    Check("attention", 10, 100, gpu_check.attention_errors, apart=True),
     Check("d12 as nanochat's", 60, 150, partial(SPEED, model="d12", pattern="L", deterministic=False, kernel="cudnn")),
     Check("nanochat", 60, 150, nanochat),
     Check("d24", 90, 240, partial(SPEED, model="d24", pattern="SSSL", deterministic=True)),
@@ -259,13 +260,9 @@ class Results:
         firsts = [i for i, record in enumerate(records) if record.get("call") == "first"]
         return records[firsts[-1]:] if firsts else records
 
-    def ends(self) -> dict[str, str]:
-        """{check: how it ended last}"""
-        return {record["check"]: record["ended"] for record in self.read() if "ended" in record}
-
-    def why(self, check: str) -> str:
-        """The reason for the way in which a check ended last."""
-        return next(r["why"] for r in reversed(self.read()) if "ended" in r and r["check"] == check)
+    def ends(self) -> dict[str, Record]:
+        """{check: the line with which it ended last}"""
+        return {record["check"]: record for record in self.read() if "ended" in record}
 
     def rates(self) -> dict[str, float]:
         """{case: tokens/s} of all runs so far."""
@@ -278,18 +275,25 @@ class Results:
             if "measure" in r:
                 value = f"{r['value']:.5g}" if isinstance(r["value"], float) else str(r["value"])
                 rows.append((r["check"], r["measure"], r["case"], value[:40], r["limit"], r["verdict"]))
-        for name, ended in self.ends().items():
-            if ended != "done":
-                rows.append((name, self.why(name)[:60], "", ended, "", "not run" if ended == "skipped" else "FAILS"))
+        for name, r in self.ends().items():
+            if r["ended"] != "done":
+                verdict = "not run" if r["ended"] == "skipped" else "FAILS"
+                rows.append((name, r["why"][:60], "", r["ended"], "", verdict))
         return rows
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
 
-def missing(checks: Sequence[Check], ends: Mapping[str, str]) -> list[Check]:
+def missing(checks: Sequence[Check], ends: Mapping[str, Record]) -> list[Check]:
     """The checks that are not done, in order; those that failed or were killed before come last."""
-    left = [check for check in checks if ends.get(check.name) != "done"]
-    return sorted(left, key=lambda check: ends.get(check.name) in ("failed", "killed"))
+    untried, tried = list[Check](), list[Check]()
+    for check in checks:
+        ended = ends[check.name]["ended"] if check.name in ends else "skipped"
+        if ended == "skipped":
+            untried.append(check)
+        elif ended != "done":
+            tried.append(check)
+    return untried + tried
 
 
 def write_figures(check: Check, bench: Bench, results: Results) -> None:
@@ -304,7 +308,7 @@ def write_figures(check: Check, bench: Bench, results: Results) -> None:
 
 def write_figures_apart(check: Check, bench: Bench, args: argparse.Namespace) -> None:
     """Run a check in a process of its own."""
-    argv = ["again", f"--check={check.name}", f"--device={bench.device.type}", f"--base-dir={bench.base}",
+    argv = [f"--check={check.name}", f"--device={bench.device.type}", f"--base-dir={bench.base}",
             f"--out={args.out}", *(["--tiny"] if args.tiny else [])]
     group = training.launch(main, [argv], [{}])
     try:
@@ -368,11 +372,13 @@ def run_missing(bench: Bench, results: Results, args: argparse.Namespace, end: f
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and print a table. Exit code 1 if a figure misses its limit, or a check failed or was killed."""
     p = Parser(description=__doc__)
-    p.add_argument("call", choices=["first", "again"], help="first: start over. again: run what is missing")
+    p.add_argument("call", nargs="?", default="first", choices=["first", "again"],
+                   help="first: start over. again: run what is missing")
     p.add_argument("--seconds", type=float, default=600, help="no check may run longer than this after the start")
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu needs --tiny")
     p.add_argument("--tiny", action="store_true", help="use small models, to test this script")
-    p.add_argument("--base-dir", type=Path, default=Path("gpu"), help="folder for data, runs and logs")
+    p.add_argument("--base-dir", type=Path, help="folder for data, runs and logs (default: gpu/first; with --tiny, a "
+                   "temporary one)")
     p.add_argument("--out", type=Path, help="folder for results.jsonl (default: --base-dir)")
     p.add_argument("--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat")
     p.add_argument("--check", choices=[check.name for check in CHECKS], help="run only this check, without a limit")
@@ -380,9 +386,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     end = time.monotonic() + args.seconds
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
-    args.out = args.out or args.base_dir
-    results = Results(args.base_dir, args.out)
-    bench = gpu_check.make_bench(args.device, args.base_dir, tiny=args.tiny)
+    base = args.base_dir or (Path(tempfile.mkdtemp(prefix="gpu-")) if args.tiny else Path("gpu/first"))
+    args.out = args.out or base
+    results = Results(base, args.out)
+    bench = gpu_check.make_bench(args.device, base, tiny=args.tiny)
     bench.sizes = SimpleNamespace(**vars(bench.sizes) | vars(TINY if args.tiny else GPU))
     bench.peer = args.peer
     if args.check:
@@ -400,6 +407,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = results.rows()
     failed = sum(row[-1] == "FAILS" for row in rows)
     print("", *table(("check", "measure", "case", "value", "limit", "verdict"), rows), f"{failed} failed", sep="\n")
+    if args.tiny and args.base_dir is None and not failed:  # otherwise keep the logs
+        shutil.rmtree(base)
     return int(failed > 0)
 
 

@@ -29,14 +29,14 @@ python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo py
 out=${OUT:-gpu/first}
 
 find_base() { # in memory, because each run saves gigabytes; a container may have very little of it
-    local memory=/dev/shm/nanochat_gpu_first free=0
+    local name=nanochat_gpu_first${DEVICE:+_$DEVICE} free=0
     if [[ -d /dev/shm ]]; then
         free=$(df --output=avail --block-size=1G /dev/shm | tail -n 1)
     fi
-    if [[ -d $memory ]] || ((free >= 24)); then
-        echo "$memory"
+    if [[ -d /dev/shm/$name ]] || ((free >= 24)); then
+        echo "/dev/shm/$name"
     else
-        echo "${TMPDIR:-/tmp}/nanochat_gpu_first"
+        echo "${TMPDIR:-/tmp}/$name"
     fi
 }
 

@@ -147,7 +147,8 @@ def test_a_check_that_no_longer_fits_is_skipped_and_the_second_call_runs_it(plan
 
 def test_a_check_that_failed_comes_last_in_the_second_call():
     checks = [Check(name, 0, 1, fine) for name in "abcd"]
-    left = gpu_first.missing(checks, {"a": "killed", "b": "failed", "c": "done", "d": "skipped"})
+    ended = {"a": "killed", "b": "failed", "c": "done", "d": "skipped"}
+    left = gpu_first.missing(checks, {name: {"ended": how} for name, how in ended.items()})
     assert [check.name for check in left] == ["d", "a", "b"]
 
 

@@ -45,6 +45,7 @@ from nanochat.common import table
 from nanochat.config import Settings
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.lifecycle import read_state
 from nanochat.run_dir import read_config
 from nanochat.start_run import estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
@@ -254,14 +255,21 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool, kernel: s
         yield f"{model}: cost of determinism, %", what, slower if bench.cuda else None
 
 
-def isolate(checkout: Path, folder: Path) -> Path:
+def checkout(peer: Path | None) -> Path | None:
+    """The value of --peer. ValueError if it is not a checkout of nanochat."""
+    if peer is not None and not (peer / "scripts" / "base_train.py").is_file():
+        raise ValueError(f"--peer {peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat")
+    return peer
+
+
+def isolate(source: Path, folder: Path) -> Path:
     """Copy nanochat's packages into a folder of their own, where Python finds no other of the same names: its scripts/
     lacks an __init__.py, so ours, installed or on PYTHONPATH, would come first. wandb, which nanochat always imports
     but does not use without --run, is replaced by an empty module if it is not installed."""
     shutil.rmtree(folder, ignore_errors=True)
     for package in ("nanochat", "scripts", "tasks"):
-        if (checkout / package).is_dir():
-            shutil.copytree(checkout / package, folder / package)
+        if (source / package).is_dir():
+            shutil.copytree(source / package, folder / package)
             (folder / package / "__init__.py").touch()
     if importlib.util.find_spec("wandb") is None:
         (folder / "wandb.py").touch()
@@ -293,6 +301,12 @@ def peer(bench: Bench, model: str = "d24") -> Iterator[Figure]:
     theirs, own = statistics.median(rates[bench.sizes.warm:]), bench.rates.get(f"{model} L --no-deterministic")
     yield "tokens/s", f"nanochat's {model} L", theirs
     yield "tokens/s over nanochat's", f"{model} L", None if own is None else own / theirs
+
+
+def is_complete(tag: str) -> bool:
+    """Whether a run exists and has reached its last step."""
+    state = read_state(training.run_dir(tag))
+    return state is not None and state["status"] == "completed"
 
 
 def leaves_on_host() -> None:
@@ -347,8 +361,9 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
     kind = " ".join(f"{name} {value}" for name, value in way.items())
     what = ", ".join(filter(None, (name_of(second), kind)))
     straight, tag = f"straight {kind}".strip().replace(" ", "-"), what.replace(",", "").replace(" ", "-")
-    if not training.run_dir(straight).exists():
+    if not is_complete(straight):
         train(bench, straight, **flags)
+    shutil.rmtree(training.run_dir(tag), ignore_errors=True)  # of a check that was killed
     is_shown = second(bench, tag, flags)
     notes: list[str] = []
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
@@ -472,9 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="run only these parts")
     p.add_argument("--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat")
     args, bench = open_bench(p, argv)
-    if args.peer is not None and not (args.peer / "scripts" / "base_train.py").is_file():
-        raise ValueError(f"--peer {args.peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat")
-    bench.peer, rows = args.peer, []
+    bench.peer, rows = checkout(args.peer), []
     for part in args.part:
         bench.end = time.monotonic() + 60 * MINUTES
         rows += run_checks(bench, part, checks_of(bench)[part], LIMITS if bench.cuda or part != "speed" else {})

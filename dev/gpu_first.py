@@ -164,7 +164,7 @@ def curve(bench: Bench, dtype: str) -> Iterator[Result]:
         texts = read_texts(min((bench.base / "data").glob("*.parquet")))
         RustBPETokenizer.train_from_iterator(itertools.islice(texts, 500), bench.sizes.curve_vocab_size).save(tokenizer)
     flags = {**bench.sizes.curve, "leaves": 1, "tokenizer": tokenizer}
-    if not training.run_dir("curve-cpu").exists():
+    if not gpu_check.is_complete("curve-cpu"):
         gpu_check.train(bench, "curve-cpu", device_type="cpu", dtype="float32", **flags)
     ours = gpu_check.train(bench, f"curve-{dtype}", dtype=dtype, **flags)
     pairs = [*zip(ours, training.steps("curve-cpu").values(), strict=True)]
@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(base, args.out)
     bench = gpu_check.make_bench(args.device, base, tiny=args.tiny)
     bench.sizes = SimpleNamespace(**vars(bench.sizes) | vars(TINY if args.tiny else GPU))
-    bench.peer = args.peer
+    bench.peer = gpu_check.checkout(args.peer)
     if args.check:
         [check] = (check for check in CHECKS if check.name == args.check)
         try:

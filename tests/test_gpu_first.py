@@ -6,6 +6,7 @@ import os
 import subprocess
 import tarfile
 import time
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from nanochat.optim import MuonAdamW
 from tests import training
 from tests.faults import die
 from tests.test_gpu_check import write_nanochat
-from tests.test_gpu_smoke import change_a_bit, forget_the_optimizer
+from tests.test_gpu_smoke import change_a_bit
 
 ROOT = Path(__file__).parents[1]
 NEED_A_GPU = {"curve bfloat16", "compiled varlen", "compiled flex"}
@@ -152,6 +153,16 @@ def test_a_check_that_failed_comes_last_in_the_second_call():
     assert [check.name for check in left] == ["d", "a", "b"]
 
 
+def test_runs_of_a_check_that_was_killed_do_not_count(plan, tmp_path):
+    plan(NAMED["killed and resumed"])
+    bench = gpu_check.make_bench("cpu", tmp_path, tiny=True)
+    for tag in ("straight", "killed-and-resumed"):
+        hook = partial(training.die_after_step, 4)
+        gpu_check.train(bench, tag, hook=hook, dies=True, **bench.sizes.runs)
+    code, records = call(tmp_path, "again")
+    assert code == 0 and [record["value"] for record in figures(records)] == [0]
+
+
 def test_the_first_call_starts_over_and_keeps_the_lines(plan, tmp_path):
     plan(Check("fine", 0, 60, fine))
     _, once = call(tmp_path)
@@ -172,11 +183,11 @@ def test_speeds_of_the_first_call_are_compared_with_those_of_the_second(plan, tm
 # ---- the checks check ------------------------------------------------------------------------------------------------
 
 def hooked(monkeypatch, tag, **changes):
-    """Start the last launch of the run `tag` with other options."""
+    """Start the run `tag` with other options."""
     train = gpu_check.train
 
-    def changed(bench, its_tag, *, dies=False, **options):
-        return train(bench, its_tag, dies=dies, **options | (changes if its_tag == tag and not dies else {}))
+    def changed(bench, its_tag, **options):
+        return train(bench, its_tag, **options | (changes if its_tag == tag else {}))
 
     monkeypatch.setattr(gpu_check, "train", changed)
 
@@ -196,16 +207,25 @@ def climb():
 
 @pytest.mark.parametrize(("check", "tag", "changes", "measure"), [
     ("same command", "same-command", {"hook": change_a_bit}, "places that differ"),
-    ("killed and resumed", "killed-and-resumed", {"hook": forget_the_optimizer}, "places that differ"),
     ("curve float32", "curve-float32", {"hook": climb}, "float32: loss, nats from the CPU's"),
     ("curve float32", "curve-float32", {"data_seed": 1}, "steps with other rows")],
-    ids=["a changed bit", "a resume that forgets the optimizer", "wrong gradients", "other rows"])
+    ids=["a changed bit", "wrong gradients", "other rows"])
 def test_a_fault_fails(plan, tmp_path, monkeypatch, check, tag, changes, measure):
     hooked(monkeypatch, tag, **changes)
     plan(NAMED[check])
     code, records = call(tmp_path)
     assert code == 1
     assert "FAILS" in [record["verdict"] for record in figures(records) if record["measure"] == measure], records
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_kernel_that_does_not_run_is_explained_and_costs_no_other_figure(plan, tmp_path, monkeypatch, error):
+    def refuse(*args, **kwargs):
+        raise error("no such kernel here")
+
+    monkeypatch.setattr(gpu_first, "activate_kernel", refuse)
+    bench = gpu_check.make_bench("cpu", tmp_path, tiny=True)
+    assert gpu_first.kernels_of_attention(bench, "cudnn") == f"{error.__name__}: no such kernel here"
 
 
 def test_data_and_tokenizer_are_made_on_a_machine_that_has_none_of_the_packages_of_the_sample_corpus(

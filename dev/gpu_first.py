@@ -71,10 +71,10 @@ Record = dict[str, Any]  # a line of results.jsonl
 
 
 class NotHere(Exception):
-    """This machine cannot show what the check is about. The message says why."""
+    """The check cannot run here and now. The message says why."""
 
 
-NOT_HERE = "not on this machine: "  # how a process of its own reports that
+NOT_HERE = "not here: "  # how a process of its own reports that
 
 
 class TooLong(BaseException):
@@ -150,6 +150,13 @@ def first_training(bench: Bench) -> Iterator[Result]:
     yield "saves, s", "d12", listed(event["seconds"] for event in training.events("saved", "straight"))
 
 
+def repeated(bench: Bench, second: gpu_check.SecondRun) -> Iterator[Result]:
+    """The run of `training` once more."""
+    if not gpu_check.is_complete("straight"):
+        raise NotHere("the run of `training`, which it repeats, is not complete")
+    yield from gpu_check.bits(bench, second)
+
+
 def listed(values: Iterator[float]) -> str:
     """Several figures in one value."""
     return " ".join(f"{value:.4f}" for value in values)
@@ -207,13 +214,13 @@ def several_processes(bench: Bench) -> Iterator[Result]:
         yield "processes that fail", f"nccl_check, {num} started", sum(code != 0 for code in codes)
 
 
-BITS, SPEED = gpu_check.bits, gpu_check.speed
+SPEED = gpu_check.speed
 CHECKS = [
     Check("machine", 5, 60, machine, apart=True),
     Check("training", 60, 220, first_training),
-    Check("same command", 25, 90, partial(BITS, second=gpu_check.same_command)),
+    Check("same command", 25, 90, partial(repeated, second=gpu_check.same_command)),
     Check("curve float32", 25, 100, partial(curve, dtype="float32")),
-    Check("killed and resumed", 40, 120, partial(BITS, second=gpu_check.killed_and_resumed)),
+    Check("killed and resumed", 40, 120, partial(repeated, second=gpu_check.killed_and_resumed)),
     Check("attention", 10, 100, gpu_check.attention_errors, apart=True),
     Check("d12 as nanochat's", 60, 150, partial(SPEED, model="d12", pattern="L", deterministic=False, kernel="cudnn")),
     Check("nanochat", 60, 150, nanochat),
@@ -226,7 +233,7 @@ CHECKS = [
     Check("generation", 10, 40, gpu_smoke.generation, apart=True),
     Check("several processes", 20, 90, several_processes),
     Check("leaves on the host", 40, 150, host_leaves),
-    Check("empty cache", 60, 200, partial(BITS, second=gpu_check.empty_cache)),
+    Check("empty cache", 60, 200, partial(repeated, second=gpu_check.empty_cache)),
     Check("compiled varlen", 20, 80, partial(with_masks, mode="varlen"), apart=True),
     Check("compiled flex", 30, 90, partial(with_masks, mode="flex"), apart=True),
 ]
@@ -363,7 +370,7 @@ def run_missing(bench: Bench, results: Results, args: argparse.Namespace, end: f
     for check in missing(CHECKS, results.ends()):
         left = end - time.monotonic()
         if left < check.least_s:
-            why = f"{left:.0f} s are left and it needs {check.least_s}"
+            why = f"{max(left, 0):.0f} s are left and it needs {check.least_s}"
             results.add(check=check.name, ended="skipped", why=why, seconds=0)
         else:
             attempt(check, bench, results, args, min(check.most_s, left))

@@ -154,13 +154,19 @@ def test_a_check_that_failed_comes_last_in_the_second_call():
 
 
 def test_runs_of_a_check_that_was_killed_do_not_count(plan, tmp_path):
-    plan(NAMED["killed and resumed"])
+    plan(NAMED["training"], NAMED["killed and resumed"])
     bench = gpu_check.make_bench("cpu", tmp_path, tiny=True)
     for tag in ("straight", "killed-and-resumed"):
         hook = partial(training.die_after_step, 4)
         gpu_check.train(bench, tag, hook=hook, dies=True, **bench.sizes.runs)
     code, records = call(tmp_path, "again")
-    assert code == 0 and [record["value"] for record in figures(records)] == [0]
+    assert code == 0 and ends(records)["killed and resumed"] == "done"
+
+
+def test_a_run_is_not_repeated_before_it_is_complete(plan, tmp_path):
+    plan(NAMED["same command"], NAMED["killed and resumed"])
+    code, records = call(tmp_path)
+    assert code == 0 and set(ends(records).values()) == {"skipped"} and not (tmp_path / "runs").exists()
 
 
 def test_the_first_call_starts_over_and_keeps_the_lines(plan, tmp_path):
@@ -205,14 +211,14 @@ def climb():
     MuonAdamW.step = upwards
 
 
-@pytest.mark.parametrize(("check", "tag", "changes", "measure"), [
-    ("same command", "same-command", {"hook": change_a_bit}, "places that differ"),
-    ("curve float32", "curve-float32", {"hook": climb}, "float32: loss, nats from the CPU's"),
-    ("curve float32", "curve-float32", {"data_seed": 1}, "steps with other rows")],
+@pytest.mark.parametrize(("checks", "tag", "changes", "measure"), [
+    (["training", "same command"], "same-command", {"hook": change_a_bit}, "places that differ"),
+    (["curve float32"], "curve-float32", {"hook": climb}, "float32: loss, nats from the CPU's"),
+    (["curve float32"], "curve-float32", {"data_seed": 1}, "steps with other rows")],
     ids=["a changed bit", "wrong gradients", "other rows"])
-def test_a_fault_fails(plan, tmp_path, monkeypatch, check, tag, changes, measure):
+def test_a_fault_fails(plan, tmp_path, monkeypatch, checks, tag, changes, measure):
     hooked(monkeypatch, tag, **changes)
-    plan(NAMED[check])
+    plan(*(NAMED[name] for name in checks))
     code, records = call(tmp_path)
     assert code == 1
     assert "FAILS" in [record["verdict"] for record in figures(records) if record["measure"] == measure], records

@@ -45,7 +45,6 @@ from nanochat.common import table
 from nanochat.config import Settings
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.lifecycle import read_state
 from nanochat.run_dir import read_config
 from nanochat.start_run import estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
@@ -305,8 +304,7 @@ def peer(bench: Bench, model: str = "d24") -> Iterator[Figure]:
 
 def is_complete(tag: str) -> bool:
     """Whether a run exists and has reached its last step."""
-    state = read_state(training.run_dir(tag))
-    return state is not None and state["status"] == "completed"
+    return bool(training.events("completed", tag))
 
 
 def leaves_on_host() -> None:

@@ -62,7 +62,7 @@ GPU = SimpleNamespace(
     curve={"depth": 4, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 256, "device_batch_size": 8,
            "total_batch_size": 2048, "lanes": 8, "num_iterations": 16}, curve_vocab_size=2048)
 TINY = SimpleNamespace(
-    runs=gpu_check.TINY.runs, host_leaves={}, matrix=64, copied=1 << 12, curve_vocab_size=320,
+    runs=gpu_check.TINY.runs, host_leaves={}, matrix=64, copied=1 << 12, curve_vocab_size=320, warm=1, timed=1,
     curve={**gpu_check.SMALL, "max_seq_len": 64, "total_batch_size": 256, "lanes": 4, "num_iterations": 4})
 
 Value = float | str | None  # None: not measured
@@ -127,9 +127,9 @@ def seconds_of(call: Callable[[], Any]) -> float:
 def kernels_of_attention(bench: Bench, kernel: str) -> str:
     """The kernels that take longest in a forward and a backward pass, or why there are none."""
     inputs = [bench.randn(2, 2048, 6, 128, seed=i).requires_grad_() for i in range(3)]
-    torch.use_deterministic_algorithms(False)
     try:
         activate_kernel(kernel, bench.device.type, deterministic=False)
+        torch.use_deterministic_algorithms(False)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             attention(*inputs, window=-1).sum().backward()
     except (ValueError, RuntimeError) as e:
@@ -324,9 +324,9 @@ def write_figures_apart(check: Check, bench: Bench, args: argparse.Namespace) ->
         group.kill()
         print(group.text(), end="")
     if code:
-        last = ["", *filter(None, group.text().splitlines())][-1]
-        _, found, why = last.partition(NOT_HERE)
-        raise NotHere(why) if found else ValueError(f"exit code {code}: {last}")
+        text = group.text()
+        _, found, why = text.rpartition(NOT_HERE)
+        raise NotHere(why.strip()) if found else ValueError(f"exit code {code}: {text[-300:]}")
 
 
 @contextlib.contextmanager

@@ -369,6 +369,9 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
         raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
                          f"checkpoint; see their logs")
+    for part in parts:
+        if part.gaps:
+            print(f"  {what}: {part.describe()}", flush=True)
     gaps = sum(len(part.gaps) for part in parts)
     yield "places that differ", what, gaps if is_shown or gaps else None
     shutil.rmtree(training.run_dir(tag))  # gigabytes

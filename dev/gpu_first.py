@@ -285,7 +285,7 @@ class Results:
         for name, r in self.ends().items():
             if r["ended"] != "done":
                 verdict = "not run" if r["ended"] == "skipped" else "FAILS"
-                rows.append((name, r["why"][:60], "", r["ended"], "", verdict))
+                rows.append((name, r["why"][-70:], "", r["ended"], "", verdict))
         return rows
 
 
@@ -361,7 +361,7 @@ def attempt(check: Check, bench: Bench, results: Results, args: argparse.Namespa
     except Exception as e:
         with (bench.out / "errors.log").open("a") as log:
             traceback.print_exc(file=log)
-        ended, why = "failed", f"{' '.join(repr(e).split())[-300:]}; see errors.log"
+        ended, why = "failed", " ".join(f"{type(e).__name__}: {e}".split())[-300:]
     results.add(check=check.name, ended=ended, why=why, seconds=round(time.monotonic() - began, 1))
 
 

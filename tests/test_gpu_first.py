@@ -230,6 +230,13 @@ def test_a_fault_fails(plan, tmp_path, monkeypatch, checks, tag, changes, measur
     assert "FAILS" in [record["verdict"] for record in figures(records) if record["measure"] == measure], records
 
 
+def test_the_log_says_where_a_bit_differs(plan, tmp_path, monkeypatch, capsys):
+    hooked(monkeypatch, "same-command", hook=change_a_bit)
+    plan(NAMED["training"], NAMED["same command"])
+    call(tmp_path)
+    assert "  same command: checkpoint 6 differs in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
 def test_a_kernel_that_does_not_run_is_explained_and_costs_no_other_figure(plan, tmp_path, monkeypatch, error):
     def refuse(*args, **kwargs):

@@ -6,7 +6,7 @@ Check that everything that needs a GPU works on this one, and that it is fast en
     python -m dev.gpu_check --part bits        every kind of training: killed, resumed, compared with an undisturbed run
 
 Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes on one H100, needs no network, and makes
-its data from the installed Python packages. It ends with a table, and with exit code 1 if a figure misses its limit or
+its data from PyTorch's sources. It ends with a table, and with exit code 1 if a figure misses its limit or
 could not be measured. With --base-dir, every run of `speed` leaves PyTorch's profile of two steps beside its log. When
 time is up, the remaining checks are "not run", which is not a failure: start the part again; it reuses compiled code.
 `--device=cpu --tiny` runs the same code on a small model, which tests this script, not a GPU.
@@ -76,7 +76,8 @@ GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
             for name, depth, B in (("d12", 12, 32), ("d24", 24, 16))},
     runs={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024, "leaves": 4,
           "num_iterations": 20, "save_every": 10},
-    shape={"depth": 4, "aspect_ratio": 192}, corpus=make_sample_corpus.Settings(), vocab_size=32768, T=2048,
+    shape={"depth": 4, "aspect_ratio": 192}, vocab_size=32768, T=2048,
+    corpus=make_sample_corpus.Settings(min_chars=8_000_000, max_chars=12_000_000),
     buffer=Settings().buffer_size, warm=3, timed=5, masks=("varlen", "flex"))
 TINY = SimpleNamespace(
     models={model: {**SMALL, "total_batch_size": 4 * 64} for model in ("d12", "d24")},
@@ -145,7 +146,8 @@ def attention_errors(bench: Bench) -> Iterator[Figure]:
     T = 1024 if bench.cuda else 512
     *inputs, out = (bench.randn(2, T, 2, 128, seed=i).requires_grad_(i < 3) for i in range(4))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    for mode, window in itertools.product(sorted({"causal", "sdpa_mask", *bench.sizes.masks}), (128, 256, -1)):
+    modes = dict.fromkeys(["causal", "sdpa_mask", *bench.sizes.masks])  # flex, which takes long to compile, is last
+    for mode, window in itertools.product(modes, (128, 256, -1)):
         doc_ids = bench.documents(T) * (mode != "causal")
         mask = None if mode == "causal" else make_masks(doc_ids, [window], mode=mode).by_window[window]
         exact = exact_attention(wide, window, doc_ids)
@@ -252,27 +254,34 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool, kernel: s
         yield f"{model}: cost of determinism, %", what, slower if bench.cuda else None
 
 
-def isolate(checkout: Path, folder: Path) -> Path:
+def checkout(peer: Path | None) -> Path | None:
+    """The value of --peer. ValueError if it is not a checkout of nanochat."""
+    if peer is not None and not (peer / "scripts" / "base_train.py").is_file():
+        raise ValueError(f"--peer {peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat")
+    return peer
+
+
+def isolate(source: Path, folder: Path) -> Path:
     """Copy nanochat's packages into a folder of their own, where Python finds no other of the same names: its scripts/
     lacks an __init__.py, so ours, installed or on PYTHONPATH, would come first. wandb, which nanochat always imports
     but does not use without --run, is replaced by an empty module if it is not installed."""
     shutil.rmtree(folder, ignore_errors=True)
     for package in ("nanochat", "scripts", "tasks"):
-        if (checkout / package).is_dir():
-            shutil.copytree(checkout / package, folder / package)
+        if (source / package).is_dir():
+            shutil.copytree(source / package, folder / package)
             (folder / package / "__init__.py").touch()
     if importlib.util.find_spec("wandb") is None:
         (folder / "wandb.py").touch()
     return folder
 
 
-def peer(bench: Bench) -> Iterator[Figure]:
+def peer(bench: Bench, model: str = "d24") -> Iterator[Figure]:
     """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
     which nanochat does not have, and with full windows, because its others need FlashAttention 3. So on a Hopper GPU,
     both use cuDNN's attention, which PyTorch chooses for nanochat."""
     if bench.peer is None:
         return
-    base, flags, num = bench.base / "peer", bench.sizes.models["d24"], bench.sizes.warm + bench.sizes.timed
+    base, flags, num = bench.base / "peer", bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
     write_tokenizer(base / "tokenizer", RustBPETokenizer.from_directory(bench.base / "tokenizer"))
     if not (base / "base_data_climbmix").exists():
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
@@ -280,16 +289,22 @@ def peer(bench: Bench) -> Iterator[Figure]:
              "core_metric_every": -1, "sample_every": -1, "save_every": -1, "device_type": bench.device.type}
     code = isolate(bench.peer, base / "code")
     command = [sys.executable, "-m", "scripts.base_train", *training.as_flags(given)]
-    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(code)}
+    ours = os.environ.get("PYTHONPATH", "")  # may hold packages that both need
+    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": f"{code}{os.pathsep}{ours}"}
     with (bench.out / "peer.log").open("w+") as log:
         subprocess.run(command, cwd=code, env=env, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
         rates = [float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())]
     if len(rates) < num:
         raise ValueError(f"{bench.peer}: nanochat ended after {len(rates)} of {num} steps; see peer.log")
-    theirs, ours = statistics.median(rates[bench.sizes.warm:]), bench.rates.get("d24 L --no-deterministic")
-    yield "tokens/s", "nanochat's d24 L", theirs
-    yield "tokens/s over nanochat's", "d24 L", None if ours is None else ours / theirs
+    theirs, own = statistics.median(rates[bench.sizes.warm:]), bench.rates.get(f"{model} L --no-deterministic")
+    yield "tokens/s", f"nanochat's {model} L", theirs
+    yield "tokens/s over nanochat's", f"{model} L", None if own is None else own / theirs
+
+
+def is_complete(tag: str) -> bool:
+    """Whether a run exists and has reached its last step."""
+    return bool(training.events("completed", tag))
 
 
 def leaves_on_host() -> None:
@@ -344,8 +359,9 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
     kind = " ".join(f"{name} {value}" for name, value in way.items())
     what = ", ".join(filter(None, (name_of(second), kind)))
     straight, tag = f"straight {kind}".strip().replace(" ", "-"), what.replace(",", "").replace(" ", "-")
-    if not training.run_dir(straight).exists():
+    if not is_complete(straight):
         train(bench, straight, **flags)
+    shutil.rmtree(training.run_dir(tag), ignore_errors=True)  # of a check that was killed
     is_shown = second(bench, tag, flags)
     notes: list[str] = []
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
@@ -353,6 +369,9 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
         raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
                          f"checkpoint; see their logs")
+    for part in parts:
+        if part.gaps:
+            print(f"  {what}: {part.describe()}", flush=True)
     gaps = sum(len(part.gaps) for part in parts)
     yield "places that differ", what, gaps if is_shown or gaps else None
     shutil.rmtree(training.run_dir(tag))  # gigabytes
@@ -415,6 +434,31 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
     return rows
 
 
+def torch_sources() -> dict[str, Path]:
+    """{name: path} of PyTorch's Python files: text that is on every machine which can run a check."""
+    folder = Path(torch.__file__).parent
+    return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+
+
+def make_bench(device: str, base: Path, *, tiny: bool) -> Bench:
+    """Prepare this process for a device, and the data and a tokenizer in `base`."""
+    before = set(os.environ)
+    chosen = compute_init(device, deterministic=True)[-1]
+    added = frozenset(set(os.environ) - before)
+    base = base.absolute()
+    bench = Bench(chosen, TINY if tiny else GPU, base, base / "out", added=added)
+    bench.out.mkdir(parents=True, exist_ok=True)
+    os.environ["NANOCHAT_BASE_DIR"] = str(base)
+    training.PATIENCE_S = 300
+    if bench.cuda:  # runs are forked from a server that has not read the compiler's settings yet
+        multiprocessing.set_forkserver_preload(["tests.training", "dev.gpu_check"])
+        forkserver.ensure_running()
+    if not (base / "tokenizer" / "tokenizer.json").exists():
+        make_sample_corpus.make_sample_corpus(base / "data", bench.sizes.corpus, modules=torch_sources())
+        find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)
+    return bench
+
+
 def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     """Parse the flags, and prepare the device, the data and a tokenizer."""
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu needs --tiny")
@@ -423,22 +467,9 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
-    before = set(os.environ)
-    device = compute_init(args.device, deterministic=True)[-1]
-    added = frozenset(set(os.environ) - before)
-    base = (args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-"))).absolute()
-    bench = Bench(device, TINY if args.tiny else GPU, base, base / "out", added=added)
-    bench.out.mkdir(parents=True, exist_ok=True)
-    print(*(f"{name:13s} {value}" for name, value in versions(device).items()), f"logs: {bench.out}", sep="\n")
-    os.environ["NANOCHAT_BASE_DIR"] = str(base)
-    training.PATIENCE_S = 300
-    if bench.cuda:  # runs are forked from a server that has not read the compiler's settings yet
-        multiprocessing.set_forkserver_preload(["tests.training"])
-        forkserver.ensure_running()
-    if not (base / "tokenizer").exists():
-        make_sample_corpus.make_sample_corpus(base / "data", bench.sizes.corpus)
-        find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)
-    shutil.rmtree(base / "runs", ignore_errors=True)
+    bench = make_bench(args.device, args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-")), tiny=args.tiny)
+    print(*(f"{name:13s} {value}" for name, value in versions(bench.device).items()), f"logs: {bench.out}", sep="\n")
+    shutil.rmtree(bench.base / "runs", ignore_errors=True)
     return args, bench
 
 
@@ -457,9 +488,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="run only these parts")
     p.add_argument("--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat")
     args, bench = open_bench(p, argv)
-    if args.peer is not None and not (args.peer / "scripts" / "base_train.py").is_file():
-        raise ValueError(f"--peer {args.peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat")
-    bench.peer, rows = args.peer, []
+    bench.peer, rows = checkout(args.peer), []
     for part in args.part:
         bench.end = time.monotonic() + 60 * MINUTES
         rows += run_checks(bench, part, checks_of(bench)[part], LIMITS if bench.cuda or part != "speed" else {})

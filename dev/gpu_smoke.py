@@ -3,7 +3,7 @@ The first check on a new GPU: does training work, and does a second run have the
 
     python -m dev.gpu_smoke
 
-Takes about three minutes on one H100, needs no network, and makes its data from the installed Python packages.
+Takes about three minutes on one H100, needs no network, and makes its data from PyTorch's sources.
 `python -m dev.gpu_check` measures more, part by part.
 
     training     20 steps of scripts.base_train at depth 12 with default settings: speed and memory

@@ -35,8 +35,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-LONG_FILES = ("state_machine", "gpu_check", "bitwise", "optim", "watchdog", "repeat", "object_storage", "gpu_smoke",
-              "remote_runs", "inspect_data", "stream_laws", "multi_node")
+LONG_FILES = ("state_machine", "gpu_check", "bitwise", "optim", "watchdog", "repeat", "object_storage", "gpu_first",
+              "gpu_smoke", "remote_runs", "inspect_data", "stream_laws", "multi_node")
 
 
 def pytest_collection_finish():

@@ -47,7 +47,17 @@ from nanochat.checkpoint import (
 from nanochat.common import LAUNCH, StopAsked, counted, duration, get_dist_info, print0, show
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, StepLayout
-from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, peak_memory, share, versions, wide_dtype
+from nanochat.dist import (
+    agree,
+    gather_all,
+    get_peak_flops,
+    on_rank0,
+    peak_memory,
+    reserved_memory,
+    share,
+    versions,
+    wide_dtype,
+)
 from nanochat.gpt import GPT
 from nanochat.lifecycle import RunState, StopWatch
 from nanochat.optim import MuonAdamW
@@ -566,6 +576,7 @@ class Journal:
             print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
         if (peak := peak_memory(self.device)) is not None:
             record["peak_memory_bytes"] = peak
+            record["reserved_memory_bytes"] = reserved_memory(self.device)
         self.log.write(step=p.step - 1, **record)
         if self.rows is not None:
             self.rows.write(p.step - 1, totals.nats, totals.live)

@@ -352,9 +352,9 @@ def test_the_memory_estimate_counts_the_gradients_of_a_step():
     estimate = partial(model.estimate_memory, 32, dtype=torch.bfloat16, compiled=True)
     total = sum(p.numel() for p in model.parameters())
     one, several, leaves = estimate(), estimate(micro_batches=8), estimate(micro_batches=8, num_leaves=8)
-    assert one["gradients"] == 0, "they replace the tensors of the layers"
-    assert several["gradients"] == leaves["gradients"] == 4 * total
-    assert several["pending leaves"] == 0 and leaves["pending leaves"] == 3 * 4 * total
+    assert one["gradients"] == leaves["gradients"] == 0, "gradients of one micro-batch replace its layers"
+    assert several["gradients"] == 4 * total and several["pending leaves"] == 0
+    assert leaves["pending leaves"] == 3 * 4 * total
 
 
 def kept_and_estimated(n_layer):

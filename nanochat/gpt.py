@@ -50,11 +50,14 @@ LOSS_CHUNK = 8192  # tokens whose logits are in memory at once in uncompiled cod
 # is recomputed and differentiated. The unit is a tensor (B, T, C) in the compute dtype. The numbers of compiled code
 # are counted in the records of PyTorch's allocator (dev/LOG.md), those of eager code in what autograd keeps.
 KEPT = {  # (compiled, activation checkpointing)
-    (True, False): (19.6, 4, 0),
-    (True, True): (1.5, 5, 50),
-    (False, False): (24, 0, 0),
-    (False, True): (2.5, 0, 24),
+    (True, False): (19.6, 4.0, 0.0),
+    (True, True): (1.5, 5.0, 50.0),
+    (False, False): (24.0, 0.0, 0.0),
+    (False, True): (2.5, 0.0, 24.0),
 }
+# In graphs of more than 20 recomputed layers, Inductor (PyTorch 2.11) holds several layers at once: d24 takes 50 units
+# more, d26 about 75. The line is fitted to these two graphs.
+MANY_LAYERS, UNITS_BEYOND = 20, 12.5
 SPARE = 0.04  # small tensors, workspaces of cuBLAS, gaps between tensors
 
 
@@ -459,6 +462,8 @@ class GPT(nn.Module):
         if not self.activation_checkpointing:
             casts += size * matrices
         per_layer, ends, one_layer = KEPT[compiled, self.activation_checkpointing]
+        if compiled and self.activation_checkpointing:
+            one_layer += UNITS_BEYOND * max(0, config.n_layer - MANY_LAYERS)
         unit = tokens * config.n_embd * size
         layers = int(unit * (per_layer * config.n_layer + ends))
         gradients = weights if micro_batches == 1 else 4 * total

@@ -106,6 +106,7 @@ RESERVED_GB = [
     (20, 8, "causal", True, 64, 48.73),
     (24, 1, "causal", False, 16, 69.73),
     (24, 8, "causal", False, 16, 69.73),  # pending sums on the host
+    (24, 1, "causal", True, 64, 76.68),
 ]
 
 

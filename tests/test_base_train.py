@@ -107,6 +107,8 @@ RESERVED_GB = [
     (24, 1, "causal", False, 16, 69.73),
     (24, 8, "causal", False, 16, 69.73),  # pending sums on the host
     (24, 1, "causal", True, 64, 76.68),
+    (26, 1, "causal", False, 8, 53.26),
+    (26, 8, "causal", False, 8, 74.44),
 ]
 
 

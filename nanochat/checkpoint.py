@@ -84,15 +84,10 @@ RETRY_S = 30.0  # for which a save is repeated before its error ends the run
 # ---- plain states ----------------------------------------------------------------------------------------------------
 
 def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A contiguous copy of tensors in host memory, which later steps do not change."""
-    copied = {}
-    for name, tensor in state.items():
-        # from a GPU into pinned memory, at the full speed of the bus
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        copied[name] = host.copy_(tensor.detach(), non_blocking=True)
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return copied
+    """A contiguous copy of tensors in host memory, which later steps do not change. The memory is not pinned: PyTorch
+    rounds pinned tensors up to powers of two and keeps them until the process ends."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+            for name, tensor in state.items()}
 
 
 def save_plain(state: Any, name: str) -> bytes:

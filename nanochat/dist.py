@@ -246,6 +246,11 @@ def peak_memory(device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
+def reserved_memory(device: torch.device) -> int | None:
+    """The most memory that PyTorch has reserved so far, in bytes: tensors and the gaps between them; None off CUDA."""
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
 def compute_cleanup() -> None:
     """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's group could then
     wait for a rank that never comes. A process also leaves the group when it exits."""

@@ -44,8 +44,21 @@ VE_GATE_CHANNELS = 12
 SMEAR_CHANNELS = 24
 QK_SCALE = 1.2
 LOGIT_CAP = 15.0
-MULTIPROCESSORS = 132  # of an H100 or H200; other large GPUs have about as many
 LOSS_CHUNK = 8192  # tokens whose logits are in memory at once in uncompiled code
+
+# The tensors that a step keeps for its backward pass: of each layer; before and after the layers; and while one layer
+# is recomputed and differentiated. The unit is a tensor (B, T, C) in the compute dtype. The numbers of compiled code
+# are counted in the records of PyTorch's allocator (dev/LOG.md), those of eager code in what autograd keeps.
+KEPT = {  # (compiled, activation checkpointing)
+    (True, False): (19.6, 4.0, 0.0),
+    (True, True): (1.5, 5.0, 50.0),
+    (False, False): (24.0, 0.0, 0.0),
+    (False, True): (2.5, 0.0, 24.0),
+}
+# In graphs of more than 20 recomputed layers, Inductor (PyTorch 2.11) holds several layers at once: d24 takes 50 units
+# more, d26 about 75. The line is fitted to these two graphs.
+MANY_LAYERS, UNITS_BEYOND = 20, 12.5
+SPARE = 0.04  # small tensors, workspaces of cuBLAS, gaps between tensors
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -436,31 +449,39 @@ class GPT(nn.Module):
 
     def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,
                         num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
-        """Peak memory of a step on one of `world_size` GPUs, in bytes by part. dtype: the compute dtype; num_leaves,
-        micro_batches: how many of each a rank has in a step. For compiled code, the sizes of a layer and of the logits
-        are fitted to memory traced without a GPU (bfloat16, T = 2048, depths 12 to 24: within 3 %); for eager code,
-        they are counted from the tensors that autograd keeps. Neither has been measured on a GPU."""
+        """The memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part: rather a little too
+        much than too little. dtype: the compute dtype; num_leaves, micro_batches: how many of each a rank has in a
+        step."""
         counts, config = self.num_scaling_params(), self.config
         tokens, size, total = batch_size * config.sequence_len, dtype.itemsize, counts["total"]
         embeddings, matrices = counts["wte"] + counts["value_embeds"], counts["transformer_matrices"]
         weights = size * embeddings + 4 * (total - embeddings)
-        of_layer = tokens * config.n_embd * size * (22 if compiled else 24)
-        layers, logits = 1.0 * config.n_layer * of_layer, 3.3 * tokens * config.vocab_size
-        if self.activation_checkpointing:  # the inputs of all layers, and all tensors of one layer
-            layers = config.n_layer * tokens * config.n_embd * size * 2.5 + of_layer
-        elif not compiled and size < 4:
-            layers += size * matrices  # cast copies of the matrices
+        pending = 4 * total * (num_leaves.bit_length() - 1)
+        # The backward pass uses the matrices in the compute dtype. The head's gradient has it, too, before it is cast.
+        casts = 2 * size * counts["lm_head"]
+        if not self.activation_checkpointing:
+            casts += size * matrices
+        per_layer, ends, one_layer = KEPT[compiled, self.activation_checkpointing]
+        if compiled and self.activation_checkpointing:
+            one_layer += UNITS_BEYOND * max(0, config.n_layer - MANY_LAYERS)
+        unit = tokens * config.n_embd * size
+        layers = int(unit * (per_layer * config.n_layer + ends))
+        gradients = weights if micro_batches == 1 else 4 * total
+        if micro_batches == num_leaves:  # a leaf's only micro-batch has gradients when its layers are free again
+            gradients = max(0, gradients - layers)
+        logits = size * tokens * config.padded_vocab_size
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
-        # float32 sums in the backward pass: attention's dq (one copy per thread block of a head) and one embedding's
-        # gradient (a partial sum per ten tokens and one per id)
-        splits = -(-MULTIPROCESSORS // (batch_size * config.n_head))
-        dq = 4 * tokens * config.n_embd * splits
-        sums = 4 * config.n_embd * (tokens // 10 + min(tokens, config.padded_vocab_size))
-        return {"weights": weights, "gradients": weights if micro_batches == 1 else 4 * total,
-                "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
-                "pending leaves": 4 * total * (num_leaves.bit_length() - 1),
-                "layers": int(layers), "logits": int(logits), "sums of dq": dq, "sums of an embedding": sums}
+        # The gradients of a step's first micro-batch lie where its logits were, so the second one's logits do not fit
+        # there: that memory stays empty, except for the gradients.
+        empty = max(0, logits - gradients - pending) if compiled and micro_batches > 1 else 0
+        parts = {"weights": weights, "gradients": gradients,
+                 "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
+                 "pending leaves": pending,
+                 "casts": casts,
+                 "layers": layers,
+                 "logits or one layer": max(logits + empty, int(unit * one_layer))}
+        return parts | {"spare": int(SPARE * sum(parts.values()))}
 
     # -- optimizer --
 

@@ -354,9 +354,7 @@ class MuonAdamW(torch.optim.Optimizer):
         {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}}, "groups": [hyper-parameters
         and names]}. Tensors and plain values only; AdamW's tensors have the shape of their parameter.
         """
-        # a GPU fills pinned memory at the full speed of the bus
-        state = {whole.name: {key: torch.empty(shape, pin_memory=self._device.type == "cuda")
-                              for key, shape in state_shapes(whole).items()}
+        state = {whole.name: {key: torch.empty(shape) for key, shape in state_shapes(whole).items()}
                  for whole in self._params if self._rank == 0}
         for message, mine in zip(self._messages, self._mine):
             # one gather for each of the state's tensors, padded to the largest part
@@ -373,12 +371,11 @@ class MuonAdamW(torch.optim.Optimizer):
                 for part, size, values in zip(message.parts, sizes, received):
                     if part is not None and state:
                         flat = state[part.name][key].view(-1)
-                        flat[part.start:part.start + size].copy_(values[:size], non_blocking=True)
-        step = int(self._steps)  # waits for the copies
+                        flat[part.start:part.start + size].copy_(values[:size])
         if self._rank != 0:
             return {}
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-        return {"format": 1, "step": step, "groups": groups, "state": state}
+        return {"format": 1, "step": int(self._steps), "groups": groups, "state": state}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from nanochat.common import LAUNCH, duration, open_door, print0, show
-from nanochat.dist import peak_memory, versions
+from nanochat.dist import peak_memory, reserved_memory, versions
 from nanochat.run_dir import RowLosses, TrainLog
 from nanochat.run_owner import RunState
 from nanochat.start_run import Start
@@ -137,6 +137,7 @@ class Journal:
             print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
         if (peak := peak_memory(self.device)) is not None:
             record["peak_memory_bytes"] = peak
+            record["reserved_memory_bytes"] = reserved_memory(self.device)
         self.log.write(step=p.step - 1, **record)
         if self.rows is not None:
             self.rows.write(p.step - 1, totals.nats, totals.live)

@@ -26,6 +26,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,16 +300,20 @@ def build_model(settings: Settings, depth: int | None = None) -> GPT:
     return model
 
 
-def estimate_memory(settings: Settings) -> dict[str, int]:
-    """{part: bytes} of the GPU memory that resolved settings need, see `GPT.estimate_memory`."""
+def estimate_memory(settings: Settings, room: int | None = None) -> dict[str, int]:
+    """{part: bytes} of the GPU memory that resolved settings need, see `GPT.estimate_memory`. `room`: the bytes that a
+    step may use; if they do not suffice, pending sums of leaves are not counted, because they stay on the host."""
     layout = StepLayout(settings.lanes, settings.total_batch_size // settings.max_seq_len,
                         settings.device_batch_size, 0, settings.world_size, settings.leaves)
     leaves = len(layout.leaves)
     compiled = settings.compile == "on" or (settings.compile == "auto" and settings.device_type == "cuda")
-    return build_model(settings).estimate_memory(
-        settings.device_batch_size, dtype=getattr(torch, settings.dtype), compiled=compiled,
-        world_size=settings.world_size, num_leaves=leaves,
-        micro_batches=leaves * layout.micro_batches_per_leaf)
+    estimate = partial(
+        build_model(settings).estimate_memory, settings.device_batch_size, dtype=getattr(torch, settings.dtype),
+        compiled=compiled, world_size=settings.world_size, micro_batches=leaves * layout.micro_batches_per_leaf)
+    parts = estimate(num_leaves=leaves)
+    if room is not None and sum(parts.values()) > room:
+        return estimate(num_leaves=1)
+    return parts
 
 
 def device_memory(device: torch.device, world_size: int) -> int | None:
@@ -335,8 +340,7 @@ def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> i
     def fits(B: int) -> bool:
         if room is None:
             return B <= MAX_ROWS
-        parts = estimate_memory(replace(settings, device_batch_size=B))
-        return sum(parts.values()) - parts["pending leaves"] <= room
+        return sum(estimate_memory(replace(settings, device_batch_size=B), room).values()) <= room
 
     B = 1
     while rows_per_leaf >= 2 * B and fits(2 * B):
@@ -554,7 +558,8 @@ def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as e:
         settings, peak, snapshot = start.settings, peak_memory(device), write_memory(start.run_dir, get_dist_info()[1])
-        estimate = sum(estimate_memory(settings).values())
+        room = device_memory(device, settings.world_size)
+        estimate = sum(estimate_memory(settings, room).values())
         figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (f", the peak {peak / 1e9:,.1f} GB" if peak else "")
         kept = next((f"{path.name} is kept" for path in list_checkpoints(start.run_dir)), "nothing is saved yet")
         raise ValueError(f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
@@ -606,7 +611,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
             print0(f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
                    f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that")
     if (room := device_memory(device, start.settings.world_size)) is not None:
-        print0(describe_memory(estimate_memory(start.settings)) + f"; {room / 1e9:,.1f} GB available")
+        print0(describe_memory(estimate_memory(start.settings, room)) + f"; {room / 1e9:,.1f} GB available")
     if layout.num_leaves % layout.world_size:
         print0(f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
                f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "

@@ -34,6 +34,7 @@ from nanochat.start_run import (
     build_model,
     command,
     describe_memory,
+    device_memory,
     estimate_memory,
     find_data,
     inspect_run,
@@ -79,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
        f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}")
     if device.type == "cuda":
-        ok(f"{describe_memory(estimate_memory(start.settings))}, with --device-batch-size="
-           f"{start.settings.device_batch_size}")
+        parts = estimate_memory(start.settings, device_memory(device, args.world_size))
+        ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")
     if not refused:
         ok(f"run directory {start.run_dir}{default}: " + (
             f"resumes from {start.checkpoint.path}" if start.checkpoint else

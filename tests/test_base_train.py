@@ -93,6 +93,37 @@ def test_the_automatic_batch_is_the_largest_power_of_two_that_fits_into_memory_a
     assert start_run.resolve(replace(settings, device_batch_size=3), torch.bfloat16, room)[0].device_batch_size == 3
 
 
+# Memory in GB that PyTorch 2.11 reserves for two steps at the automatic batch size, by its own allocator on a stand-in
+# for CUDA on an H100 (dev/LOG.md, 2026-11-26): a vocabulary of 32,768, T = 2048, one process, 85.5 GB.
+RESERVED_GB = [
+    # depth, leaves, attention mode, activation checkpointing, rows, GB
+    (12, 1, "causal", False, 64, 68.35),
+    (12, 1, "varlen", False, 64, 68.35),
+    (12, 8, "causal", False, 32, 35.73),
+    (20, 1, "causal", False, 16, 48.21),
+    (20, 8, "causal", False, 16, 59.05),
+    (20, 1, "causal", True, 128, 70.14),
+    (20, 8, "causal", True, 64, 48.73),
+    (24, 1, "causal", False, 16, 69.73),
+    (24, 8, "causal", False, 16, 69.73),  # pending sums on the host
+    (24, 1, "causal", True, 64, 76.68),
+    (26, 1, "causal", False, 8, 53.26),
+    (26, 8, "causal", False, 8, 74.44),
+]
+
+
+@pytest.mark.parametrize(("depth", "leaves", "mode", "checkpointing", "rows", "reserved_gb"), RESERVED_GB)
+def test_the_memory_estimate_is_at_most_8_percent_above_the_reserved_memory_and_never_below(
+        depth, leaves, mode, checkpointing, rows, reserved_gb):
+    settings = replace(Settings(), depth=depth, leaves=leaves, attention_mode=mode, num_iterations=20,
+                       activation_checkpointing=checkpointing, device_type="cuda", vocab_size=32768)
+    room = int(start_run.FIT_ALONE * 85_520_809_984)
+    resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
+    assert resolved.device_batch_size == rows
+    estimate = sum(start_run.estimate_memory(resolved, room).values())
+    assert 1.00 <= estimate / (1e9 * reserved_gb) <= 1.08
+
+
 class Waits(TorchDispatchMode):
     """Counts operations that make the host wait for a GPU, because a value becomes Python's or decides a shape."""
 

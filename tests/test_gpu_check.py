@@ -88,6 +88,20 @@ def test_determinism_is_priced_only_between_runs_with_the_same_kernel(tmp_path, 
     assert [measure for measure, _, _ in figures] == ["d24: cost of determinism, %"] * priced
 
 
+@pytest.mark.parametrize(("share", "verdict"), [(0.99, "FAILS"), (1.01, "good"), (1.09, "FAILS")])
+def test_a_memory_estimate_below_the_reserved_memory_or_far_above_it_fails(tmp_path, monkeypatch, share, verdict):
+    reserved = 7_000_000_000
+    step = {"tokens_per_s": 2.0, "mfu": 0.5, "wait_s": 0.0, "step_s": 1.0, "peak_memory_bytes": reserved // 2,
+            "reserved_memory_bytes": reserved}
+    monkeypatch.setattr(gpu_check, "read_config", lambda run_dir: {})
+    monkeypatch.setattr(gpu_check, "estimate_memory", lambda settings, room: {"all": share * reserved})
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    bench = gpu_check.Bench(torch.device("cpu"), gpu_check.TINY, tmp_path, tmp_path)
+    figures = {measure: figure for measure, _, figure in gpu_check.figures_of(bench, "d12", "straight", [step])}
+    measure = "memory estimate, % above reserved"
+    assert gpu_check.judge(figures[measure], gpu_check.LIMITS[measure]) == verdict
+
+
 def test_a_figure_beyond_its_limit_or_a_broken_check_fails_and_the_others_still_run(tmp_path, capsys):
     def bad(bench):
         yield "places that differ", "these", 3.0

@@ -22,7 +22,7 @@ def test_every_check_runs_on_a_cpu(tmp_path, capsys):
     with training.workplace(tmp_path):
         code, rows = run(capsys, f"--base-dir={tmp_path}")
     assert code == 0, rows
-    for name in ("MFU", "peak memory", "waiting for data", "attention: gradients", "sampled tokens that differ"):
+    for name in ("MFU", "memory estimate", "waiting for data", "attention: gradients", "sampled tokens that differ"):
         assert any(name in row for row in rows)
     compared = [row for row in rows if "places that differ" in row]
     expected = {"same command": "good", "empty cache": "not measured here", "killed and resumed": "good"}

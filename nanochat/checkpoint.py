@@ -118,28 +118,35 @@ def load_plain(file: Path) -> Any:
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
-def save_checkpoint(run_dir: Path, name: str, *, step: int, states: Mapping[str, Any],
-                    model_config: dict[str, Any], cursors: list[dict[str, Any]],
-                    trainer_state: dict[str, Any]) -> Path:
-    """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the checkpoint's path. A good
-    checkpoint of that name and step is kept as it is.
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a checkpoint stores, in host memory. All ranks collect it together (`Trainer.collect`); one
+    process writes it, without any collective. `load_checkpoint` opens what was written."""
 
-    `states`: {file name: tensors and plain values} (see `to_host`); `cursors`: the JSON states of all lanes in order;
-    `trainer_state`: JSON. One process calls this. OSError with the reason if writing fails: older checkpoints stay
-    unchanged, and no partial checkpoint is left behind."""
-    assert name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown", "final"), name
-    head = {"format_version": FORMAT_VERSION, "step": step, "architecture_hash": hash_json(model_config),
-            **trainer_state}
-    packed = pack_cursors(step, cursors)
-    target = run_dir / "checkpoints" / name
-    try:
-        keep_cursors(run_dir, step, packed)
-        remake_folder(run_dir, "checkpoints")
-        write_sealed(target, head, {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(model_config), **states})
-    except OSError as e:
-        raise OSError(e.errno or errno.EIO, f"checkpoint {name} could not be written to "
-                      f"{target.parent}: {e.strerror or e}; older checkpoints are untouched") from e
-    return target
+    step: int  # steps done
+    states: Mapping[str, Any]  # {file name: tensors and plain values}; see `to_host`
+    model_config: dict[str, Any]
+    cursors: list[dict[str, Any]]  # the JSON states of all lanes, in order
+    trainer_state: dict[str, Any]  # JSON: further fields of the seal
+
+    def write(self, run_dir: Path, name: str) -> Path:
+        """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the checkpoint's path. A
+        good checkpoint of that name and step is kept as it is. OSError with the reason if writing fails: older
+        checkpoints stay unchanged, and no partial checkpoint is left behind."""
+        assert name in (f"checkpoint-{self.step}", f"checkpoint-{self.step}-shutdown", "final"), name
+        head = {"format_version": FORMAT_VERSION, "step": self.step,
+                "architecture_hash": hash_json(self.model_config), **self.trainer_state}
+        packed = pack_cursors(self.step, self.cursors)
+        contents = {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(self.model_config), **self.states}
+        target = run_dir / "checkpoints" / name
+        try:
+            keep_cursors(run_dir, self.step, packed)
+            remake_folder(run_dir, "checkpoints")
+            write_sealed(target, head, contents)
+        except OSError as e:
+            raise OSError(e.errno or errno.EIO, f"checkpoint {name} could not be written to "
+                          f"{target.parent}: {e.strerror or e}; older checkpoints are untouched") from e
+        return target
 
 
 def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ from nanochat.checkpoint import (
     RNG_NAME,
     SCHEDULER_NAME,
     Saver,
+    Snapshot,
     prune,
-    save_checkpoint,
     to_host,
 )
 from nanochat.common import StopAsked, counted, get_dist_info, print0
@@ -264,38 +265,50 @@ class Trainer:
 
     def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
         """Collective. Copy all ranks' state to rank 0's memory, and write it as the checkpoint `name` in the
-        background. With `last`, wait for the write; rank 0 raises OSError if the write fails."""
-        p, settings, run_dir = self.progress, self.settings, self.start.run_dir
-        began, step, by_time = time.perf_counter(), p.step, self.all_agreed_to_save and not last
+        background. With `last`, wait for the write; rank 0 raises OSError if the write fails. `more`: further fields of
+        the seal."""
+        began = time.perf_counter()
+        by_time = self.all_agreed_to_save and not last
         self.saved_at, self.all_agreed_to_save = time.monotonic(), False
-        self.dog.beat(step, "save", LONG_S)
+        self.dog.beat(self.progress.step, "save", LONG_S)
         on_rank0(self.finish_save)  # the previous one, so that memory holds at most one copy of the state
-        states = {OPTIMIZER_NAME: self.optimizer.gather_state()}
-        cursors = [cursor for of_rank in gather_all(self.loader.cursors(step)) for cursor in of_rank]
-        next_digest = self.next_digest(NEXT_STEP_S)
-        rng = gather_all(random_states(self.loader.device))
-        if get_dist_info()[1] == 0:
-            states |= {MODEL_NAME: to_host(self.model.state_dict()), SCHEDULER_NAME: self.schedule.state(),
-                       **{RNG_NAME.format(rank): state for rank, state in enumerate(rng)}}
-            trainer_state = {
-                "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
-                "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
-                "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest, **more}
-
-            def write() -> Path:
-                if lost := self.journal.lost():  # another launch may own the run directory by now
-                    raise ValueError(lost)
-                path = save_checkpoint(run_dir, name, step=step, states=states, model_config=asdict(self.model.config),
-                                       cursors=cursors, trainer_state=trainer_state)
-                self.known_checkpoints[path.name] = True
-                prune(run_dir, step, self.known_checkpoints, keep_last_k=settings.keep_last_k,
-                      keep_milestone_every=settings.keep_milestone_every)
-                return path
-
-            self.saver.start(write, last=last)
+        snapshot = self.collect(status, by_time=by_time, **more)
+        if snapshot is not None:
+            self.saver.start(partial(self._write, snapshot, name), last=last)
         self.stop.note("copy", time.perf_counter() - began)
-        if last or settings.sync_save:
+        if last or self.settings.sync_save:
             on_rank0(self.finish_save)
+
+    def collect(self, status: str, *, by_time: bool, **more: Any) -> Snapshot | None:
+        """Collective. A copy of the state of all ranks in rank 0's memory; None on the others."""
+        p, settings = self.progress, self.settings
+        optimizer = self.optimizer.gather_state()
+        cursors = [cursor for of_rank in gather_all(self.loader.cursors(p.step)) for cursor in of_rank]
+        next_digest = self.next_digest(NEXT_STEP_S)
+        random_of_ranks = gather_all(random_states(self.loader.device))
+        if get_dist_info()[1] > 0:
+            return None
+        states = {OPTIMIZER_NAME: optimizer, MODEL_NAME: to_host(self.model.state_dict()),
+                  SCHEDULER_NAME: self.schedule.state()}
+        for rank, state in enumerate(random_of_ranks):
+            states[RNG_NAME.format(rank)] = state
+        trainer_state = {
+            "progress": asdict(p), "status": status, "tokens": p.tokens, "phase": self.loader.phase,
+            "K": settings.leaves, "tokenizer_fingerprint": settings.tokenizer_fingerprint,
+            "wandb_id": self.journal.wandb_id, "by_time": by_time, "next_digest": next_digest, **more}
+        return Snapshot(p.step, states, asdict(self.model.config), cursors, trainer_state)
+
+    def _write(self, snapshot: Snapshot, name: str) -> Path:
+        """Rank 0, in the saver's thread, without any collective: write a snapshot, then delete older checkpoints that
+        need not be kept. ValueError if another launch owns the run directory by now."""
+        run_dir, settings = self.start.run_dir, self.settings
+        if lost := self.journal.lost():
+            raise ValueError(lost)
+        path = snapshot.write(run_dir, name)
+        self.known_checkpoints[path.name] = True
+        prune(run_dir, snapshot.step, self.known_checkpoints, keep_last_k=settings.keep_last_k,
+              keep_milestone_every=settings.keep_milestone_every)
+        return path
 
     def next_digest(self, wait_s: float = math.inf) -> str | None:
         """Collective. The digest of the next step; None if some of its rows are not ready within `wait_s`."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint import MODEL_NAME, Checkpoint, first_good, list_checkpoints, save_checkpoint, step_of
+from nanochat.checkpoint import MODEL_NAME, Checkpoint, Snapshot, first_good, list_checkpoints, step_of
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import counted, print0, write_json
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
@@ -72,8 +72,8 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
     open_folders(run_dir)
     shutil.copytree(source / "tokenizer", run_dir / "tokenizer", dirs_exist_ok=True)
     shutil.copyfile(source / "data_manifest.json", run_dir / "data_manifest.json")
-    save_checkpoint(run_dir, "final", step=newest.step, states={MODEL_NAME: average(checkpoints)},
-                    model_config=newest.model_config, cursors=newest.cursors, trainer_state=state)
+    weights = {MODEL_NAME: average(checkpoints)}
+    Snapshot(newest.step, weights, newest.model_config, newest.cursors, state).write(run_dir, "final")
     write_completed(run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
     write_json(run_dir / CONFIG_NAME, read_config(source) | {"model_tag": tag})
 

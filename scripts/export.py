@@ -43,7 +43,7 @@ import torch
 from torch import Tensor
 
 from nanochat import gpt, integrations
-from nanochat.checkpoint import MODEL_NAME, Checkpoint, find_checkpoint, json_bytes, load_plain, save_checkpoint
+from nanochat.checkpoint import MODEL_NAME, Checkpoint, Snapshot, find_checkpoint, json_bytes, load_plain
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
@@ -420,8 +420,7 @@ def import_run(args: argparse.Namespace) -> str:
             write_json(run_dir / DATA_MANIFEST, order_of(settings).pin(settings))
         else:
             log.warning("%s: no such folder, so base_eval cannot evaluate the run; set --data-path", settings.data_path)
-        save_checkpoint(run_dir, "final", step=source.step, states={MODEL_NAME: source.state},
-                        model_config=asdict(shape), cursors=[], trainer_state=state)
+        Snapshot(source.step, {MODEL_NAME: source.state}, asdict(shape), [], state).write(run_dir, "final")
         tokenizer.save(run_dir / "tokenizer")
         write_completed(run_dir, source.step, f"imported from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())

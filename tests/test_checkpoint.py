@@ -56,7 +56,7 @@ def states(seed):
 
 def save(run, step, *, name=None):
     rd.open_folders(run)
-    return ckpt.save_checkpoint(run, name or f"checkpoint-{step}", step=step, **states(step))
+    return ckpt.Snapshot(step, **states(step)).write(run, name or f"checkpoint-{step}")
 
 
 def newest(run):
@@ -107,7 +107,7 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
     for changed, message in (({"trainer_state": {"x": Path}}, "JSON"),
                              ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path")):
         with pytest.raises(TypeError, match=message):
-            ckpt.save_checkpoint(tmp_path, "final", step=7, **{**states(7), **changed})
+            ckpt.Snapshot(7, **{**states(7), **changed}).write(tmp_path, "final")
     assert list((tmp_path / "checkpoints").iterdir()) == []
     with pytest.raises(ValueError, match="not the name of a checkpoint"):
         rd.delete_checkpoint(tmp_path / "checkpoints" / "mine")
@@ -208,13 +208,13 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     caplog.clear()
     for folder in ("checkpoints", "logs"):
         shutil.rmtree(run / folder)
-    ckpt.save_checkpoint(run, "checkpoint-2", step=2, **states(2))
+    ckpt.Snapshot(2, **states(2)).write(run, "checkpoint-2")
     assert newest(run).name == "checkpoint-2" and list(rd.cursor_files(run)) == [2]
     for folder in ("checkpoints", "logs", "logs/cursors"):
         assert caplog.text.count(f"{run / folder} was removed while the run was training") == 1
     shutil.rmtree(run)
     with pytest.raises(OSError, match="checkpoint-3 could not be written"):
-        ckpt.save_checkpoint(run, "checkpoint-3", step=3, **states(3))
+        ckpt.Snapshot(3, **states(3)).write(run, "checkpoint-3")
     assert not run.exists()
 
 
@@ -272,7 +272,7 @@ def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path, monkeypatc
 
     def write():
         assert go.wait(60)
-        return ckpt.save_checkpoint(tmp_path, "checkpoint-1", step=1, **{**live, "states": {ckpt.MODEL_NAME: held}})
+        return ckpt.Snapshot(1, **{**live, "states": {ckpt.MODEL_NAME: held}}).write(tmp_path, "checkpoint-1")
 
     saver, live, go = Saver(None), states(1), threading.Event()
     weights = live["states"][ckpt.MODEL_NAME]

@@ -17,6 +17,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -62,41 +63,57 @@ def stated_splits(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     for name in names:
         for path in (name, *name.parents[:-1]):
             children[path.parent].add(path)
+
+    # what each file and folder says, compared with those beside it
     files = set(names)
     stated: dict[PurePosixPath, str] = {}
     for beside in children.values():
         stated |= _stated([path for path in beside if path in files])
-        folders = {path: WORDS.get(path.name.lower(), "") for path in beside if path not in files}
-        if "train" in folders.values() and {"val", "test"} & set(folders.values()):
+        folders = {path: WORDS.get(path.name.lower(), "") for path in beside - files}
+        said = set(folders.values())
+        if "train" in said and said & {"val", "test"}:
             stated |= folders
-    return {name: next((said for path in (*reversed(name.parents[:-1]), name) if (said := stated.get(path, ""))), "")
-            for name in names}
+
+    # from the top down, the first one that says anything decides
+    splits: dict[PurePosixPath, str] = {}
+    for name in names:
+        from_top = [*reversed(name.parents[:-1]), name]
+        words = [stated.get(path, "") for path in from_top]
+        splits[name] = next(filter(None, words), "")
+    return splits
+
+
+def _word_in(file: PurePosixPath) -> tuple[str, bool]:
+    """(the word in a file's name that may state a split, or ""; whether it can hardly be a topic)."""
+    name = file.name.lower()
+    stem = name.removesuffix(text_suffix(name) or file.suffix.lower())
+    if match := ALONE.fullmatch(stem):
+        return match["word"], match["word"] not in ("dev", "eval")
+    if match := INSIDE.fullmatch(stem):
+        return match["word"] or match["first"], False
+    return "", False
 
 
 def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     """`stated_splits` of the files of one folder, {} if their names do not count. ValueError if names that count are
     beside names that state nothing."""
-    stems = {file: file.name.lower().removesuffix(text_suffix(file.name) or file.suffix.lower()) for file in files}
-    words, clear_words = dict[PurePosixPath, str](), dict[PurePosixPath, str]()
-    for file, stem in stems.items():
-        if match := ALONE.fullmatch(stem):
-            words[file] = match["word"]
-            if match["word"] not in ("dev", "eval"):
-                clear_words[file] = match["word"]
-        elif match := INSIDE.fullmatch(stem):
-            words[file] = match["word"] or match["first"]
-    if not any(WORDS[word] == "train" for word in words.values()):  # the others may be topics: dev, test_cases
-        words = clear_words
-    stated = {file: WORDS.get(words.get(file, ""), "") for file in files}
+    found = {file: _word_in(file) for file in files}
+    has_train = any(WORDS.get(word) == "train" for word, _ in found.values())
+    stated: dict[PurePosixPath, str] = {}
+    for file, (word, is_clear) in found.items():
+        counts = has_train or is_clear  # without a training file, words may be topics: dev, test_cases
+        stated[file] = WORDS.get(word, "") if counts else ""
+
     kinds = set(stated.values())
-    if not {"val", "test"} & kinds or not {"train", ""} & kinds:
+    for_training, not_for_training = kinds & {"train", ""}, kinds & {"val", "test"}
+    if not for_training or not not_for_training:
         return {}
-    if {"train", ""} <= kinds:
-        silent = [file for file in files if not stated[file]]
-        spoken = [file for file in files if stated[file]]
-        raise ValueError(f"{few(sorted(silent))}: the names of other files beside it state a split "
-                         f"({few(sorted(spoken))}), so it is unclear whether to train on it; move it to a folder of "
-                         f"its own to train on it, or rename it train-... or validation-...")
+    if for_training == {"train", ""}:
+        silent = sorted(file for file in files if not stated[file])
+        spoken = sorted(file for file in files if stated[file])
+        raise ValueError(f"{few(silent)}: the names of other files beside it state a split ({few(spoken)}), so it is "
+                         f"unclear whether to train on it; move it to a folder of its own to train on it, or rename "
+                         f"it train-... or validation-...")
     return stated
 
 
@@ -141,42 +158,58 @@ def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = Fals
     used. Files without documents are skipped with one warning. Without `by_bucket`, the training files are one
     bucket."""
     found = list_files(root, data_format)
-    ignored, data = dict(found.ignored), drop_empty(root, found.data)
-    val, tests, stray = dict[str, list[Path]](), list[Path](), list[Path]()
-    names = {file: PurePosixPath(file.relative_to(root).as_posix()) for file in data} if is_folder(root) else {}
-    if is_folder(root / "train"):
-        folders = [root / "train", *val_folders(root)[:1]]
-        tops = {folder: [file for file in data if names[file].parts[0] == folder.name] for folder in folders}
-        for folder, files in tops.items():
-            if not files:
-                find_files(folder, data_format)  # raises, unless
-                raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
-        train = group_by_bucket(tops[folders[0]], folders[0], merge=not by_bucket)
-        for folder in folders[1:]:
-            val = group_by_bucket(tops[folder], folder)
-        used = {folder.name for folder in folders}
-        for file in data:
-            top = names[file].parts[0]
-            if top not in used:
-                (tests if WORDS.get(top) == "test" else stray).append(file)
-        if stray:
-            ignored[f"outside {' and '.join(f'{name}/' for name in sorted(used))}"] = stray
-    else:
-        try:
-            stated = stated_splits(list(names.values()))
-        except ValueError as e:
-            raise ValueError(f"{root}: {e}") from None
-        by_use: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
-        for file in data:
-            by_use[stated[names[file]] or "train" if names else "train"].append(file)
-        train = group_by_bucket(by_use["train"], root, merge=not by_bucket)
-        val = group_by_bucket(by_use["val"], root, merge=not by_bucket)
-        tests = by_use["test"]
+    data, ignored = drop_empty(root, found.data), dict(found.ignored)
+    divide = _by_folders if is_folder(root / "train") else _by_names
+    splits, tests = divide(root, data, data_format, by_bucket)
+    if splits.stray:
+        used = sorted({"train", *(folder.name for folder in val_folders(root)[:1])})
+        ignored[f"outside {' and '.join(f'{name}/' for name in used)}"] = splits.stray
     if tests:
         ignored["for testing, by name"] = tests
     if ignored:
         log.warning("%s: %s", root, describe_ignored(root, ignored))
-    return Splits(train, val, stray)
+    return splits
+
+
+def _by_folders(root: Path, data: Sequence[Path], data_format: str, by_bucket: bool) -> tuple[Splits, list[Path]]:
+    """(splits, files for testing) of a folder with train/."""
+    folders = [root / "train", *val_folders(root)[:1]]
+    below = defaultdict[str, list[Path]](list)  # the files below each folder of `root`
+    for file in data:
+        below[file.relative_to(root).parts[0]].append(file)
+    for folder in folders:
+        if not below[folder.name]:
+            find_files(folder, data_format)  # raises, unless
+            raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
+
+    train = group_by_bucket(below.pop("train"), folders[0], merge=not by_bucket)
+    val: dict[str, list[Path]] = {}
+    for folder in folders[1:]:
+        val = group_by_bucket(below.pop(folder.name), folder)
+    tests, stray = list[Path](), list[Path]()
+    for top, files in below.items():
+        is_test = WORDS.get(top) == "test"
+        (tests if is_test else stray).extend(files)
+    return Splits(train, val, stray), tests
+
+
+def _by_names(root: Path, data: Sequence[Path], data_format: str, by_bucket: bool) -> tuple[Splits, list[Path]]:
+    """(splits, files for testing) of files whose names may state a split. Names of files that a --data-path lists one
+    by one state none."""
+    uses: dict[Path, str] = {}
+    if is_folder(root):
+        names = {file: PurePosixPath(file.relative_to(root).as_posix()) for file in data}
+        try:
+            stated = stated_splits(list(names.values()))
+        except ValueError as e:
+            raise ValueError(f"{root}: {e}") from None
+        uses = {file: stated[name] for file, name in names.items()}
+    by_use = defaultdict[str, list[Path]](list)
+    for file in data:
+        by_use[uses.get(file) or "train"].append(file)
+    train = group_by_bucket(by_use["train"], root, merge=not by_bucket)
+    val = group_by_bucket(by_use["val"], root, merge=not by_bucket)
+    return Splits(train, val, []), by_use["test"]
 
 
 def content_of(path: Path) -> str:
@@ -238,14 +271,7 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     if not shared and known_dataset(root):
         list_parquet_files(root)  # raises if the validation shard is missing
     if has_train and not shared and val_path is None:
-        folders = val_folders(root)
-        if not folders:
-            test = " (test/ is used for neither)" if is_folder(root / "test") else ""
-            raise FileNotFoundError(f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
-                                    f"or divide the documents of train/ with --val-fraction=0.01")
-        if len(folders) > 1:
-            raise ValueError(f"{root}: it has {' and '.join(f'{folder.name}/' for folder in folders)}; name the one to "
-                             f"use for validation with --val-path")
+        _check_val_folders(root)
     train, val, _ = find_splits(root, data_format, by_bucket=by_bucket)
     if shared:
         named = val_path or next((files[0] for files in val.values()), None)
@@ -254,17 +280,39 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         return {"train": train, "val": train}
     if val_path is not None:
         return {"train": train, "val": _val_files(as_path(val_path), data_format)}
-    if not has_train:
-        last = {bucket: file for bucket, files in train.items()
-                if bucket not in val and (file := last_of(files)) is not None}
-        if not val and not last:
-            raise ValueError(f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
-                             f"documents with --val-fraction=0.01")
-        if by_bucket or not val:
-            val = {bucket: [last[bucket]] if bucket in last else val[bucket] for bucket in [*train, *val]
-                   if bucket in last or bucket in val}
-            train = {bucket: [file for file in files if file != last.get(bucket)] for bucket, files in train.items()}
-    return {"train": train, "val": val}
+    if has_train:
+        return {"train": train, "val": val}
+
+    # the last file of each bucket without validation data of its own
+    last: dict[str, Path] = {}
+    for bucket, files in train.items():
+        if bucket not in val and (file := last_of(files)) is not None:
+            last[bucket] = file
+    if not val and not last:
+        raise ValueError(f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
+                         f"documents with --val-fraction=0.01")
+    if val and not by_bucket:
+        return {"train": train, "val": val}
+    for_val: dict[str, list[Path]] = {}
+    for bucket in dict.fromkeys([*train, *val]):
+        if bucket in last:
+            for_val[bucket] = [last[bucket]]
+        elif bucket in val:
+            for_val[bucket] = val[bucket]
+    rest = {bucket: [file for file in files if file != last.get(bucket)] for bucket, files in train.items()}
+    return {"train": rest, "val": for_val}
+
+
+def _check_val_folders(root: Path) -> None:
+    """FileNotFoundError or ValueError unless exactly one folder beside root/train is for validation."""
+    folders = val_folders(root)
+    if not folders:
+        test = " (test/ is used for neither)" if is_folder(root / "test") else ""
+        raise FileNotFoundError(f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
+                                f"or divide the documents of train/ with --val-fraction=0.01")
+    if len(folders) > 1:
+        names = " and ".join(f"{folder.name}/" for folder in folders)
+        raise ValueError(f"{root}: it has {names}; name the one to use for validation with --val-path")
 
 
 def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
@@ -331,22 +379,37 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
         files = counted(len(train), "file")
         return [f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
                 f"training: the rest{documents(train, ', ')}{end}"]
-    val_bytes, all_bytes = sum(f.num_bytes for f in val), sum(f.num_bytes for f in (*train, *val))
+    val_bytes = sum(file.num_bytes for file in val)
+    all_bytes = val_bytes + sum(file.num_bytes for file in train)
     share = val_bytes / max(1, all_bytes)
     lines = [f"validation: {summary(val)}, {share:.1%} of all bytes", f"training: {summary(train)}{end}"]
-    odd = [f"it is {share:.1%} of all bytes"] if share > 0.1 else []
-    odd += ["it is a single document"] if [file.documents for file in val] == [1] else []
-    kinds, folders = {"".join(Path(f.name).suffixes) for f in train}, {Path(f.name).parent for f in train}
+    odd = _odd(train, val, share)
+    if odd and chosen:
+        stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
+        if "val" not in stated.values():
+            lines.append(f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation "
+                         f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05")
+    return lines
+
+
+def _odd(train: Sequence[DataFile], val: Sequence[DataFile], share: float) -> list[str]:
+    """What is odd about the validation files, which are a `share` of all bytes."""
+    def kind(file: DataFile) -> str:
+        return "".join(Path(file.name).suffixes)
+
+    odd = []
+    if share > 0.1:
+        odd.append(f"it is {share:.1%} of all bytes")
+    if [file.documents for file in val] == [1]:
+        odd.append("it is a single document")
+    kinds = sorted({kind(file) for file in train})
+    folders = {Path(file.name).parent for file in train}
     for file in val:
-        if (kind := "".join(Path(file.name).suffixes)) not in kinds:
-            odd.append(f"{file.name} is {kind}, the others are {', '.join(sorted(kinds))}")
+        if kind(file) not in kinds:
+            odd.append(f"{file.name} is {kind(file)}, the others are {', '.join(kinds)}")
         elif Path(file.name).parent not in folders:
             odd.append(f"no training file is in its folder ({file.name})")
-    stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)]) if odd and chosen else {}
-    if odd and chosen and "val" not in stated.values():
-        lines.append(f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation data "
-                     f"with --val-path, or use 5% of the documents of every file with --val-fraction=0.05")
-    return lines
+    return odd
 
 
 def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
@@ -359,8 +422,10 @@ def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data
         mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     roots = {"train": data_path, "val": data_path if val_path is None else val_path}
-    if data_format in MAGICS:
-        for split, buckets in files.items():
-            check_format(roots[split], [file for some in buckets.values() for file in some], data_format)
-    return {split: {bucket: scan(roots[split], paths, selection=selection.for_split(split))
-                    for bucket, paths in buckets.items()} for split, buckets in files.items()}
+    manifests: Manifests = {}
+    for split, buckets in files.items():
+        if data_format in MAGICS:
+            check_format(roots[split], list(chain.from_iterable(buckets.values())), data_format)
+        of_split = selection.for_split(split)
+        manifests[split] = {bucket: scan(roots[split], paths, selection=of_split) for bucket, paths in buckets.items()}
+    return manifests

@@ -59,11 +59,13 @@ PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "grou
 def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
     """(number of documents in each group, their estimated mean length in tokens) of a manifest, in the order of files,
     each (G,) int64. The mean is that of the group's file."""
-    files = manifest["files"]
-    counts = [np.array(e["groups"], np.int64) for e in files]
-    documents = [max(1, int(of_file.sum())) for of_file in counts]
-    tokens = [e.get("tokens", text_tokens(e["size"], n)) for e, n in zip(files, documents)]
-    means = [np.full(len(of_file), max(1, total // n)) for of_file, total, n in zip(counts, tokens, documents)]
+    counts, means = [], []
+    for entry in manifest["files"]:
+        of_file = np.array(entry["groups"], np.int64)
+        documents = max(1, int(of_file.sum()))
+        tokens = entry.get("tokens", text_tokens(entry["size"], documents))
+        counts.append(of_file)
+        means.append(np.full(len(of_file), max(1, tokens // documents)))
     return np.concatenate(counts), np.concatenate(means)
 
 
@@ -92,13 +94,15 @@ class Source:
         """{group: (documents,) bool}: the documents whose targets are masked (--without-documents)."""
         without = {}
         for first_group, entry in zip(self._first_group, self.manifest["files"]):
-            if entry["name"] in rows_by_file:
-                rows = rows_by_file[entry["name"]]  # None: all
-                listed = np.zeros(sum(entry["groups"]), bool)
-                listed[slice(None) if rows is None else rows] = True
-                for group, mask in enumerate(np.split(listed, np.cumsum(entry["groups"])[:-1]), first_group):
-                    if mask.any():
-                        without[int(group)] = mask
+            if entry["name"] not in rows_by_file:
+                continue
+            rows = rows_by_file[entry["name"]]
+            listed = np.zeros(sum(entry["groups"]), bool)
+            listed[slice(None) if rows is None else rows] = True  # None: all of them
+            ends = np.cumsum(entry["groups"])[:-1]
+            for group, mask in enumerate(np.split(listed, ends), first_group):
+                if mask.any():
+                    without[int(group)] = mask
         return without
 
     @staticmethod
@@ -210,27 +214,39 @@ def read_manifests(path: Path) -> Manifests:
     remedy = "restore the file, or start a new run (--model-tag)"
     manifests = read_json(path, {"train": dict, "val": dict}, remedy=remedy)
     for split in ("train", "val"):
-        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), f"{path}: {split}")
+        where = f"{path}: {split}"
+        check_shape(manifests[split], dict.fromkeys(manifests[split], PINNED), where)
         for manifest in manifests[split].values():
             if not manifest["files"]:
-                raise ValueError(f"{path}: {split}: a bucket has no files; {remedy}")
-            counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
-            listed = {name: rows for name, rows in manifest.get("without", {}).items() if rows is not None}
-            check_shape(listed, {name: [int] for name in listed}, f"{path}: {split}: without")
-            if any(not 0 <= row < counts.get(name, 0) for name, rows in listed.items() for row in rows):
-                raise ValueError(f"{path}: {split}: `without` lists a document that does not exist; {remedy}")
+                raise ValueError(f"{where}: a bucket has no files; {remedy}")
+            _check_without(manifest, where, remedy)
     return manifests
+
+
+def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
+    """ValueError unless `without` lists documents of the manifest's files."""
+    counts = {entry["name"]: sum(entry["groups"]) for entry in manifest["files"]}
+    for name, rows in manifest.get("without", {}).items():
+        if rows is None:  # all of the file's
+            continue
+        check_shape(rows, [int], f"{where}: without: {name}")
+        if any(not 0 <= row < counts.get(name, 0) for row in rows):
+            raise ValueError(f"{where}: `without` lists a document that does not exist; {remedy}")
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
     """Turn off the targets of the documents that a text file lists: the training manifests get "without": {file:
     numbers of documents}, where None means all of them. Blank lines and lines that begin with # are skipped. ValueError
     names a line without a valid document."""
-    counts = {(bucket, entry["name"]): sum(entry["groups"])
-              for bucket, manifest in buckets.items() for entry in manifest["files"]}
+    counts: dict[tuple[str, str], int] = {}  # documents of each (bucket, file)
+    for bucket, manifest in buckets.items():
+        for entry in manifest["files"]:
+            counts[bucket, entry["name"]] = sum(entry["groups"])
+
     listed: dict[tuple[str, str], set[int] | None] = {}
     for number, line in enumerate(as_path(list_path).read_text().splitlines(), start=1):
-        if not (line := line.strip()) or line.startswith("#"):
+        line = line.strip()
+        if not line or line.startswith("#"):
             continue
         name, _, row = line.rpartition(":")
         where = f"{list_path}: line {number}: {line}"
@@ -246,11 +262,11 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
         rows = listed.setdefault(place, set())
         if rows is not None:
             rows.add(int(row))
-    reduced: dict[str, Manifest] = {}
-    for bucket, manifest in buckets.items():
-        without = {name: None if rows is None else sorted(rows)
-                   for (of_bucket, name), rows in listed.items() if of_bucket == bucket}
-        reduced[bucket] = {**manifest, "without": without} if without else dict(manifest)
+
+    reduced = {bucket: dict(manifest) for bucket, manifest in buckets.items()}
+    for (bucket, name), rows in listed.items():
+        without = reduced[bucket].setdefault("without", {})
+        without[name] = None if rows is None else sorted(rows)
     return reduced
 
 
@@ -274,18 +290,20 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
     line."""
     folder = data_folder(root or manifest["root"])
     new_root = str(folder.resolve())
-    compared = ("size", "footer", "groups", "tokens", *(["etag"] if new_root == manifest["root"] else []))
+    is_same_place = new_root == manifest["root"]
+    compared = ["size", "footer", "groups", "tokens", *(["etag"] if is_same_place else [])]
+    selection = Selection.of({**manifest, "strict": strict})
 
     def compare(old: dict[str, Any]) -> dict[str, Any]:
         """The entry of a file in its present state."""
         path = folder / old["name"]
         if not path.exists():
-            began = "" if new_root == manifest["root"] else f" (when the run began, the data was in {manifest['root']})"
+            began = "" if is_same_place else f" (when the run began, the data was in {manifest['root']})"
             raise FileNotFoundError(f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
                                     f"folder with --data-path, or start a new run with other data (--model-tag)")
-        if "etag" in compared and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
+        if is_same_place and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
             return old  # the object has not changed, so neither has its footer
-        new = pin(path, old["name"], Selection.of({**manifest, "strict": strict}))
+        new = pin(path, old["name"], selection)
         sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
         for key in (*compared, *sampled):
             if old.get(key) != new.get(key):

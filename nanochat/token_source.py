@@ -26,21 +26,29 @@ class TokenSource(Source):
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
         super().__init__(manifest, tokenizer)
         self.as_stored = as_stored
-        self._first_entry = np.concatenate([np.cumsum([0, *e["groups"]])[:-1] for e in manifest["files"]])
-        if "documents" in manifest:  # part of one pair: documents first .. end - 1
-            first, end = manifest["documents"]
-            edges = np.array([*range(first, end, GROUP_ENTRIES), end])
-            self.groups, self._first_entry = np.diff(edges), edges[:-1]
-            self.means = np.full(len(self.groups), self.means[0])
-            self._first_group = np.array([0, len(self.groups)])
-            self.fingerprint = hash_json([self.fingerprint, first, end])
+        self._first_entry = np.concatenate([_starts(entry["groups"]) for entry in manifest["files"]])
+        if "documents" in manifest:
+            self._limit_to(*manifest["documents"])
         self._pair = functools.cache(self._open)
-        for folder, number in {path.parent: number for number, path in enumerate(self.paths)}.items():
-            of_folder = self._pair(number).manifest
-            if of_folder and of_folder["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-                raise ValueError(f"{folder}: tokenizer {of_folder['tokenizer']['fingerprint']} made its shards, but "
-                                 f"this run has {tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, "
-                                 f"or make the shards again with scripts.tok_shards")
+        first_in_folder = {path.parent: number for number, path in enumerate(self.paths)}
+        for folder, number in first_in_folder.items():
+            self._check_tokenizer(folder, self._pair(number).manifest)
+
+    def _limit_to(self, first: int, end: int) -> None:
+        """Read only documents first .. end - 1 of the only pair."""
+        edges = np.array([*range(first, end, GROUP_ENTRIES), end])
+        self.groups, self._first_entry = np.diff(edges), edges[:-1]
+        self.means = np.full(len(self.groups), self.means[0])
+        self._first_group = np.array([0, len(self.groups)])
+        self.fingerprint = hash_json([self.fingerprint, first, end])
+
+    def _check_tokenizer(self, folder: Path, of_folder: dict[str, Any] | None) -> None:
+        """ValueError if the manifest.json of a folder says that another tokenizer made its files."""
+        theirs = self.tokenizer.fingerprint if of_folder is None else of_folder["tokenizer"]["fingerprint"]
+        if theirs != self.tokenizer.fingerprint:
+            raise ValueError(f"{folder}: tokenizer {theirs} made its shards, but this run has "
+                             f"{self.tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, or make the "
+                             f"shards again with scripts.tok_shards")
 
     @staticmethod
     def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
@@ -53,19 +61,22 @@ class TokenSource(Source):
     def _open(self, number: int) -> TokenFile:
         """The open pair for a file in the manifest."""
         path, entry = self.paths[number], self.manifest["files"][number]
+        entries, size = sum(entry["groups"]), entry["size"]
         pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
-        if (len(pair), pair.num_bytes) != (sum(entry["groups"]), entry["size"]):
-            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {sum(entry['groups']):,} "
-                             f"in {entry['size']:,} when this run began; restore the old file, or start a new run "
-                             f"(--model-tag)")
+        if (len(pair), pair.num_bytes) != (entries, size):
+            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {entries:,} in {size:,} "
+                             f"when this run began; restore the old file, or start a new run (--model-tag)")
         return pair
 
     def _runs(self, group: int, rows: np.ndarray) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
         """Where some documents of a group are: (their pair, runs of consecutive entries [(first, end)] that hold them,
         for each document its position in the runs). In a small bucket they may lie far apart."""
         distinct, positions = np.unique(rows, return_inverse=True)  # a row may be pending from two epochs
-        runs = np.split(distinct + self._first_entry[group], np.flatnonzero(np.diff(distinct) > 1) + 1)
-        return self._pair(self.file_of(group)[0]), [(int(run[0]), int(run[-1]) + 1) for run in runs], positions.tolist()
+        entries = distinct + self._first_entry[group]
+        gaps = np.flatnonzero(np.diff(entries) > 1) + 1
+        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(entries, gaps)]
+        file, _ = self.file_of(group)
+        return self._pair(file), runs, positions.tolist()
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         pair, runs, positions = self._runs(group, rows)
@@ -84,3 +95,8 @@ class TokenSource(Source):
             lengths += of_run.tolist()
             contexts += pair.prefixes(first, end).tolist()
         return [lengths[position] for position in positions], [contexts[position] for position in positions]
+
+
+def _starts(groups: list[int]) -> np.ndarray:
+    """(G,) int64: the number of the first entry of each group of a file."""
+    return np.cumsum([0, *groups])[:-1]

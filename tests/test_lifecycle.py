@@ -136,6 +136,17 @@ def test_a_closed_stderr_does_not_keep_a_signal_from_stopping_the_run(monkeypatc
         assert stop.check() == "SIGTERM"
 
 
+def test_a_closed_terminal_stops_the_run():
+    """Regression: SIGHUP ended the process, and nothing was saved."""
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)
+    try:
+        with StopWatch() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.check() == "SIGHUP"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_nohup_keeps_its_meaning():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

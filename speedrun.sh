@@ -141,14 +141,14 @@ cpu_profile() {
     local data="$NANOCHAT_BASE_DIR/data/sample" tokenizer="$NANOCHAT_BASE_DIR/tokenizer-sample"
     stage "sample corpus" python -m dev.make_sample_corpus --output-dir="$data"
     stage "tokenizer" python -m scripts.tok_train --data-path="$data" --output-dir="$tokenizer" --vocab-size=2048
-    # A document fills many rows here, so --long-docs=crop would drop most of the tokens. Learning rates are four times
-    # the defaults, which are for long runs. The warm-up is long because backout_lambda's rate is fixed: with a warm-up
-    # of 10 steps it passes 1, where the residual stream changes its sign, before the layers have learned anything, and
-    # the loss jumps from 6.6 to 8.4 (now from 6.6 to 7.0, for one step).
+    # A document fills many rows here, so --long-docs=crop would drop most of the tokens. Learning rates are eight times
+    # the defaults, because they are scaled by sqrt(batch / 2^19 tokens), which is 1/11 here. Only backout_lambda's rate
+    # is fixed. With half these rates, backout_lambda comes close to 1, where the residual stream changes its sign,
+    # before the layers have learned anything, and the loss jumps from 6.6 to 7.0 (8.4 with a warm-up of 10 steps).
     stage "training" python -m scripts.base_train --data-path="$data" --tokenizer="$tokenizer" \
         --depth=4 --aspect-ratio=48 --head-dim=64 --max-seq-len=256 --total-batch-size=4096 --device-batch-size=16 \
         --num-iterations="$CPU_ITERATIONS" --warmup-steps=50 --eval-every=50 --eval-tokens=65536 --save-every=50 \
-        --matrix-lr=0.08 --embedding-lr=1.2 --unembedding-lr=0.03 --tokenizer-threads=1 \
+        --matrix-lr=0.16 --embedding-lr=2.4 --unembedding-lr=0.064 --tokenizer-threads=1 \
         --long-docs=split --overlap=32 --sample-every=-1 --device-type=cpu --model-tag="$TAG" --run="$RUN_NAME"
     check_first_batch "$NANOCHAT_BASE_DIR/runs/$TAG/logs/train.jsonl"
     stage "evaluation" python -m scripts.base_eval "$TAG" --device-type=cpu --unigram-tokens=1000000

@@ -183,6 +183,20 @@ def test_a_resume_with_another_instruction_set_prints_a_note(monkeypatch):
     assert f"note: the previous launch ran cpu_capability {capability}, this one runs AVX1024" in out
 
 
+def close_outputs():
+    """stdout and stderr become pipes that nobody reads any more."""
+    for name in ("stdout", "stderr"):
+        read, write = os.pipe()
+        os.close(read)
+        setattr(sys, name, os.fdopen(write, "w"))
+
+
+def test_a_run_whose_outputs_are_closed_trains_to_its_end(workplace):
+    """Regression: `| head` ended it, unsaved."""
+    assert training.start(num_iterations=3, hook=close_outputs).wait() == [0]
+    assert sorted(steps()) == [0, 1, 2] and final().is_dir()
+
+
 def test_importing_does_nothing_and_optional_modules_are_imported_on_demand(workplace):
     """In a separate process: modules for files and text do not import torch. Importing creates no files and reads no
     environment variables. A run from text imports no trackers, token files, FP8, object storage or tokenizer

@@ -13,6 +13,7 @@ import pytest
 
 from dev.e2e_docs import blocks, pages, run_pages
 from nanochat.config import settings_table
+from nanochat.lifecycle import SIGNALS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -152,6 +153,15 @@ def test_commands_that_a_page_shows_exist_with_their_flags(page, capsys):
         given = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--?[a-z]", word)]
         known = flags_of(capsys, module, *words[:module == "scripts.inspect_data"]) if given else []
         assert [flag for flag in given if flag not in known] == [], f"{module} in {page.name}"
+
+
+def test_every_list_of_signals_for_torchrun_names_all_that_stop_a_run():
+    """torchrun passes only these on to its processes; another one leaves them behind without a parent."""
+    files = [path for folder in ("docs", "dev/slurm") for path in (ROOT / folder).iterdir() if path.is_file()]
+    lists = [found for path in files for found in re.findall(r"--signals-to-handle=([A-Z0-9,]+)", path.read_text())]
+    assert len(lists) >= 4
+    wanted = {number.name for number in SIGNALS}
+    assert [names for names in lists if not wanted <= {*names.split(",")}] == []
 
 
 def test_flags_that_stand_for_those_of_other_projects_exist(capsys):

@@ -81,31 +81,37 @@ with run_stop.StopWatch():
 """
 
 
+@contextlib.contextmanager
 def interrupted(*arguments):
     """A process inside one long call that has received Ctrl-C."""
-    process = subprocess.Popen([sys.executable, "-c", IN_ONE_CALL, *map(str, arguments)], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    return process
+    command = [sys.executable, "-c", IN_ONE_CALL, *map(str, arguments)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            process.stdout.read(1)
+            process.send_signal(signal.SIGINT)
+            yield process
+        finally:
+            process.kill()
 
 
 def test_a_second_ctrl_c_ends_a_process_that_is_inside_a_long_call(tmp_path):
     """Regression: it waited for the end of the step."""
-    process = interrupted(0, 2 * 10**9, tmp_path / "go")  # a quarter of an hour
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == 130
-    assert process.stderr.read().endswith(b"second SIGINT: exiting immediately without saving\n")
+    with interrupted(0, 2 * 10**9, tmp_path / "go") as process:  # a quarter of an hour
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+        assert process.stderr.read().endswith(b"second SIGINT: exiting immediately without saving\n")
 
 
 def test_one_ctrl_c_that_is_delivered_twice_ends_no_process(tmp_path):
-    process = interrupted(1e9, 1, tmp_path / "go")
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    (tmp_path / "go").touch()
-    assert process.wait(PATIENCE_S) == 0
-    err = process.stderr.read()
+    with interrupted(1e9, 1, tmp_path / "go") as process:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            time.sleep(0.1)  # signals that arrive at once may become one
+            process.send_signal(number)
+        time.sleep(0.1)
+        (tmp_path / "go").touch()
+        assert process.wait(PATIENCE_S) == 0
+        err = process.stderr.read()
     assert b"; to exit without saving, press Ctrl-C again after one second\n" in err
     assert err.count(b"stopping after") == 1
 
@@ -115,6 +121,17 @@ def test_a_closed_stderr_does_not_keep_a_signal_from_stopping_the_run(monkeypatc
     with StopWatch() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.check() == "SIGTERM"
+
+
+def test_a_closed_terminal_stops_the_run():
+    """Regression: SIGHUP ended the process, and nothing was saved."""
+    before = signal.signal(signal.SIGHUP, lambda number, frame: None)
+    try:
+        with StopWatch() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.check() == "SIGHUP"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_nohup_keeps_its_meaning():

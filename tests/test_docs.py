@@ -13,7 +13,7 @@ import pytest
 
 from dev.e2e_docs import blocks, pages, run_pages
 from nanochat.config import settings_table
-from nanochat.lifecycle import SIGNALS
+from nanochat.run_stop import SIGNALS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -24,6 +24,7 @@ pending documents with their lengths, so a restored feed can pack at once while 
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -44,6 +45,7 @@ LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", 
 Cursor = dict[str, Any]
 FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
                       "pending"), int)  # the counts of a feed that make up the ledger
+CURSOR = {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict}
 Key = tuple[int, int, int]  # (epoch, group, index in it): how cursors name a document
 
 
@@ -238,15 +240,16 @@ class Feed:
         ValueError if the state does not fit the data."""
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
-        sizes = self.source.groups
+        waiting: dict[Key, Piece] = {}
         for entry in state["waiting"]:
-            if len(entry) != 6 or min(entry) < 0 or entry[1] >= len(sizes) or entry[2] >= sizes[entry[1]]:
-                raise ValueError(f"{what}: {entry[:6]} does not name a document of this data; resume from another "
-                                 f"checkpoint")
+            self._check_waiting(entry, what)
+            epoch, group, row, *piece = entry
+            waiting[epoch, group, row] = Piece(*piece)
         self.epoch, self.share = state["epoch"], self.order.share(self.lane, state["epoch"])
         self.place, self.num_documents, self.read = state["place"], state["documents"], state["read"]
-        waiting = {(epoch, group, row): Piece(*piece) for epoch, group, row, *piece in state["waiting"]}
         self.packer.restore(state, waiting)
+
+        # read the pending documents group by group
         groups: dict[int, dict[Key, Piece]] = {}
         for key, piece in waiting.items():
             groups.setdefault(key[1], {})[key] = piece
@@ -256,6 +259,14 @@ class Feed:
                 self.documents.update(dict.fromkeys(pieces, reading))
             else:
                 self.documents.update(self._fetch_pending(group, pieces))
+
+    def _check_waiting(self, entry: Sequence[int], what: str) -> None:
+        """ValueError unless an entry of a cursor's "waiting" names a document of this data and a piece of it."""
+        sizes = self.source.groups
+        is_piece = len(entry) == 6 and min(entry) >= 0
+        if not is_piece or entry[1] >= len(sizes) or entry[2] >= sizes[entry[1]]:
+            raise ValueError(f"{what}: {entry[:6]} does not name a document of this data; resume from another "
+                             f"checkpoint")
 
     def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
         """Read the documents of a group that a cursor lists. ValueError if the length of one has changed."""
@@ -299,12 +310,14 @@ def share(account: Mapping[str, int], name: str) -> float:
 def sample_lengths(source: Source) -> np.ndarray:
     """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups spread over a source."""
     lengths: list[int] = []
-    for group in np.linspace(0, len(source.groups) - 1, min(8, len(source.groups))).astype(int).tolist():
+    num_groups = len(source.groups)
+    sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
+    for group in sampled.tolist():
         num_documents = min(SAMPLE_DOCUMENTS, int(source.groups[group]))
         at_once = max(1, SAMPLE_TOKENS // int(source.means[group]))  # books would fill the memory
         for first in range(0, num_documents, at_once):
-            documents = source.read(group, np.arange(first, min(first + at_once, num_documents)))
-            lengths += [len(document.ids) for document in documents]
+            rows = np.arange(first, min(first + at_once, num_documents))
+            lengths += [len(document.ids) for document in source.read(group, rows)]
     return np.array(lengths)
 
 
@@ -343,18 +356,19 @@ def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Map
     """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each lane. Cursors of
     other lanes are allowed."""
     for cursor in cursors:
-        check_shape(cursor, {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict},
-                    "cursor of a lane")
+        check_shape(cursor, CURSOR, "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
         if cursor["format"] != FORMAT:
             raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
                              f"code that wrote it, or start a new run (--model-tag)")
-        changed = sorted(k for k in {*theirs, *identity} if theirs.get(k) != identity.get(k))
-        if changed:
-            diff = "; ".join(f"{k} was {theirs.get(k)}, now {identity.get(k)}" for k in changed)
+        names = sorted({*theirs, *identity})
+        differing = [name for name in names if theirs.get(name) != identity.get(name)]
+        if differing:
+            diff = "; ".join(f"{name} was {theirs.get(name)}, now {identity.get(name)}" for name in differing)
             raise ValueError(f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)")
     numbers = sorted(cursor["lane"] for cursor in cursors)
-    if len(numbers) > len(set(numbers)) or not set(lanes) <= set(numbers):
+    has_twice = len(numbers) > len(set(numbers))
+    if has_twice or not set(lanes) <= set(numbers):
         raise ValueError(f"cursors of lanes {numbers}, expected one for each of {[*lanes]}; pass the cursors of all "
                          f"ranks of one checkpoint")
 
@@ -369,9 +383,12 @@ def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cur
         if theirs.get("curriculum") == identity.get("curriculum"):
             continued.append(cursor)
             continue
-        new = {"curriculum", *(k for k in theirs.keys() ^ identity.keys() if k.startswith("data "))}
-        stream = {k: v for k, v in theirs.items() if k not in new} | {k: identity[k] for k in new if k in identity}
-        buckets = {b: feed for b, feed in cursor["buckets"].items() if f"data {b}" in identity}
+        # what a new curriculum may change in the identity: itself, and which buckets there are
+        changed = {"curriculum"}
+        changed.update(name for name in theirs.keys() ^ identity.keys() if name.startswith("data "))
+        stream = {name: value for name, value in theirs.items() if name not in changed}
+        stream |= {name: value for name, value in identity.items() if name in changed}
+        buckets = {name: feed for name, feed in cursor["buckets"].items() if f"data {name}" in identity}
         continued.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
     return continued
 
@@ -403,16 +420,20 @@ class Stream:
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = open_order(source.groups, source.means, small=source.small, bucket=bucket, config=config)
-            self.feeds[bucket] = {lane: feed(config, bucket=bucket, lane=lane, source=source, order=order,
-                                             pool=self.pool) for lane in self.lanes}
+            of_bucket = partial(feed, config, bucket=bucket, source=source, order=order, pool=self.pool)
+            self.feeds[bucket] = {lane: of_bucket(lane=lane) for lane in self.lanes}
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:
-                lane = cursor["lane"]
-                if lane in self.rows:
-                    self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
-                    for bucket in cursor["buckets"].keys() & self.feeds.keys():
-                        self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
+                if cursor["lane"] in self.rows:
+                    self._restore(cursor)
+
+    def _restore(self, cursor: Cursor) -> None:
+        """Continue one of these lanes where its cursor says."""
+        lane = cursor["lane"]
+        self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
+        for bucket in cursor["buckets"].keys() & self.feeds.keys():
+            self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
 
     def bucket_of(self, lane: int, row: int) -> str | None:
         """The bucket that a lane's row comes from; None if all of the lane's buckets are dry."""
@@ -424,13 +445,17 @@ class Stream:
         """The next `num_rows` rows of each lane, lane after lane; fewer from a lane that is dry."""
         # Start all reads first, so that the pool works on every lane at once.
         for lane in self.lanes:
-            for bucket in {self.bucket_of(lane, self.rows[lane] + i) for i in range(num_rows)}:
-                if bucket is not None:
-                    self.feeds[bucket][lane].prefetch()
+            first = self.rows[lane]
+            buckets = {self.bucket_of(lane, row) for row in range(first, first + num_rows)}
+            for bucket in buckets - {None}:
+                self.feeds[bucket][lane].prefetch()  # type: ignore[index]
         rows: list[Row] = []
         for lane in self.lanes:
             due = self.rows[lane] + num_rows
-            while self.rows[lane] < due and (bucket := self.bucket_of(lane, self.rows[lane])) is not None:
+            while self.rows[lane] < due:
+                bucket = self.bucket_of(lane, self.rows[lane])
+                if bucket is None:
+                    break
                 row = self.feeds[bucket][lane].next_row(self.rows[lane])
                 if row is not None:
                     rows.append(row)
@@ -447,16 +472,20 @@ class Stream:
 
     def state(self) -> list[LaneState]:
         """A copy of all lanes' present state."""
-        return [LaneState(lane, self.rows[lane], self.dropped[lane],
-                          {bucket: feeds[lane].state() for bucket, feeds in self.feeds.items()})
-                for lane in self.lanes]
+        states = []
+        for lane in self.lanes:
+            feeds = {bucket: by_lane[lane].state() for bucket, by_lane in self.feeds.items()}
+            states.append(LaneState(lane, self.rows[lane], self.dropped[lane], feeds))
+        return states
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
         """The cursors of these lanes at `state` (default: now), as JSON values."""
-        return [{"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
-                 "dropped": sorted(at.dropped),
-                 "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()}}
-                for at in (self.state() if state is None else state)]
+        cursors = []
+        for at in self.state() if state is None else state:
+            buckets = {bucket: feed.to_json() for bucket, feed in at.feeds.items()}
+            cursors.append({"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
+                            "dropped": sorted(at.dropped), "buckets": buckets})
+        return cursors
 
     def close(self) -> None:
         """Stop reading, and wait for reads in progress."""

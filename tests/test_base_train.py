@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import dataloader, optim, start_run, trainer
+from nanochat import dataloader, optim, run_journal, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
@@ -160,12 +160,12 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
 def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     compared = []
     monkeypatch.setattr(start_run, "same", compared.append)
-    monkeypatch.setattr(trainer, "code_version", lambda: "abc")
+    monkeypatch.setattr(run_journal, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
     assert events("started")[0].items() >= {
         "code": "abc", "torch": torch.__version__, "gpu": None, "cudnn": None}.items()
     assert "previous launch ran" not in succeed(num_iterations=2, save_every=-1).out
-    monkeypatch.setattr(trainer, "code_version", lambda: "def+")
+    monkeypatch.setattr(run_journal, "code_version", lambda: "def+")
     for module in (trainer, start_run):
         monkeypatch.setattr(module, "versions", lambda device: {"torch": "2.99", "gpu": "H100"})
     out = succeed(num_iterations=3, save_every=-1).out

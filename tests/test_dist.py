@@ -26,7 +26,6 @@ from nanochat.dist import (
     cpu_name,
     driver_version,
     gather_all,
-    log_ranks,
     nvml_works,
     on_rank0,
     other_processors,
@@ -37,6 +36,7 @@ from nanochat.dist import (
     write_collectives,
     write_memory,
 )
+from nanochat.evaluations import log_ranks
 from scripts import base_train
 from tests import training
 from tests.training import as_bytes

@@ -31,9 +31,9 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,7 @@ SHAPES = {  # the JSON of an item, by kind
     "schema": {"context_options": [TEXT], "continuation": TEXT, "gold": int},
     "language_modeling": {"context": TEXT, "continuation": TEXT},
 }
+TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}  # of a task in core.yaml
 FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
          "another folder to this command: --eval-bundle=DIR")
 
@@ -84,7 +85,8 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
     fixed seed, or with all items if that is below 1. FileNotFoundError or ValueError for missing, malformed or too few
     items."""
     folder = get_base_dir() / "eval_bundle" if folder is None else Path(folder)
-    config, meta = folder / "core.yaml", folder / "eval_meta_data.csv"
+    config = folder / "core.yaml"
+    meta = folder / "eval_meta_data.csv"
     for path in (config, meta):
         if not path.is_file():
             raise FileNotFoundError(f"{path}: the file does not exist, and the CORE metric needs it; {FETCH}")
@@ -92,47 +94,71 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         content = read_yaml(config)
     except ValueError as e:
         raise ValueError(f"{config}: {e}; {FETCH}") from None
-    task_shape = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
-    check_shape(content, {"icl_tasks": [task_shape]}, config)
+    check_shape(content, {"icl_tasks": [TASK_SHAPE]}, config)
     baselines = _read_baselines(meta)
-    if not content["icl_tasks"]:
+    records = content["icl_tasks"]
+    if not records:
         raise ValueError(f"{config}: icl_tasks is empty; {FETCH}")
-    shots = [(task["num_fewshot"] or [0])[0] for task in content["icl_tasks"]]
-    if 0 < max_per_task <= max(shots):
+    most = max(_num_fewshot(record) for record in records)
+    if 0 < max_per_task <= most:
         raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items per task, "
-                         f"but prompts show up to {max(shots)} others; pass at least {max(shots) + 1}, or -1 for all")
+                         f"but prompts show up to {most} others; pass at least {most + 1}, or -1 for all")
     tasks = []
-    for task, num_fewshot in zip(content["icl_tasks"], shots):
-        label, kind, where = task["label"], task["icl_task_type"], f"{config}: task {task['label']!r:.80}"
-        if num_fewshot < 0:
-            raise ValueError(f"{where}: num_fewshot is {num_fewshot}, expected 0 or more; {FETCH}")
-        path, inside = folder / "eval_data" / task["dataset_uri"], (folder / "eval_data").resolve()
-        if "\0" in task["dataset_uri"] or not path.resolve().is_relative_to(inside):
-            raise ValueError(f"{where}: dataset_uri is {task['dataset_uri']!r:.80}, outside of {inside}; {FETCH}")
-        if kind not in SHAPES:
-            raise ValueError(f"{where}: icl_task_type is {kind!r:.80}, expected {', '.join(SHAPES)}; {FETCH}")
-        if not 0 <= baselines.get(label, -1) < 1:
-            raise ValueError(f"{meta}: no row has a baseline from 0 to below 100 for the task {label!r} of "
-                             f"{config.name}; {FETCH}")
-        items = _read_items(path, kind, label)
-        random.Random(1337).shuffle(items)  # the seeds here and in `make_prompts` are nanochat's
-        items = items[:max_per_task] if max_per_task > 0 else items
-        if len(items) <= num_fewshot:
-            raise ValueError(f"{path}: the task {label!r} has {len(items)} items, but each prompt shows {num_fewshot} "
-                             f"others; {FETCH}")
-        tasks.append(Task(label, kind, num_fewshot, str(task.get("continuation_delimiter", " ")),
-                          baselines[label], items))
+    for record in records:
+        task = _read_task(folder, record, baselines)
+        random.Random(1337).shuffle(task.items)  # the seeds here and in `make_prompts` are nanochat's
+        if max_per_task > 0:
+            del task.items[max_per_task:]
+        if len(task.items) <= task.num_fewshot:
+            path = folder / "eval_data" / record["dataset_uri"]
+            raise ValueError(f"{path}: the task {task.label!r} has {len(task.items)} items, but each prompt shows "
+                             f"{task.num_fewshot} others; {FETCH}")
+        tasks.append(task)
     return tasks
+
+
+def _num_fewshot(record: Mapping[str, Any]) -> int:
+    """How many examples a task's prompts show: the first number of its list, as in nanochat."""
+    numbers = record["num_fewshot"]
+    return numbers[0] if numbers else 0
+
+
+def _read_task(folder: Path, record: Mapping[str, Any], baselines: Mapping[str, float]) -> Task:
+    """The task in a record of core.yaml, with all items in the order of their file. FileNotFoundError or ValueError for
+    bad values, and for missing or malformed items."""
+    config = folder / "core.yaml"
+    label, kind, uri = record["label"], record["icl_task_type"], record["dataset_uri"]
+    num_fewshot = _num_fewshot(record)
+    where = f"{config}: task {label!r:.80}"
+    if num_fewshot < 0:
+        raise ValueError(f"{where}: num_fewshot is {num_fewshot}, expected 0 or more; {FETCH}")
+    path = folder / "eval_data" / uri
+    inside = (folder / "eval_data").resolve()
+    if "\0" in uri or not path.resolve().is_relative_to(inside):
+        raise ValueError(f"{where}: dataset_uri is {uri!r:.80}, outside of {inside}; {FETCH}")
+    if kind not in SHAPES:
+        raise ValueError(f"{where}: icl_task_type is {kind!r:.80}, expected {', '.join(SHAPES)}; {FETCH}")
+    baseline = baselines.get(label, -1)
+    if not 0 <= baseline < 1:
+        raise ValueError(f"{folder / 'eval_meta_data.csv'}: no row has a baseline from 0 to below 100 for the task "
+                         f"{label!r} of {config.name}; {FETCH}")
+    delimiter = str(record.get("continuation_delimiter", " "))
+    items = _read_items(path, kind, label)
+    return Task(label, kind, num_fewshot, delimiter, baseline, items)
 
 
 def _read_baselines(path: Path) -> dict[str, float]:
     """{task: accuracy of guessing, from 0 to 1}. The bundle's table has percentages."""
+    baselines = {}
     try:
         with path.open(encoding="utf-8", newline="") as f:
-            return {row["Eval Task"]: float(row["Random baseline"]) / 100 for row in csv.DictReader(f)}
+            for row in csv.DictReader(f):
+                label = row["Eval Task"]
+                baselines[label] = float(row["Random baseline"]) / 100
     except (KeyError, TypeError, ValueError, csv.Error) as e:
         raise ValueError(f"{path}: expected the columns 'Eval Task' and 'Random baseline', the latter in percent "
                          f"({type(e).__name__}: {e}); {FETCH}") from e
+    return baselines
 
 
 def _read_items(path: Path, kind: str, label: str) -> list[Item]:
@@ -144,14 +170,19 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
         where = f"{path}, line {number}"
         entry = parse_json(line, where, SHAPES[kind], remedy=FETCH)
         if kind == "language_modeling":
-            items.append(Item([str(entry["context"]).strip()], [str(entry["continuation"])], 0))
+            context = str(entry["context"]).strip()
+            items.append(Item([context], [str(entry["continuation"])], 0))
             continue
-        options = [*map(str, entry["choices" if kind == "multiple_choice" else "context_options"])]
-        if not 0 <= entry["gold"] < len(options):
-            raise ValueError(f"{where}: gold is {entry['gold']}, expected 0 to {len(options) - 1}, the number of an "
+        is_choice = kind == "multiple_choice"
+        options = [str(option) for option in entry["choices" if is_choice else "context_options"]]
+        gold = entry["gold"]
+        if not 0 <= gold < len(options):
+            raise ValueError(f"{where}: gold is {gold}, expected 0 to {len(options) - 1}, the number of an "
                              f"option; {FETCH}")
-        shared = [str(entry["query" if kind == "multiple_choice" else "continuation"])] * len(options)
-        items.append(Item(*((shared, options) if kind == "multiple_choice" else (options, shared)), entry["gold"]))
+        shared = str(entry["query" if is_choice else "continuation"])
+        copies = [shared] * len(options)
+        item = Item(copies, options, gold) if is_choice else Item(options, copies, gold)
+        items.append(item)
     return items
 
 
@@ -160,21 +191,32 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
 def make_prompts(task: Task, index: int) -> list[str]:
     """The prompts of item `index`, one for each option, all with the same solved items in front. A language-modeling
     item has two: the text without its answer, then the text with it."""
-    item, others = task.items[index], [i for i in range(len(task.items)) if i != index]
-    shots = [task.items[i] for i in random.Random(1234 + index).sample(others, task.num_fewshot)]
-    before = "".join(f"{shot.contexts[shot.gold]}{task.delimiter}{shot.continuations[shot.gold]}\n\n"
-                     for shot in shots)
-    prompts = [f"{before}{context}{task.delimiter}{continuation}"
-               for context, continuation in zip(item.contexts, item.continuations)]
+    item = task.items[index]
+    others = [i for i in range(len(task.items)) if i != index]
+    rng = random.Random(1234 + index)
+    before = ""
+    for i in rng.sample(others, task.num_fewshot):
+        shot = task.items[i]
+        context, continuation = shot.contexts[shot.gold], shot.continuations[shot.gold]
+        before += f"{context}{task.delimiter}{continuation}\n\n"
+    prompts = []
     if task.kind == "language_modeling":
         # a space at the end would be a separate token here, but a part of the answer's token in the other prompt
-        prompts.insert(0, f"{before}{item.contexts[0]}{task.delimiter}".strip())
+        without_answer = f"{before}{item.contexts[0]}{task.delimiter}".strip()
+        prompts.append(without_answer)
+    for context, continuation in zip(item.contexts, item.continuations):
+        prompts.append(f"{before}{context}{task.delimiter}{continuation}")
     return prompts
 
 
 def common_prefix(rows: Sequence[Sequence[int]]) -> int:
     """The number of leading tokens that all rows share."""
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, zip(*rows)))
+    shared = 0
+    for column in zip(*rows):
+        if len(set(column)) > 1:
+            break
+        shared += 1
+    return shared
 
 
 @dataclass(frozen=True)
@@ -188,44 +230,87 @@ class Rows:
     @property
     def width(self) -> int:
         """The length of the longest prompt, rounded up to a multiple of 64."""
-        return -(-max(map(len, self.tokens)) // 64) * 64
+        longest = max(map(len, self.tokens))
+        return -(-longest // 64) * 64
 
 
 def make_rows(task: Task, index: int, tokens: list[list[int]], max_tokens: int) -> Rows:
     """The rows of item `index` from the tokens of its prompts, BOS first. Longer prompts are cut to their last
     `max_tokens` tokens."""
     if task.kind == "schema":
-        shared = common_prefix([row[::-1] for row in tokens])
+        backwards = [row[::-1] for row in tokens]
+        shared = common_prefix(backwards)
         starts = [len(row) - shared for row in tokens]
     else:
         starts = [common_prefix(tokens)] * len(tokens)
     if task.kind == "language_modeling":
         tokens, starts = tokens[1:], starts[1:]
-    cuts = [max(0, len(row) - max_tokens) for row in tokens]
-    return Rows(index, [row[cut:] for row, cut in zip(tokens, cuts)],
-                [max(1, start - cut) for start, cut in zip(starts, cuts)])  # no logits predict the first token
+    kept, kept_starts = [], []
+    for row, start in zip(tokens, starts):
+        cut = max(0, len(row) - max_tokens)
+        kept.append(row[cut:])
+        kept_starts.append(max(1, start - cut))  # no logits predict the first token
+    return Rows(index, kept, kept_starts)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
 
+class Model(Protocol):
+    """The part of `gpt.GPT` that evaluation needs."""
+
+    cos: torch.Tensor  # the rotary tables: a row for each position
+
+    def get_device(self) -> torch.device: ...
+
+    def __call__(self, ids: torch.Tensor, /) -> torch.Tensor: ...
+
+
+class Encoder(Protocol):
+    """The part of `tokenizer.Tokenizer` that evaluation needs."""
+
+    def get_bos_token_id(self) -> int: ...
+
+    def encode(self, text: list[str], prepend: int) -> list[list[int]]: ...
+
+
+class RowScore(NamedTuple):
+    """How well a model predicts the tokens of a row that count."""
+
+    loss: float  # mean, in nats; NaN if no token counts
+    likeliest: bool  # whether each of them is the most likely one
+
+
 @torch.no_grad()
-def score(model: Any, batch: Sequence[Rows], pad: int) -> list[list[tuple[float, bool]]]:
-    """For each item of a batch and each of its rows: the mean loss in nats of the tokens that count (NaN if none do),
-    and whether each of them is the most likely one.
+def score(model: Model, batch: Sequence[Rows], pad: int) -> list[list[RowScore]]:
+    """The score of each row of each item of a batch.
 
     model: ids (B, T) int64 -> logits (B, T, vocab_size). pad: the id that fills up rows; earlier tokens do not see it.
     """
+    # all rows of all items, padded to the same width
     width = max(rows.width for rows in batch)
-    flat = [row + [pad] * (width - len(row)) for rows in batch for row in rows.tokens]
-    ids = torch.tensor(flat, device=model.get_device())
-    logits, results = model(ids).float(), []
-    spans = [(start, len(row)) for rows in batch for row, start in zip(rows.tokens, rows.starts)]
+    padded: list[list[int]] = []
+    spans: list[tuple[int, int]] = []  # of the tokens that count
+    for rows in batch:
+        for row, start in zip(rows.tokens, rows.starts):
+            padding = [pad] * (width - len(row))
+            padded.append(row + padding)
+            spans.append((start, len(row)))
+    ids = torch.tensor(padded, device=model.get_device())
+    logits = model(ids).float()
+
+    # the logits of position t predict token t + 1
+    results = []
     for i, (start, end) in enumerate(spans):
-        predicted, targets = logits[i, start - 1:end - 1], ids[i, start:end]
+        predicted = logits[i, start - 1:end - 1]
+        targets = ids[i, start:end]
         loss = F.cross_entropy(predicted, targets, reduction="none").mean()
-        results.append(torch.stack([loss, (predicted.argmax(dim=-1) == targets).all().float()]))
-    pairs = iter(torch.stack(results).tolist())  # the only wait for the device
-    return [[(loss, bool(likeliest)) for loss, likeliest in (next(pairs) for _ in rows.tokens)] for rows in batch]
+        is_likeliest = predicted.argmax(dim=-1) == targets
+        results.append(torch.stack([loss, is_likeliest.all().float()]))
+    pairs = torch.stack(results).tolist()  # the only wait for the device
+
+    # hand the results out item by item
+    scores = iter([RowScore(loss, bool(likeliest)) for loss, likeliest in pairs])
+    return [list(islice(scores, len(rows.tokens))) for rows in batch]
 
 
 def make_batches(group: Sequence[Rows]) -> Iterator[list[Rows]]:
@@ -233,7 +318,8 @@ def make_batches(group: Sequence[Rows]) -> Iterator[list[Rows]]:
     batch: list[Rows] = []
     for rows in sorted(group, key=lambda rows: (rows.width, rows.index)):
         num_rows = sum(len(item.tokens) for item in (*batch, rows))
-        if batch and num_rows * rows.width > BATCH_TOKENS:
+        is_full = num_rows * rows.width > BATCH_TOKENS
+        if batch and is_full:
             yield batch
             batch = []
         batch.append(rows)
@@ -246,31 +332,51 @@ def is_right(task: Task, index: int, scores: Sequence[tuple[float, bool]]) -> bo
         [(loss, likeliest)] = scores
         return likeliest and not math.isnan(loss)
     # the first of the lowest losses; an option without tokens that count has NaN, which wins only as the first option
-    return task.items[index].gold == min(range(len(scores)), key=lambda i: scores[i][0])
+    losses = [loss for loss, _ in scores]
+    answer = min(range(len(losses)), key=losses.__getitem__)
+    return task.items[index].gold == answer
 
 
-def evaluate_task(model: Any, tokenizer: Any, task: Task) -> list[bool]:
+def evaluate_group(model: Model, tokenizer: Encoder, task: Task, group: Sequence[int]) -> dict[int, bool]:
+    """{item number: whether the answer is correct} of the items of a group."""
+    bos = tokenizer.get_bos_token_id()
+    max_tokens = model.cos.size(0)  # the length of the rotary tables
+
+    # tokenize all prompts of the group at once, then hand them out item by item
+    prompts = [make_prompts(task, index) for index in group]
+    every_prompt = [text for texts in prompts for text in texts]
+    tokens = iter(tokenizer.encode(every_prompt, prepend=bos))
+    rows = []
+    for index, texts in zip(group, prompts):
+        of_item = list(islice(tokens, len(texts)))
+        rows.append(make_rows(task, index, of_item, max_tokens))
+
+    correct = {}
+    for batch in make_batches(rows):
+        for item, scores in zip(batch, score(model, batch, bos)):
+            correct[item.index] = is_right(task, item.index, scores)
+    return correct
+
+
+def evaluate_task(model: Model, tokenizer: Encoder, task: Task) -> list[bool]:
     """Collective. Whether the model answers each item of a task correctly, in the order of `task.items`."""
     _, rank, _, world_size = get_dist_info()
-    bos, num_items = tokenizer.get_bos_token_id(), len(task.items)
-    groups = [range(i, min(i + GROUP, num_items)) for i in range(0, num_items, GROUP)]
+    num_items = len(task.items)
+    groups = []
+    for first in range(0, num_items, GROUP):
+        end = min(first + GROUP, num_items)
+        groups.append(range(first, end))
 
     def of_this_rank() -> dict[int, bool]:
-        """Evaluate this rank's groups. Returns {item number: whether the answer is correct}."""
-        correct = {}
+        """{item number: whether the answer is correct} of this rank's groups."""
+        correct: dict[int, bool] = {}
         for group in groups[rank::world_size]:
-            # tokenize all prompts of the group at once, then hand them out item by item
-            prompts = [make_prompts(task, index) for index in group]
-            tokens = iter(tokenizer.encode([text for texts in prompts for text in texts], prepend=bos))
-            max_tokens = model.cos.size(0)  # the length of the rotary tables
-            rows = [make_rows(task, index, [next(tokens) for _ in texts], max_tokens)
-                    for index, texts in zip(group, prompts)]
-            for batch in make_batches(rows):
-                for item, scores in zip(batch, score(model, batch, bos)):
-                    correct[item.index] = is_right(task, item.index, scores)
+            correct |= evaluate_group(model, tokenizer, task, group)
         return correct
 
-    by_index = {index: value for by_rank in gather_results(of_this_rank) for index, value in by_rank.items()}
+    by_index: dict[int, bool] = {}
+    for of_rank in gather_results(of_this_rank):
+        by_index |= of_rank
     return [by_index[index] for index in range(num_items)]
 
 
@@ -289,7 +395,7 @@ class Score(NamedTuple):
         return (self.accuracy - self.task.baseline) / (1 - self.task.baseline)
 
 
-def evaluate_core(model: Any, tokenizer: Any, tasks: Sequence[Task]) -> Iterator[Score]:
+def evaluate_core(model: Model, tokenizer: Encoder, tasks: Sequence[Task]) -> Iterator[Score]:
     """Collective. Evaluate one task after the other."""
     for task in tasks:
         yield Score(task, evaluate_task(model, tokenizer, task))
@@ -297,16 +403,23 @@ def evaluate_core(model: Any, tokenizer: Any, tasks: Sequence[Task]) -> Iterator
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
     """{"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task: centered accuracy}}."""
-    return {"core_metric": sum(score.centered for score in scores) / len(scores),
-            "results": {score.task.label: score.accuracy for score in scores},
-            "centered_results": {score.task.label: score.centered for score in scores}}
+    total = sum(score.centered for score in scores)
+    return {
+        "core_metric": total / len(scores),
+        "results": {score.task.label: score.accuracy for score in scores},
+        "centered_results": {score.task.label: score.centered for score in scores},
+    }
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:
     """Write a `summary` in nanochat's format: the columns task, accuracy, centered; CORE in the last line."""
-    rows = [("Task", "Accuracy", "Centered"),
-            *((label, f"{accuracy:.6f}", f"{result['centered_results'][label]:.6f}")
-              for label, accuracy in result["results"].items()),
-            ("CORE", "", f"{result['core_metric']:.6f}")]
-    write_bytes(path, "".join(f"{task:<35}, {accuracy:<10}, {centered:<10}\n"
-                              for task, accuracy, centered in rows).encode())
+    rows = [("Task", "Accuracy", "Centered")]
+    for label, accuracy in result["results"].items():
+        centered = result["centered_results"][label]
+        rows.append((label, f"{accuracy:.6f}", f"{centered:.6f}"))
+    core = f"{result['core_metric']:.6f}"
+    rows.append(("CORE", "", core))
+    text = ""
+    for task, accuracy, centered in rows:
+        text += f"{task:<35}, {accuracy:<10}, {centered:<10}\n"
+    write_bytes(path, text.encode())

@@ -51,30 +51,37 @@ from nanochat.common import check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer computes from a curriculum
 BLOCK = 256  # rows
-GOLDEN, SQRT2 = 0x9E3779B97F4A7C15, 0x6A09E667F3BCC909  # frac(golden ratio), frac(sqrt(2)), times 2**64
+GOLDEN = 0x9E3779B97F4A7C15  # frac(golden ratio), times 2**64
+SQRT2 = 0x6A09E667F3BCC909  # frac(sqrt(2)), times 2**64
+PHASE = {"duration_tokens": int | float | str, "mix": dict}
 OPTIONAL = {"max_epochs": dict, "allow_bucket_exhaustion": bool, "allow_budget_mismatch": bool}
 NUMBER = re.compile(r"[-+]?\d{1,30}(\.\d{0,30})?([eE][-+]?\d{1,3})?", re.ASCII)
 
 
 def _show(value: Any) -> str:
     """A value for a message, shortened if necessary."""
-    huge = isinstance(value, int) and value.bit_length() > 1000  # Python refuses to print 4,300 digits
-    text = "a whole number of more than 300 digits" if huge else repr(value)
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print 4,300 digits
+        return "a whole number of more than 300 digits"
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _hint(word: object, known: Collection[str]) -> str:
     """The end of a message about an unknown word: the known words, and the most similar one."""
     names = sorted(known)
-    return f"; expected {', '.join(names)}" + did_you_mean(_show(word).strip("'"), names)
+    similar = did_you_mean(_show(word).strip("'"), names)
+    return f"; expected {', '.join(names)}{similar}"
 
 
 def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> int | float:
     """A number from `minimum` to 2**63. YAML reads 5e9 as a string, so strings that are numbers are accepted."""
-    number = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
+    number = value
+    if isinstance(value, str) and NUMBER.fullmatch(value):
+        number = float(value)
     if isinstance(number, float) and number.is_integer():
         number = int(number)
-    if type(number) not in ((int,) if whole else (int, float)) or not minimum <= number < 2**63:
+    is_number = type(number) is int or (type(number) is float and not whole)  # a bool is neither
+    if not is_number or not minimum <= number < 2**63:
         kind = "a whole number" if whole else "a number"
         raise ValueError(f"{what}: got {_show(value)}, expected {kind} >= {minimum}")
     return number
@@ -83,10 +90,15 @@ def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> 
 def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, Any]) -> None:
     """ValueError unless a value is an object with fields of these shapes and no others."""
     check_shape(value, dict, what)
+    known = required | optional
     for key in value:  # checked before missing keys, because a misspelled key is also missing
-        if key not in required | optional:
-            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, required | optional)}")
-    check_shape(value, required | {key: shape for key, shape in optional.items() if key in value}, what)
+        if key not in known:
+            raise ValueError(f"{what} has an unknown key {_show(key)}{_hint(key, known)}")
+    shape = dict(required)
+    for key in optional:
+        if key in value:
+            shape[key] = optional[key]
+    check_shape(value, shape, what)
 
 
 @dataclass(frozen=True)
@@ -101,7 +113,9 @@ class Phase:
         for bucket in self.mix:
             if not isinstance(bucket, str):
                 raise ValueError(f"mix: got the bucket {_show(bucket)}, expected a name; put it in quotes")
-        mix = {bucket: _number(self.mix[bucket], f"weight of {_show(bucket)}") for bucket in sorted(self.mix)}
+        mix = {}
+        for bucket in sorted(self.mix):
+            mix[bucket] = _number(self.mix[bucket], f"weight of {_show(bucket)}")
         if not any(mix.values()):
             raise ValueError(f"mix: got {_show(mix)}, expected at least one weight above 0")
         object.__setattr__(self, "duration_tokens", duration)
@@ -109,11 +123,14 @@ class Phase:
 
     def shares(self) -> dict[str, int]:
         """The weights above 0 as the smallest integers in the same proportion: {"code": 1, "web": 3}."""
-        exact = {bucket: Fraction(repr(weight)) for bucket, weight in self.mix.items() if weight}
-        scale = math.lcm(*(f.denominator for f in exact.values()))
-        whole = {bucket: int(f * scale) for bucket, f in exact.items()}
+        exact = {}
+        for bucket, weight in self.mix.items():
+            if weight:
+                exact[bucket] = Fraction(repr(weight))
+        scale = math.lcm(*(fraction.denominator for fraction in exact.values()))
+        whole = {bucket: int(fraction * scale) for bucket, fraction in exact.items()}
         divisor = math.gcd(*whole.values())
-        return {bucket: n // divisor for bucket, n in whole.items()}
+        return {bucket: number // divisor for bucket, number in whole.items()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +153,12 @@ class Curriculum:
     @property
     def buckets(self) -> list[str]:
         """The buckets that some phase mixes, sorted."""
-        return sorted({bucket for phase in self.phases for bucket, weight in phase.mix.items() if weight})
+        mixed: set[str] = set()
+        for phase in self.phases:
+            for bucket, weight in phase.mix.items():
+                if weight:
+                    mixed.add(bucket)
+        return sorted(mixed)
 
     def epochs(self, bucket: str) -> int:
         """Maximum number of passes over a bucket; 0 = unlimited."""
@@ -152,12 +174,15 @@ class Curriculum:
 
     def phase_rows(self, T: int, V: int) -> list[int]:
         """Each phase's length in rows per lane. ValueError if a phase has none."""
+        lengths = []
         for number, phase in enumerate(self.phases, 1):
-            if phase.duration_tokens < T * V:
+            rows = phase.duration_tokens // (T * V)
+            if rows == 0:
                 raise ValueError(f"--curriculum: phase {number} lasts {phase.duration_tokens:,} tokens, less than one "
                                  f"row of each lane (T * V = {T:,} * {V:,} = {T * V:,}); lengthen it, or use fewer "
                                  f"--lanes")
-        return [phase.duration_tokens // (T * V) for phase in self.phases]
+            lengths.append(rows)
+        return lengths
 
     def mixer(self, *, T: int, V: int, seed: int) -> "Mixer":
         """The `Mixer` of this curriculum."""
@@ -174,20 +199,24 @@ class Curriculum:
         _check(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
-            _check(phase, f"phase {number}", {"duration_tokens": int | float | str, "mix": dict}, {})
+            _check(phase, f"phase {number}", PHASE, {})
             try:
                 phases.append(Phase(**phase))
             except ValueError as e:
                 raise ValueError(f"phase {number}: {e}") from None
-        return cls(phases, **{key: value[key] for key in OPTIONAL if key in value})
+        others = {key: value[key] for key in OPTIONAL if key in value}
+        return cls(phases, **others)
 
     def identity(self) -> str:
         """Canonical JSON of everything that decides the bucket of a row and when a bucket is dry: equal strings mean
         equal rows. It excludes the notation of weights, the `allow_` fields, and the duration of the last phase, which
         never ends."""
-        phases = [{"duration_tokens": p.duration_tokens, "shares": p.shares()} for p in self.phases]
+        phases: list[dict[str, Any]] = []
+        for phase in self.phases:
+            phases.append({"duration_tokens": phase.duration_tokens, "shares": phase.shares()})
         phases[-1]["duration_tokens"] = None
-        value = {"version": VERSION, "phases": phases, "max_epochs": {b: self.epochs(b) for b in self.buckets}}
+        max_epochs = {bucket: self.epochs(bucket) for bucket in self.buckets}
+        value = {"version": VERSION, "phases": phases, "max_epochs": max_epochs}
         return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
@@ -197,7 +226,8 @@ def load(path: Path | str | dict) -> Curriculum:
     """Read a curriculum file, or accept a dict that came from a --config file. FileNotFoundError and ValueError name
     the file, the value found and the values expected."""
     if isinstance(path, dict):
-        return Curriculum.from_json(path, list_name="phases" if "phases" in path else "curriculum")
+        list_name = "phases" if "phases" in path else "curriculum"
+        return Curriculum.from_json(path, list_name=list_name)
     path = Path(path)
     try:
         return Curriculum.from_json(read_yaml(path), what="the file", list_name="curriculum")
@@ -213,9 +243,13 @@ class Mixer:
     """Computes the bucket of row k of lane l, for any row, without history. ValueError if a phase has no rows."""
 
     def __init__(self, curriculum: Curriculum, *, T: int, V: int, seed: int):
-        self.V, self.seed = V, seed
-        lengths = curriculum.phase_rows(T, V)
-        self._starts = [sum(lengths[:i]) for i in range(len(lengths))]  # the first row of each phase
+        self.V = V
+        self.seed = seed
+        self._starts: list[int] = []  # the first row of each phase
+        start = 0
+        for rows in curriculum.phase_rows(T, V):
+            self._starts.append(start)
+            start += rows
         self._shares = [phase.shares() for phase in curriculum.phases]
         self._block = functools.lru_cache(2 * V)(self._draw)  # each lane's present block and the next
 
@@ -228,17 +262,26 @@ class Mixer:
         """The bucket of a lane's row, given the buckets that the lane has dropped; None if the phase has no other."""
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
-        return self._block(phase, lane, at // BLOCK, dropped)[at % BLOCK]
+        block, place = divmod(at, BLOCK)
+        return self._block(phase, lane, block, dropped)[place]
 
     def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
         """The buckets of a block's rows. On the line, bucket j ends after floor(BLOCK * P_j + u) rows, where P_j is the
         share of the buckets up to j."""
         shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
-        total, up_to, line = sum(shares.values()), 0, list[str | None]()
-        u = (block * GOLDEN + lane * SQRT2) % 2**64  # times 2**64, so that the arithmetic is exact
+        total = sum(shares.values())
+
+        # lay the buckets end to end; u is times 2**64, so that the arithmetic is exact
+        u = (block * GOLDEN + lane * SQRT2) % 2**64
+        line: list[str | None] = []
+        up_to = 0
         for bucket, n in shares.items():
             up_to += n
             end = ((BLOCK * up_to << 64) + u * total) // (total << 64)
             line += [bucket] * (end - len(line))
-        line = line or [None] * BLOCK
-        return [line[place] for place in permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()]
+        if not line:  # the lane has dropped all buckets of the phase
+            line = [None] * BLOCK
+
+        # order the rows
+        places = permutation(BLOCK, self.seed, "mix", phase, lane, block).tolist()
+        return [line[place] for place in places]

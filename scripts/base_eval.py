@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ from nanochat.checkpoint import find_checkpoint
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import get_dist_info, print0, table, visible, write_json
 from nanochat.config import Settings
-from nanochat.dataloader import DataLoader, Dry, validation_loader, validation_prompts
+from nanochat.dataloader import DataLoader, Dry, MicroBatch, validation_loader, validation_prompts
 from nanochat.dist import on_rank0
 from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from nanochat.loss_eval import evaluate_bpb, evaluate_buckets, in_nats
-from nanochat.sources import DATA_MANIFEST, RunData, open_data, read_manifests
+from nanochat.sources import DATA_MANIFEST, RunData, Source, open_data, read_manifests
 from nanochat.start_run import open_run
 from nanochat.tokenizer import Tokenizer
 from scripts.sample import ask_for_model, device_of
@@ -58,7 +58,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p.add_argument("--json", type=Path, help="file for the result (default: RUN/eval.json)")
     args = p.parse_args(argv)
     args.eval = [mode.strip() for mode in args.eval.split(",")]
-    if unknown := set(args.eval) - set(MODES):
+    unknown = set(args.eval) - set(MODES)
+    if unknown:
         raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected a comma-separated list of "
                          f"{', '.join(MODES)}")
     return args
@@ -66,23 +67,31 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
     """The most likely continuation of each prompt, and texts sampled from BOS alone."""
-    engine, bos = Engine(model, tokenizer), tokenizer.get_bos_token_id()
-    free, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
-    prompted = [engine.generate_batch(prompt, max_tokens=32, temperature=0.0)[0][0] for prompt in prompts]
-    return {"prompted": [tokenizer.decode(tokens[1:]) for tokens in prompted],
-            "unprompted": [tokenizer.decode(tokens[1:]) for tokens in free]}
+    engine = Engine(model, tokenizer)
+    bos = tokenizer.get_bos_token_id()
+    rows, _ = engine.generate_batch([bos], 4, max_tokens=96, temperature=1.0, seed=42)
+    unprompted = [tokenizer.decode(tokens[1:]) for tokens in rows]
+    prompted = []
+    for prompt in prompts:
+        [tokens], _ = engine.generate_batch(prompt, max_tokens=32, temperature=0.0)
+        prompted.append(tokenizer.decode(tokens[1:]))
+    return {"prompted": prompted, "unprompted": unprompted}
 
 
 def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
     """The loss of each token under the unigram model, (vocab_size,) float32. Counts targets in the first rows of the
     run's stream, the same number of rows from each lane, at least `num_tokens` tokens in all; counts start at 1."""
-    counts = torch.ones(data.tokenizer.get_vocab_size(), dtype=torch.int64)
+    vocab_size = data.tokenizer.get_vocab_size()
+    counts = torch.ones(vocab_size, dtype=torch.int64)
     steps = -(-num_tokens // (config.V * config.T))
-    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
-                    device_batch_size=config.V, drop_dry=True) as loader, contextlib.suppress(Dry):
+    loader = DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
+                        device_batch_size=config.V, drop_dry=True)
+    with loader, contextlib.suppress(Dry):
         for batch in itertools.islice(loader, steps):
-            counts += torch.bincount(batch.targets[batch.targets >= 0], minlength=len(counts))
-    return -(counts / counts.sum(dtype=torch.float64)).log().float()
+            targets = batch.targets[batch.targets >= 0]
+            counts += torch.bincount(targets, minlength=vocab_size)
+    shares = counts / counts.sum(dtype=torch.float64)
+    return -shares.log().float()
 
 
 def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
@@ -93,59 +102,105 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = opened
     tokenizer = stored.tokenizer
-    data = stored if config.framed else open_data(read_manifests(run_dir / DATA_MANIFEST), tokenizer)
+    data = stored
+    if not config.framed:
+        manifests = read_manifests(run_dir / DATA_MANIFEST)
+        data = open_data(manifests, tokenizer)
     model.attention_mode = settings.attention_mode
+    device = model.get_device()
     token_bytes = tokenizer.token_bytes()
-    B = settings.device_batch_size if args.device_batch_size == -1 else args.device_batch_size
+    device_batch_size = args.device_batch_size
+    if device_batch_size == -1:
+        device_batch_size = settings.device_batch_size
     num_tokens = settings.eval_tokens if args.eval_tokens == -1 else args.eval_tokens
+    tokens_per_val_bucket = num_tokens // len(data.val)
 
-    def batches(source: Any, num_tokens: int) -> Iterator[Any]:
+    def batches(source: Source, num_tokens: int) -> Iterator[MicroBatch]:
         return validation_loader(
-            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=model.get_device(),
-            rank=rank, device_batch_size=B, world_size=world_size, num_leaves=settings.leaves,
+            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device,
+            rank=rank, device_batch_size=device_batch_size, world_size=world_size, num_leaves=settings.leaves,
             with_doc_ids=model.attention_mode != "causal")
 
-    val, buckets = evaluate_buckets(model, {name: batches(source, num_tokens // len(data.val))
-                                            for name, source in data.val.items()}, token_bytes)
-    train = {name: evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
-             for name, source in data.train.items() if len(source.groups)}
-    nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens)).to(model.get_device())
+    # the model
+    val_batches = {name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()}
+    val, val_buckets = evaluate_buckets(model, val_batches, token_bytes)
+    train = {}
+    for name, source in data.train.items():
+        if len(source.groups):
+            train[name] = evaluate_bpb(model, batches(source, num_tokens), None, token_bytes)
+
+    # the unigram model, on the same validation data
+    nats = on_rank0(lambda: unigram_nats(stored, config, args.unigram_tokens)).to(device)
 
     def unigram(x: Tensor, y: Tensor, loss_reduction: str) -> Tensor:
         return nats[y.clamp(min=0)]
 
-    floor, _ = evaluate_buckets(unigram, {
-        name: ((batch.inputs, batch.targets) for batch in batches(source, num_tokens // len(data.val)))
-        for name, source in data.val.items()}, token_bytes)
-    if tokenizer.knows_bytes:
-        return {"val_bpb": val, "val_buckets": buckets, "train_bpb": train, "unigram_bpb": floor}
-    buckets, train = ({name: in_nats(bits) for name, bits in bpb.items()} for bpb in (buckets, train))
-    return {"val_loss": in_nats(val), "val_buckets": buckets, "train_loss": train, "unigram_loss": in_nats(floor)}
+    pairs = {}
+    for name, source in data.val.items():
+        pairs[name] = inputs_and_targets(batches(source, tokens_per_val_bucket))
+    unigram_val, _ = evaluate_buckets(unigram, pairs, token_bytes)
+
+    result = {"val_bpb": val, "val_buckets": val_buckets, "train_bpb": train, "unigram_bpb": unigram_val}
+    return result if tokenizer.knows_bytes else result_in_nats(result)
+
+
+def result_in_nats(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result of `bits_per_byte` in nats per token."""
+    return {
+        "val_loss": in_nats(result["val_bpb"]),
+        "val_buckets": {name: in_nats(bits) for name, bits in result["val_buckets"].items()},
+        "train_loss": {name: in_nats(bits) for name, bits in result["train_bpb"].items()},
+        "unigram_loss": in_nats(result["unigram_bpb"]),
+    }
+
+
+def inputs_and_targets(batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches without ids of documents, which only attention needs."""
+    for batch in batches:
+        yield batch.inputs, batch.targets
+
+
+def evaluate_tasks(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> list[core_eval.Score]:
+    """Collective. Evaluate the tasks of CORE, and print each result."""
+    tasks = on_rank0(lambda: core_eval.read_bundle(args.eval_bundle, args.max_per_task))
+    scores = []
+    for score in core_eval.evaluate_core(model, tokenizer, tasks):
+        task = score.task
+        about = f"{task.num_fewshot}-shot, {task.kind}, {len(task.items):,} items"
+        print0(f"{task.label} ({about}): accuracy {score.accuracy:.4f}, centered {score.centered:.4f}")
+        scores.append(score)
+    return scores
 
 
 def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Collective. Run the evaluations that --eval names."""
-    began, run_dir = time.perf_counter(), checkpoint.parent.parent
+    began = time.perf_counter()
+    run_dir = checkpoint.parent.parent
     model, tokenizer, meta = load_model(checkpoint, device, compute_dtype=dtype)
     _, rank, _, world_size = get_dist_info()
-    result: dict[str, Any] = {"checkpoint": str(checkpoint), "step": meta["step"], "dtype": str(dtype),
-                              "device": device.type, "train_bpb": {}, "samples": {}}
+    result: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "step": meta["step"],
+        "dtype": str(dtype),
+        "device": device.type,
+        "train_bpb": {},
+        "samples": {},
+    }
     if "core" in args.eval:
-        tasks, scores = on_rank0(lambda: core_eval.read_bundle(args.eval_bundle, args.max_per_task)), []
-        for score in core_eval.evaluate_core(model, tokenizer, tasks):
-            task = score.task
-            print0(f"{task.label} ({task.num_fewshot}-shot, {task.kind}, {len(task.items):,} items): "
-                   f"accuracy {score.accuracy:.4f}, centered {score.centered:.4f}")
-            scores.append(score)
+        scores = evaluate_tasks(args, model, tokenizer)
         result["core"] = core_eval.summary(scores)
-    if set(args.eval) - {"core"}:
+    if "bpb" in args.eval or "sample" in args.eval:
         opened = open_run(run_dir)
         if "bpb" in args.eval:
             result |= bits_per_byte(args, model, run_dir, opened)
         if "sample" in args.eval and rank == 0:
             data, config, _ = opened
-            result["samples"] = draw_samples(model, tokenizer, validation_prompts(data.val, tokenizer, config.T))
-    return result | {"seconds": time.perf_counter() - began, "world_size": world_size, "torch": torch.__version__}
+            prompts = validation_prompts(data.val, tokenizer, config.T)
+            result["samples"] = draw_samples(model, tokenizer, prompts)
+    result["seconds"] = time.perf_counter() - began
+    result["world_size"] = world_size
+    result["torch"] = torch.__version__
+    return result
 
 
 def report(result: dict[str, Any]) -> None:
@@ -153,19 +208,28 @@ def report(result: dict[str, Any]) -> None:
     for texts in result["samples"].values():
         for text in texts:
             print0(f"{'-' * 80}\n{visible(text)}")
-    key, unit = ("loss", "nats per token") if "val_loss" in result else ("bpb", "bits per byte")
     title = f"{result['checkpoint']}, step {result['step']:,}"
     lines = [title]
-    if f"val_{key}" in result:
-        buckets = result["val_buckets"] if len(result["val_buckets"]) > 1 else {}
-        rows = [("validation", result[f"val_{key}"]),
-                *((f"validation, {bucket}", bpb) for bucket, bpb in buckets.items()),
-                *((f"train, {bucket}", bpb) for bucket, bpb in result[f"train_{key}"].items()),
-                ("validation, unigram model", result[f"unigram_{key}"])]
-        lines = table((title, unit), [(name, f"{bpb:.6f}") for name, bpb in rows])
+    if "val_loss" in result:
+        lines = table((title, "nats per token"), result_rows(result, "loss"))
+    elif "val_bpb" in result:
+        lines = table((title, "bits per byte"), result_rows(result, "bpb"))
     if "core" in result:
         lines.append(f"CORE metric: {result['core']['core_metric']:.4f}")
     print0("-" * 80, *lines, sep="\n")
+
+
+def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
+    """(data, loss on it), with losses in bits per byte (`key` is bpb) or nats per token (loss)."""
+    losses = [("validation", result[f"val_{key}"])]
+    buckets = result["val_buckets"]
+    if len(buckets) > 1:
+        for bucket, loss in buckets.items():
+            losses.append((f"validation, {bucket}", loss))
+    for bucket, loss in result[f"train_{key}"].items():
+        losses.append((f"train, {bucket}", loss))
+    losses.append(("validation, unigram model", result[f"unigram_{key}"]))
+    return [(name, f"{loss:.6f}") for name, loss in losses]
 
 
 def store(result: dict[str, Any], path: Path) -> None:

@@ -25,7 +25,7 @@ that both runs have is equal, else 1, also if equal rows come from different fil
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +49,14 @@ from nanochat.run_dir import find_run, is_step, read_cursors
 from nanochat.run_reader import RunReader, differing_settings, flat_numbers
 
 DATA = {"digest": "digests", "tokens": "token counts", "cursors": "cursors"}
-SERIES = {**DATA, "loss": "losses", "lr": "learning rates", "grad_norm": "gradient norms",
-          "bpb": "validation results", "buckets": "validation results"}
+SERIES = {
+    **DATA,
+    "loss": "losses",
+    "lr": "learning rates",
+    "grad_norm": "gradient norms",
+    "bpb": "validation results",
+    "buckets": "validation results",
+}
 SMOOTH = "smooth_loss"
 WIDEST = 50  # maximum number of characters shown of a setting
 CPU_CAUSE = ("cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
@@ -67,37 +73,65 @@ class Gap(NamedTuple):
     text: str
 
 
+def compare_tensors(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """How two tensors of the same dtype and shape differ, None if all bits are equal."""
+    x, y = a.reshape(-1), b.reshape(-1)
+    # one row of bytes per element, so that a NaN equals itself
+    raw_x = x.view(torch.uint8).reshape(-1, a.element_size())
+    raw_y = y.view(torch.uint8).reshape(-1, b.element_size())
+    unequal = (raw_x != raw_y).any(dim=1)
+    places = unequal.nonzero().flatten()
+    if not len(places):
+        return None
+    distances = x[places].double() - y[places].double()
+    apart = distances.abs().max().item()
+    largest = max(largest_of(x), largest_of(y))
+    first = [int(i) for i in np.unravel_index(int(places[0]), a.shape)]
+    count = f"{len(places):,} of {a.numel():,} elements differ"
+    return f"{count}, the first at {first}, by at most {apart:.3g}; the largest element is {largest:.3g}"
+
+
+def largest_of(x: torch.Tensor) -> float:
+    """The largest absolute value of a tensor."""
+    return x.double().abs().max().item()
+
+
+def kind_of(leaf: Any) -> Any:
+    """A tensor's dtype and shape in words; any other leaf as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {tuple(leaf.shape)}"
+    return leaf
+
+
 def difference(a: Any, b: Any) -> str | None:
     """How two leaves differ, None if they are equal: all bits of tensors. NaN equals NaN."""
-    kinds = [f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value
-             for value in (a, b)]
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and kinds[0] == kinds[1]:
-        x, y = a.reshape(-1), b.reshape(-1)
-        raw = [flat.view(torch.uint8).reshape(-1, a.element_size()) for flat in (x, y)]
-        differ = (raw[0] != raw[1]).any(dim=1).nonzero().flatten()
-        if not len(differ):
-            return None
-        apart = (x[differ].double() - y[differ].double()).abs().max().item()
-        largest = max(flat.double().abs().max().item() for flat in (x, y))
-        first = [int(i) for i in np.unravel_index(int(differ[0]), a.shape)]
-        return (f"{len(differ):,} of {a.numel():,} elements differ, the first at {first}, by at most {apart:.3g}; the "
-                f"largest element is {largest:.3g}")
-    a, b = kinds
-    if type(a) is type(b) and (a == b or (a != a and b != b)):
+    both_tensors = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    x, y = kind_of(a), kind_of(b)
+    if both_tensors and x == y:
+        return compare_tensors(a, b)
+    if type(x) is not type(y):
+        return f"{x} and {y}"
+    both_nan = x != x and y != y
+    if x == y or both_nan:
         return None
-    if type(a) is float and type(b) is float and math.isfinite(a - b):
-        return f"{a} and {b}, {abs(a - b) / max(abs(a), abs(b)):.2g} relative"
-    return f"{a} and {b}"
+    if type(x) is float and math.isfinite(x - y):
+        largest = max(abs(x), abs(y))
+        relative = abs(x - y) / largest
+        return f"{x} and {y}, {relative:.2g} relative"
+    return f"{x} and {y}"
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, leaf) of a plain state, in its order."""
-    items = dict(enumerate(state)) if isinstance(state, (list, tuple)) else state
-    if not (isinstance(items, dict) and items):
+    items = state
+    if isinstance(state, (list, tuple)):
+        items = dict(enumerate(state))
+    if not isinstance(items, dict) or not items:
         yield name, state
         return
     for key, item in items.items():
-        yield from leaves(item, f"{name}.{key}" if name else str(key))
+        below = f"{name}.{key}" if name else str(key)
+        yield from leaves(item, below)
 
 
 def compare_states(a: Any, b: Any) -> Iterator[Gap]:
@@ -127,28 +161,48 @@ def read_series(run: RunReader, notes: list[str]) -> Series:
     series: Series = {}
     for step, path in run.cursor_files.items():
         try:
-            lanes = {f"lane {i}": cursor for i, cursor in enumerate(read_cursors(path)[1])}
-            series.setdefault("cursors", {})[step] = lanes
+            _, cursors = read_cursors(path)
         except (OSError, ValueError) as e:
             notes.append(f"skipped: {e}")
+            continue
+        lanes = {f"lane {i}": cursor for i, cursor in enumerate(cursors)}
+        series.setdefault("cursors", {})[step] = lanes
     for record in (*run.steps, *run.named("val")):
         values = record if is_step(record) else dict(flat_numbers(record))
         for name, value in values.items():
-            if name.partition("/")[0] in SERIES or name == SMOOTH:
-                series.setdefault(name, {})[record["step"]] = value
+            group, _, _ = name.partition("/")
+            if group in SERIES or name == SMOOTH:
+                of_name = series.setdefault(name, {})
+                of_name[record["step"]] = value
     return series
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint as one plain state, without clocks, random states and wandb's id. Tensors are memory-mapped, not
     read. "optimizer" and "schedule" are optional."""
-    more = {"optimizer": OPTIMIZER_NAME, "schedule": SCHEDULER_NAME}
-    return {"architecture": checkpoint.model_config,
-            "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
-            "cursors": checkpoint.cursors,
-            "model": checkpoint.model_state(),
-            **{name: checkpoint.load(file) for name, file in more.items()
-               if file in checkpoint.trainer_state["files"]}}
+    state = {
+        "architecture": checkpoint.model_config,
+        "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
+        "cursors": checkpoint.cursors,
+        "model": checkpoint.model_state(),
+    }
+    for name, file in (("optimizer", OPTIMIZER_NAME), ("schedule", SCHEDULER_NAME)):
+        if file in checkpoint.trainer_state["files"]:
+            state[name] = checkpoint.load(file)
+    return state
+
+
+def saved_steps(run_dir: Path, notes: list[str]) -> dict[int, Path]:
+    """The readable checkpoints of a run by step."""
+    saved: dict[int, Path] = {}
+    for path in list_checkpoints(run_dir):
+        try:
+            step = read_seal(path)["step"]
+        except (OSError, ValueError) as e:
+            notes.append(f"skipped: {e}")
+            continue
+        saved.setdefault(step, path)
+    return dict(sorted(saved.items()))
 
 
 @dataclass(frozen=True)
@@ -172,17 +226,14 @@ def open_side(name: str, notes: list[str]) -> Side:
         path = checkpoint.path.absolute()
         return Side(name, None, {checkpoint.step: path}, {}, f"{name}: {path}")
     run = RunReader(run_dir)
-    saved: dict[int, Path] = {}
-    for path in list_checkpoints(run_dir):
-        try:
-            saved.setdefault(read_seal(path)["step"], path)
-        except (OSError, ValueError) as e:
-            notes.append(f"skipped: {e}")
-    saved = dict(sorted(saved.items()))
-    steps = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}" if run.steps else "no steps"
-    end = (run.launches[-1].end if run.launches else "") or "unfinished"
-    about = f"{steps} in the log; checkpoints: {', '.join(map(str, saved)) or 'none'}; {end}"
-    return Side(name, run, saved, read_series(run, notes), f"{name}: {about}")
+    saved = saved_steps(run_dir, notes)
+    steps = "no steps"
+    if run.steps:
+        steps = f"steps {run.steps[0]['step']} to {run.steps[-1]['step']}"
+    checkpoints = ", ".join(map(str, saved)) or "none"
+    end = run.launches[-1].end if run.launches else ""
+    about = f"{name}: {steps} in the log; checkpoints: {checkpoints}; {end or 'unfinished'}"
+    return Side(name, run, saved, read_series(run, notes), about)
 
 
 # ---- two runs -----------------------------------------------------------------------------------
@@ -200,8 +251,49 @@ class Part:
         """One line to print."""
         if not self.gaps:
             return f"{self.name}: {self.compared:,} equal"
-        first, verb = self.gaps[0], "differs in" if self.kind == "checkpoint" else "differ first at"
-        return f"{self.name} {verb} {first.where}: {first.text}; {len(self.gaps):,} of {self.compared:,} differ"
+        first = self.gaps[0]
+        verb = "differs in" if self.kind == "checkpoint" else "differ first at"
+        count = f"{len(self.gaps):,} of {self.compared:,} differ"
+        return f"{self.name} {verb} {first.where}: {first.text}; {count}"
+
+
+def compare_series(name: str, a: Side, b: Side) -> Part | None:
+    """The comparison of one series; None if the sides have no step of it in common."""
+    ours, theirs = a.log.get(name, {}), b.log.get(name, {})
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        return None
+    gaps: list[Gap] = []
+    for step in common:
+        where = f"step {step}"
+        of_step = compare_states({where: ours[step]}, {where: theirs[step]})
+        gaps += sorted(of_step, key=of_files)[:1]
+    group, _, bucket = name.partition("/")
+    words = SERIES[group]
+    if bucket:
+        words += f" of {bucket}"
+    kind = "data" if name in DATA else "steps"
+    return Part(kind, words, len(common), gaps)
+
+
+def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) -> Part | None:
+    """The comparison of two checkpoints; None if one of them is corrupt, or was just deleted by an active run."""
+    try:
+        one = contents(load_checkpoint(first))
+        other = contents(load_checkpoint(second))
+    except (OSError, ValueError) as e:
+        notes.append(f"skipped: {e}")
+        return None
+    shared = one.keys() & other.keys()
+    if "optimizer" not in shared:
+        notes.append(f"{name}: one side has no optimizer state; only weights and data are compared")
+    for state in (one, other):
+        for key in state.keys() - shared:
+            del state[key]
+    gaps = list(compare_states(one, other))
+    num_leaves = len(list(leaves(one)))
+    compared = max(num_leaves, len(gaps))
+    return Part("checkpoint", name, compared, gaps)
 
 
 def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
@@ -209,30 +301,21 @@ def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
     single checkpoints are compared even if their steps differ. ValueError if the sides have nothing in common."""
     parts: list[Part] = []
     for name in SERIES | a.log:
-        common = sorted(a.log.get(name, {}).keys() & b.log.get(name, {}).keys())
-        if common and name != SMOOTH:
-            x, y = ([{f"step {step}": side.log[name][step]} for step in common] for side in (a, b))
-            gaps = [gap for pair in zip(x, y) for gap in sorted(compare_states(*pair), key=of_files)[:1]]
-            series, _, bucket = name.partition("/")
-            words = SERIES[series] + (f" of {bucket}" if bucket else "")
-            parts.append(Part("data" if name in DATA else "steps", words, len(common), gaps))
+        part = None if name == SMOOTH else compare_series(name, a, b)
+        if part is not None:
+            parts.append(part)
+
     pairs = [(step, step) for step in a.saved if step in b.saved]
     if a.run is None and b.run is None:
         pairs = list(zip(a.saved, b.saved))
     for first, second in pairs:
-        try:
-            one = contents(load_checkpoint(a.saved[first]))
-            other = contents(load_checkpoint(b.saved[second]))
-        except (OSError, ValueError) as e:  # corrupt, or just deleted by an active run
-            notes.append(f"skipped: {e}")
-            continue
-        name = f"checkpoint {first}" + (f" (against {second})" if second != first else "")
-        shared = one.keys() & other.keys()
-        if "optimizer" not in shared:
-            notes.append(f"{name}: one side has no optimizer state; only weights and data are compared")
-        one, other = ({k: v for k, v in state.items() if k in shared} for state in (one, other))
-        gaps = list(compare_states(one, other))
-        parts.append(Part("checkpoint", name, max(len(list(leaves(one))), len(gaps)), gaps))
+        name = f"checkpoint {first}"
+        if second != first:
+            name += f" (against {second})"
+        part = compare_checkpoints(name, a.saved[first], b.saved[second], notes)
+        if part is not None:
+            parts.append(part)
+
     if not parts:
         nothing = "nothing to compare: the two have no logged step and no checkpoint in common"
         raise ValueError("; ".join([nothing, a.about, b.about, *notes]))
@@ -243,37 +326,67 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     """(whether all is equal, a sentence: how much is equal, or which difference comes first)."""
     corrupt = sum(note.startswith("skipped") for note in notes)
     end = f"; {counted(corrupt, 'corrupt file')} skipped" if corrupt else ""
-    if parts[0].name == "digests" and {of_files(gap) for part in parts for gap in part.gaps} == {True}:
+    differing = [part for part in parts if part.gaps]
+
+    if not differing:
+        equal = [f"{part.compared:,} {part.name}" for part in parts if part.name in ("digests", "losses")]
+        for part in parts:
+            if part.kind == "checkpoint":
+                equal.append(f"{part.name} ({part.compared:,} values)")
+        return True, f"equal bit for bit: {', '.join(equal)}{end}"
+
+    gaps: list[Gap] = []
+    for part in differing:
+        gaps += part.gaps
+    only_files = all(of_files(gap) for gap in gaps)
+    if only_files and parts[0].name == "digests":
         return False, "the same rows from different files: all is equal except the files that cursors name" + end
-    for part in parts:
-        if part.gaps:  # all parts before this one are equal
-            same = "same data; " * (parts[0].kind == "data" and part.kind != "data")
-            return False, same + part.describe() + end
-    equal = [f"{p.compared:,} {p.name}" for p in parts if p.name in ("digests", "losses")]
-    equal += [f"{p.name} ({p.compared:,} values)" for p in parts if p.kind == "checkpoint"]
-    return True, f"equal bit for bit: {', '.join(equal)}{end}"
+
+    first = differing[0]  # all parts before it are equal
+    data_equal = parts[0].kind == "data" and first.kind != "data"
+    same = "same data; " if data_equal else ""
+    return False, same + first.describe() + end
+
+
+def first_differing_digest(a: Side, b: Side) -> int | None:
+    """The first step that both sides logged with different digests."""
+    ours = a.log.get("digest", {})
+    theirs = b.log.get("digest", {})
+    for step in sorted(ours.keys() & theirs.keys()):
+        if ours[step] != theirs[step]:
+            return step
+    return None
+
+
+def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | None]) -> bool:
+    """Whether a run leaves out the document at a place; `listed`: {file: its left-out documents, None for all}."""
+    file, document = place["file"], place["document"]
+    rows = listed.get(file, [])
+    return rows is None or document in rows
 
 
 def explain_left_out(a: Side, b: Side) -> str:
     """A sentence for two runs with different lists of --without-documents: whether the first step whose digests differ
     has a document that only one of them leaves out. "" for other runs, and if no digests differ."""
-    digests = [side.log.get("digest", {}) for side in (a, b)]
-    step = next((step for step in sorted(digests[0].keys() & digests[1].keys())
-                 if digests[0][step] != digests[1][step]), None)
-    if a.run is None or b.run is None or step is None or a.run.listed() == b.run.listed():
+    step = first_differing_digest(a, b)
+    if a.run is None or b.run is None or step is None:
+        return ""
+    listed_a, listed_b = a.run.listed(), b.run.listed()
+    if listed_a == listed_b:
         return ""
     from scripts.inspect_data import describe, open_stream_of
 
-    lists = [a.run.listed(), b.run.listed()]
     opened = open_stream_of(a.run.run_dir)
     with opened.stream_at(step) as stream:
         for row in stream.next_rows(opened.rows_per_lane):
             for place in describe(opened, stream, row):
-                sides = [listed.get(place["file"], []) for listed in lists]
-                left_out = [rows is None or place["document"] in rows for rows in sides]
-                if left_out[0] != left_out[1]:
-                    return (f"as expected: step {step} is the first with a document that "
-                            f"{a.name if left_out[0] else b.name} leaves out ({place['file']}:{place['document']})")
+                a_omits, b_omits = is_listed(place, listed_a), is_listed(place, listed_b)
+                if a_omits == b_omits:
+                    continue
+                name = a.name if a_omits else b.name
+                document = f"{place['file']}:{place['document']}"
+                return (f"as expected: step {step} is the first with a document that "
+                        f"{name} leaves out ({document})")
     return (f"unexpected: the runs first differ at step {step}, but no row of it has a document that only one of them "
             f"leaves out, so something else differs")
 
@@ -284,14 +397,19 @@ def versions_of(run: RunReader) -> dict[str, str]:
     for launch in run.launches:
         for name in ("code", *VERSIONS):
             if name in launch.started:  # older logs lack some
-                values.setdefault(name, {})[show(launch.started[name])] = None
+                distinct = values.setdefault(name, {})
+                distinct[show(launch.started[name])] = None
     return {name: ", then ".join(distinct) for name, distinct in values.items()}
 
 
 def differing_versions(a: RunReader, b: RunReader) -> list[tuple[str, str, str]]:
     """(name, value of a, value of b) of the versions that both runs logged and that differ."""
     ours, theirs = versions_of(a), versions_of(b)
-    return [(name, ours[name], theirs[name]) for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    rows = []
+    for name, value in ours.items():
+        if name in theirs and theirs[name] != value:
+            rows.append((name, value, theirs[name]))
+    return rows
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -300,25 +418,73 @@ def curve(log: Series, name: str) -> dict[int, float]:
     """{tokens trained on: value} of the smoothed loss ("loss") or of validation results ("bpb")."""
     values = log.get(name, {})
     if name == "loss":  # the loss of step s is known after s + 1 steps
-        values = {step + 1: value for step, value in log.get(SMOOTH, values).items()}
-    tokens = {0: 0} | {step + 1: count for step, count in log.get("tokens", {}).items()}
-    return {tokens[step]: value for step, value in sorted(values.items())
-            if step in tokens and value is not None}
+        smoothed = log.get(SMOOTH, values)
+        values = {step + 1: value for step, value in smoothed.items()}
+    tokens = {0: 0}
+    for step, count in log.get("tokens", {}).items():
+        tokens[step + 1] = count
+    points = {}
+    for step, value in sorted(values.items()):
+        if step in tokens and value is not None:
+            points[tokens[step]] = value
+    return points
+
+
+def interpolate(points: dict[int, float], at: int) -> float | None:
+    """The value of a curve at a number of tokens; None outside of the curve."""
+    if not points:
+        return None
+    if at < min(points) or at > max(points):
+        return None
+    values = [*points.values()]
+    return float(np.interp(at, [*points], values))
 
 
 def same_tokens(a: Series, b: Series) -> list[list[Any]]:
     """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have reached: those at
     which either was evaluated, and the last one. Values between two measurements are interpolated."""
-    curves = [curve(log, name) for name in ("loss", "bpb") for log in (a, b)]
-    if not (curves[0] and curves[1]):
+    loss_a, loss_b = curve(a, "loss"), curve(b, "loss")
+    bpb_a, bpb_b = curve(a, "bpb"), curve(b, "bpb")
+    if not loss_a or not loss_b:
         return []
-    end = min(max(curves[0]), max(curves[1]))
-    marks = sorted({mark for mark in curves[2] | curves[3] if mark < end} | {end})
-    marks = marks[::-1][::-(-len(marks) // TABLE_ROWS)][::-1]
-    values = [[float(np.interp(mark, [*points], [*points.values()]))
-               if points and min(points) <= mark <= max(points) else None for mark in marks]
-              for points in curves]
-    return [list(row) for row in zip(marks, *values)]
+    end = min(max(loss_a), max(loss_b))
+    evaluated = {mark for mark in bpb_a | bpb_b if mark < end}
+    newest_first = sorted(evaluated | {end}, reverse=True)
+    stride = -(-len(newest_first) // TABLE_ROWS)
+    marks = newest_first[::stride][::-1]  # always with the end
+    rows = []
+    for mark in marks:
+        values = [interpolate(points, mark) for points in (loss_a, loss_b, bpb_a, bpb_b)]
+        rows.append([mark, *values])
+    return rows
+
+
+def print_settings(a: Side, b: Side) -> None:
+    """Print the settings of two runs that differ, and what --without-documents explains."""
+    if a.run is None or b.run is None:
+        return
+    differ = differing_settings([a.run.config, b.run.config])
+    if not differ:
+        return
+    rows = [[show(value)[:WIDEST] for value in row] for row in differ]
+    print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
+    sentence = explain_left_out(a, b)
+    if sentence:
+        print("", sentence, sep="\n")
+
+
+def print_versions(a: Side, b: Side, parts: list[Part]) -> None:
+    """Print the versions with which two differing runs were trained, if they differ."""
+    if a.run is None or b.run is None:
+        return
+    versions = differing_versions(a.run, b.run)
+    if not versions:
+        return
+    print("", *table(("versions that differ", "a", "b"), versions), sep="\n")
+    same_data = not any(part.gaps for part in parts if part.kind == "data")
+    other_cpu = any(name.startswith("cpu") for name, _, _ in versions)
+    if same_data and other_cpu:
+        print("", CPU_CAUSE, sep="\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -330,29 +496,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     setup_logging()
     notes: list[str] = []
-    a, b = open_side(args.a, notes), open_side(args.b, notes)
+    a = open_side(args.a, notes)
+    b = open_side(args.b, notes)
     parts = compare(a, b, notes)
     equal, summary = summarize(parts, notes)
     about = [f"a = {a.about}", f"b = {b.about}", *(f"note: {note}" for note in notes)]
     print(summary, "", *about, sep="\n")
-    if a.run and b.run and (differ := differing_settings([a.run.config, b.run.config])):
-        rows = [[show(value)[:WIDEST] for value in row] for row in differ]
-        print("", *table(("settings that differ", "a", "b"), rows), sep="\n")
-        if sentence := explain_left_out(a, b):
-            print("", sentence, sep="\n")
-    if not equal and a.run and b.run and (versions := differing_versions(a.run, b.run)):
-        print("", *table(("versions that differ", "a", "b"), versions), sep="\n")
-        same_data = not any(part.gaps for part in parts if part.kind == "data")
-        if same_data and any(name.startswith("cpu") for name, _, _ in versions):
-            print("", CPU_CAUSE, sep="\n")
-    if not equal and (rows := same_tokens(a.log, b.log)):
+    print_settings(a, b)
+    if not equal:
+        print_versions(a, b, parts)
+        rows = same_tokens(a.log, b.log)
         header = ("tokens", "loss a", "loss b", "bits per byte a", "bits per byte b")
-        print("", *table(header, rows), sep="\n")
+        if rows:
+            print("", *table(header, rows), sep="\n")
     print()
     for part in parts:
         print(part.describe())
         if args.tensors and part.kind == "checkpoint":
-            print(*(f"  {gap.where}: {gap.text}\n" for gap in part.gaps), sep="", end="")
+            for gap in part.gaps:
+                print(f"  {gap.where}: {gap.text}")
     return 0 if equal else EXIT_FAILED
 
 

@@ -31,9 +31,10 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main
@@ -47,6 +48,8 @@ BLOCK_ENTRIES = 1 << 12
 TOKENIZER = "tokenizer"
 HEADER_INTS = 256  # int32 in the header of llm.c's files
 LLM_C = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # {magic: (version, type of ids, E)}
+SPLITS = {"val": "val", "valid": "val", "validation": "val", "test": "test"}  # {word in a file's name: split}
+UNKNOWN_VOCAB = 1 << 32  # of pairs whose ids may be anything that fits into them
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,6 +62,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="end-of-document id of GPTS pairs that no manifest.json lists (default: the last id of "
                              "each pair), and of nanoGPT's files (50256 for GPT-2)")
     return parser.parse_args(argv)
+
+
+def check_prefix(pair: TokenFile, number: int, ids: np.ndarray, prefix: int, before: np.ndarray) -> None:
+    """ValueError unless the first `prefix` ids of entry `number` are the last ones of `before`, the previous entry."""
+    repeated = ids[:prefix]
+    if not np.array_equal(repeated, before[-prefix:]):
+        raise ValueError(f"{pair.path}: entry {number:,} has a prefix of {prefix:,} ids that differs "
+                         f"from the end of the previous entry, so they cannot be joined; regenerate the pair")
 
 
 def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
@@ -75,11 +86,11 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
         ends = pair.ends_document(first, last, eod).tolist()
         for number, ids in enumerate(pair.read(first, last)):
             prefix = prefixes[number]
+            # gpt-simple may add a window that only repeats the end of a document
             if prefix and not parts and np.array_equal(ids, before[-len(ids):]):
-                continue  # gpt-simple may add a window that only repeats the end of a document
-            if prefix and not np.array_equal(ids[:prefix], before[-prefix:]):
-                raise ValueError(f"{pair.path}: entry {first + number:,} has a prefix of {prefix:,} ids that differs "
-                                 f"from the end of the previous entry, so they cannot be joined; regenerate the pair")
+                continue
+            if prefix:
+                check_prefix(pair, first + number, ids, prefix, before)
             parts.append(ids[prefix:])
             before = ids
             if ends[number]:
@@ -89,35 +100,56 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
         yield np.concatenate(parts)
 
 
+def last_id(pair: TokenFile) -> int:
+    """The last id of a pair, 0 if it has none."""
+    end = pair.num_tokens
+    ids = pair.reader.read(max(0, end - 1), end)
+    return int(ids.sum())
+
+
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> int:
     """Convert the pair `source` to `target` (paths of the .bin). Returns how many empty documents were left out.
     ValueError if the format cannot hold its documents."""
     pair = open_tokens(source)
     if pair.record is not None and pair.manifest is not None:
-        eod, vocab_size, dtype = pair.manifest["tokenizer"]["eod"], pair.manifest["tokenizer"]["vocab_size"], None
+        tokenizer = pair.manifest["tokenizer"]
+        eod = tokenizer["eod"]
+        vocab_size = tokenizer["vocab_size"]
+        dtype = None
     else:  # keep the width of the ids
-        vocab_size, dtype = 1 << 32, wide_or_narrow(to, pair.dtype)
+        vocab_size = UNKNOWN_VOCAB
+        dtype = wide_or_narrow(to, pair.dtype)
         if eod is None:
-            eod = int(pair.reader.read(max(0, pair.num_tokens - 1), pair.num_tokens).sum())  # the last id, 0 if none
-    return write(documents(pair, eod), target, to=to, vocab_size=vocab_size, dtype=dtype)
+            eod = last_id(pair)
+    entries = documents(pair, eod)
+    return write(entries, target, to=to, vocab_size=vocab_size, dtype=dtype)
 
 
-def wide_or_narrow(to: str, dtype: np.dtype) -> Any:
+def wide_or_narrow(to: str, dtype: np.dtype) -> DTypeLike:
     """The type of ids in the output: two bytes if they were at most that wide, else four."""
-    return DTYPES[TARGETS[to]][4] if dtype.itemsize > 2 else np.uint16
+    if dtype.itemsize <= 2:
+        return np.uint16
+    return DTYPES[TARGETS[to]][4]
 
 
-def write(entries: Iterator[np.ndarray], target: Path, *, to: str, vocab_size: int, dtype: Any) -> int:
+def write(entries: Iterator[np.ndarray], target: Path, *, to: str, vocab_size: int,
+          dtype: DTypeLike | None) -> int:
     """Write documents, each (n,), as the pair `target`. Returns how many empty ones GPTS could not hold."""
-    empty = 0
-    with WRITERS[TARGETS[to]](target.with_suffix(""), vocab_size=vocab_size, dtype=dtype) as writer:
+    num_empty = 0
+    open_writer = WRITERS[TARGETS[to]]
+    prefix = target.with_suffix("")
+    with open_writer(prefix, vocab_size=vocab_size, dtype=dtype) as writer:
         while block := list(itertools.islice(entries, BLOCK_ENTRIES)):
-            kept = [ids for ids in block if len(ids) or to != "gpts"]
-            empty += len(block) - len(kept)
-            lengths = np.array([len(ids) for ids in kept], np.int64)
-            ids = np.concatenate([block[0][:0], *kept])
-            writer.add(ids, lengths, np.zeros(len(kept), np.uint16))
-    return empty
+            kept = block
+            if to == "gpts":
+                kept = [ids for ids in block if len(ids)]
+            num_empty += len(block) - len(kept)
+            nothing = block[0][:0]  # has the type of the ids, even if no document is kept
+            ids = np.concatenate([nothing, *kept])
+            lengths = np.array([len(document) for document in kept], np.int64)
+            prefixes = np.zeros(len(kept), np.uint16)
+            writer.add(ids, lengths, prefixes)
+    return num_empty
 
 
 # ---- files without an index ----------------------------------------------------------------------
@@ -125,59 +157,89 @@ def write(entries: Iterator[np.ndarray], target: Path, *, to: str, vocab_size: i
 def plain_files(path: Path) -> list[Path]:
     """The .bin files of nanoGPT or llm.c at a path, in order: a file, or those below a folder of which none has an
     .idx. [] for pairs."""
-    files = [path] if path.is_file() and path.suffix == ".bin" else sorted(path.rglob("*.bin"))
-    return [] if any(file.with_suffix(".idx").exists() for file in files) else files
+    if path.is_file() and path.suffix == ".bin":
+        files = [path]
+    else:
+        files = sorted(path.rglob("*.bin"))
+    are_pairs = any(file.with_suffix(".idx").exists() for file in files)
+    return [] if are_pairs else files
+
+
+class Layout(NamedTuple):
+    """How a file without an index stores its ids."""
+
+    dtype: str  # of an id
+    begin: int  # bytes in front of the first id
+    eod: int | None  # the usual end-of-document id; None if the format has none
+
+
+def read_layout(path: Path, size: int) -> Layout:
+    """The layout of a file of `size` bytes. ValueError for a file that is neither nanoGPT's nor llm.c's."""
+    layout = Layout("<u2", 0, None)  # nanoGPT's
+    header = np.fromfile(path, "<i4", HEADER_INTS)
+    if len(header) and header[0] in LLM_C:
+        version, dtype, eod = LLM_C[int(header[0])]
+        layout = Layout(dtype, 4 * HEADER_INTS, eod)
+        expected = layout.begin
+        if len(header) == HEADER_INTS:
+            num_ids = int(header[2])
+            expected += num_ids * np.dtype(dtype).itemsize
+        if size != expected or header[1] != version:
+            raise ValueError(f"{path}: its header names version {header[1:2].sum()} and {expected:,} bytes, but the "
+                             f"file has {size:,}; expected version {version} and equal sizes: copy it again")
+    if size == layout.begin or size % 2:
+        raise ValueError(f"{path}: {size:,} bytes, expected ids of two bytes, or a file of llm.c; if it belongs to a "
+                         f"pair, put its .idx beside it")
+    return layout
 
 
 def open_plain(path: Path, eod: int | None) -> tuple[np.ndarray, int]:
     """(ids, end-of-document id) of a file without an index; the ids are memory-mapped. ValueError for a file that is
     neither nanoGPT's nor llm.c's."""
-    size, at = path.stat().st_size, 0
-    header = np.fromfile(path, "<i4", HEADER_INTS)
-    dtype, usual = "<u2", None
-    if len(header) and header[0] in LLM_C:
-        version, dtype, usual = LLM_C[int(header[0])]
-        at = 4 * HEADER_INTS
-        expected = at + int(header[2]) * np.dtype(dtype).itemsize if len(header) == HEADER_INTS else at
-        if size != expected or header[1] != version:
-            raise ValueError(f"{path}: its header names version {header[1:2].sum()} and {expected:,} bytes, but the "
-                             f"file has {size:,}; expected version {version} and equal sizes: copy it again")
-    if size == at or size % 2:
-        raise ValueError(f"{path}: {size:,} bytes, expected ids of two bytes, or a file of llm.c; if it belongs to a "
-                         f"pair, put its .idx beside it")
-    if (end := usual if eod is None else eod) is None:
+    layout = read_layout(path, path.stat().st_size)
+    if eod is None:
+        eod = layout.eod
+    if eod is None:
         raise ValueError(f"{path}: a file without a header does not name the id that ends documents; pass --eod=ID "
                          f"(50256 for GPT-2)")
-    if not 0 <= end <= np.iinfo(dtype).max:
-        raise ValueError(f"--eod: got {end:,}, expected 0 to {np.iinfo(dtype).max:,}, the ids that {path} can hold")
-    return np.memmap(path, dtype, "r", offset=at), end
+    highest = np.iinfo(layout.dtype).max
+    if not 0 <= eod <= highest:
+        raise ValueError(f"--eod: got {eod:,}, expected 0 to {highest:,}, the ids that {path} can hold")
+    ids = np.memmap(path, layout.dtype, "r", offset=layout.begin)
+    return ids, eod
 
 
 def plain_documents(ids: np.ndarray, eod: int) -> Iterator[np.ndarray]:
     """The documents between the places of `eod` in ids (n,), each with `eod` at its end."""
-    begin, end = 0, np.array([eod], ids.dtype)
-    for at in itertools.chain(np.flatnonzero(ids == eod).tolist(), [len(ids)]):
-        if at > begin:
-            yield np.concatenate((ids[begin:at], end))
-        begin = at + 1
+    end = np.array([eod], ids.dtype)
+    places = np.flatnonzero(ids == eod).tolist()
+    begin = 0
+    for place in [*places, len(ids)]:
+        if place > begin:
+            yield np.concatenate((ids[begin:place], end))
+        begin = place + 1
 
 
 def convert_plain(files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None) -> None:
     """Convert nanoGPT's or llm.c's files below `folder` to pairs below `out`. ValueError for another kind of file."""
-    splits = [split_of(file) for file in files]
-    for file, split in zip(tqdm(files, unit=" files", disable=None), splits):
+    splits = {file: split_of(file) for file in files}
+    has_val = "val" in splits.values()
+    for file in tqdm(files, unit=" files", disable=None):
         ids, end = open_plain(file, eod)
-        below = out / split if "val" in splits else out
+        below = out / splits[file] if has_val else out
         target = below / file.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        write(plain_documents(ids, end), target, to=to, vocab_size=1 << 32, dtype=wide_or_narrow(to, ids.dtype))
+        entries = plain_documents(ids, end)
+        dtype = wide_or_narrow(to, ids.dtype)
+        write(entries, target, to=to, vocab_size=UNKNOWN_VOCAB, dtype=dtype)
 
 
 def split_of(file: Path) -> str:
     """The split that a file's name states: val, test, or else train."""
-    words = re.split("[^a-z]+", file.stem.lower())
-    names = {"val": "val", "valid": "val", "validation": "val", "test": "test"}
-    return next((names[word] for word in words if word in names), "train")
+    for word in re.split("[^a-z]+", file.stem.lower()):
+        if word in SPLITS:
+            return SPLITS[word]
+    return "train"
 
 
 # ---- manifests and the command -------------------------------------------------------------------
@@ -189,49 +251,81 @@ def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) ->
         return
     shards: dict[str, Any] = {}
     for name in manifest["shards"].keys() & names:
-        pair, record = open_tokens(target / f"{name}.bin"), dict(manifest["shards"][name])
+        pair = open_tokens(target / f"{name}.bin")
+        record = dict(manifest["shards"][name])
         if record["entries"] != len(pair):
             record.pop("groups", None)
-        shards[name] = {**record, "entries": len(pair), "tokens": pair.num_tokens,
-                        "bin_bytes": pair.num_bytes, "bin_hash": hash_file(pair.path),
-                        "idx_hash": hash_file(pair.idx_path)}
+        record["entries"] = len(pair)
+        record["tokens"] = pair.num_tokens
+        record["bin_bytes"] = pair.num_bytes
+        record["bin_hash"] = hash_file(pair.path)
+        record["idx_hash"] = hash_file(pair.idx_path)
+        shards[name] = record
     arguments = {**manifest["arguments"], "max_length": 0, "overlap_size": 0}
     new = new_manifest(manifest["tokenizer"], arguments, shards, data_format=TARGETS[to])
     write_json(target / MANIFEST_NAME, new, sort_keys=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Convert all pairs. ValueError or OSError names a pair that cannot be converted."""
-    args = parse_args(argv)
-    plain, out = plain_files(as_local_path(args.input, "IN")), as_local_path(args.output, "OUT")
-    folder = data_folder(as_local_path(args.input, "IN"))
+def is_converted(source: Path, target: Path) -> bool:
+    """Whether a pair was converted after its source was written (paths of the .bin)."""
+    source_index = source.with_suffix(".idx")
+    newest = max(source.stat().st_mtime_ns, source_index.stat().st_mtime_ns)
+    index = target.with_suffix(".idx")
+    if not target.exists() or not index.exists():
+        return False
+    return index.stat().st_mtime_ns >= newest
+
+
+def check_apart(folder: Path, out: Path) -> None:
+    """ValueError unless IN and OUT are separate folders."""
     real_in, real_out = folder.resolve(), out.resolve()
-    if real_in == real_out or real_in in real_out.parents or real_out in real_in.parents:
+    below_in = real_in in (real_out, *real_out.parents)
+    above_in = real_out in real_in.parents
+    if below_in or above_in:
         raise ValueError(f"OUT {out}: it must not be IN, or inside it, or contain it; name another folder")
-    if plain:
-        convert_plain(plain, folder, out, to=args.to, eod=args.eod)
-        print(f"{out}: {counted(len(plain), 'pair')} of --data-format {TARGETS[args.to]}, from files without an index")
-        return 0
-    [source_format] = {*TARGETS.values()} - {TARGETS[args.to]}
-    files = find_files(args.input, source_format)
-    check_format(folder, files, source_format)
+
+
+def convert_pairs(files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None) -> int:
+    """Convert pairs below `folder` to pairs below `out`, with tokenizer and manifests. Returns how many empty documents
+    were left out. ValueError or OSError names a pair that cannot be converted."""
     if (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, out / TOKENIZER, dirs_exist_ok=True)
     names: dict[Path, list[str]] = {}
-    empty = 0
+    num_empty = 0
     for source in tqdm(files, unit=" pairs", disable=None):
         target = out / source.relative_to(folder)
         target.parent.mkdir(parents=True, exist_ok=True)
-        index = target.with_suffix(".idx")
-        newest = max(path.stat().st_mtime_ns for path in (source, source.with_suffix(".idx")))
-        if not target.exists() or not index.exists() or index.stat().st_mtime_ns < newest:
+        if not is_converted(source, target):
             (target.parent / MANIFEST_NAME).unlink(missing_ok=True)
-            empty += convert(source, target, to=args.to, eod=args.eod)
+            num_empty += convert(source, target, to=to, eod=eod)
         names.setdefault(source.parent, []).append(source.stem)
     for source_folder, of_folder in names.items():
-        write_manifest(source_folder, out / source_folder.relative_to(folder), of_folder, args.to)
-    print(f"{out}: {len(files):,} pairs of --data-format {TARGETS[args.to]}"
-          + (f"; {counted(empty, 'empty document')} left out, which GPTS cannot hold" if empty else ""))
+        target_folder = out / source_folder.relative_to(folder)
+        write_manifest(source_folder, target_folder, of_folder, to)
+    return num_empty
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert all pairs. ValueError or OSError names a pair that cannot be converted."""
+    args = parse_args(argv)
+    path = as_local_path(args.input, "IN")
+    plain = plain_files(path)
+    out = as_local_path(args.output, "OUT")
+    folder = data_folder(path)
+    check_apart(folder, out)
+    target_format = TARGETS[args.to]
+    if plain:
+        convert_plain(plain, folder, out, to=args.to, eod=args.eod)
+        print(f"{out}: {counted(len(plain), 'pair')} of --data-format {target_format}, from files without an index")
+        return 0
+    [source_format] = {*TARGETS.values()} - {target_format}
+    files = find_files(args.input, source_format)
+    check_format(folder, files, source_format)
+    num_empty = convert_pairs(files, folder, out, to=args.to, eod=args.eod)
+    line = f"{out}: {len(files):,} pairs of --data-format {target_format}"
+    if num_empty:
+        line += f"; {counted(num_empty, 'empty document')} left out, which GPTS cannot hold"
+    print(line)
     return 0
 
 

@@ -26,13 +26,13 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,10 +40,11 @@ from tqdm import tqdm
 
 from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
-from nanochat.config import add_flags, flag, from_flags
+from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
 from nanochat.find import Document, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
+from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
@@ -67,6 +68,7 @@ epoch: pass over the data; start, stop: its tokens from start to before stop; of
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
 to before stop are in the row; loss: the row's mean; numbers count from 0"""
+JUDGED = ("loss", "grad_norm")  # the numbers of a step in which spikes are looked for
 WORDS = 60  # characters shown from the beginning of a document
 
 
@@ -93,14 +95,30 @@ class Opened:
         saved cursors that packing began with, because they may be damaged."""
         saved = self.run.nearest_cursors(step)
         done, cursors = saved or (0, self.begin)
+        lanes = range(self.config.V)
+        fingerprint = self.data.tokenizer.fingerprint
         try:
-            with closing(open_stream(self.config, self.data.train, range(self.config.V), cursors=cursors,
-                                     tokenizer=self.data.tokenizer.fingerprint, drop_dry=True)) as stream:
+            with closing(open_stream(self.config, self.data.train, lanes, cursors=cursors,
+                                     tokenizer=fingerprint, drop_dry=True)) as stream:
                 for _ in tqdm(range(step - done), desc=f"packing from step {done}", unit="step", disable=None):
                     stream.next_rows(self.rows_per_lane)
                 yield stream
         except ValueError as e:
-            raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})" if saved else str(e)) from None
+            if not saved:
+                raise ValueError(str(e)) from None
+            raise ValueError(f"{e} (packed from {self.run.cursor_files[done]})") from None
+
+
+def check_needs_no_run(args: argparse.Namespace, is_receipt: bool) -> None:
+    """ValueError if a command needs a run, but the command line names a receipt or flags."""
+    wants_run = args.command
+    if "sort" in args and args.sort:
+        wants_run = "--sort=loss"
+    if wants_run in ("--sort=loss", "spikes", "find"):
+        given = "a receipt" if is_receipt else "flags"
+        raise ValueError(f"{wants_run}: it needs the log and the saves of a run; name a run instead of {given}")
+    if args.command == "ledger" and args.step is None:
+        raise ValueError("ledger: only a run has a newest save; pass --step=N, the number of completed steps")
 
 
 def open_named_stream(args: argparse.Namespace) -> Opened:
@@ -109,16 +127,11 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     receipt = Path(args.run or "")
     is_receipt = receipt.suffix == ".json" and receipt.is_file()
     given = [flag(name) for name in settings.differing() if name != "run"]
-    if is_receipt or (given and args.run is None):
-        wants_run = "--sort=loss" if "sort" in args and args.sort else args.command
-        if wants_run in ("--sort=loss", "spikes", "find"):
-            raise ValueError(f"{wants_run}: it needs the log and the saves of a run; name a run instead of "
-                             f"{'a receipt' if is_receipt else 'flags'}")
-        if args.command == "ledger" and args.step is None:
-            raise ValueError("ledger: only a run has a newest save; pass --step=N, the number of completed steps")
+    only_flags = given and args.run is None
+    if is_receipt or only_flags:
+        check_needs_no_run(args, is_receipt)
     if is_receipt:
-        last = args.steps[-1] if args.command == "digest" else args.step - (args.command == "ledger")
-        return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
+        return open_stream_of_receipt(receipt, settings, args)
     if not given:
         return open_stream_of(find_run(args.run))
     if args.run is not None:
@@ -126,9 +139,22 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
                          f"not both")
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
-    start, data = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
+    inspected = inspect_run(settings, torch.device("cpu"))
+    start, data = find_data(inspected, tokenizer)
     config = stream_config(start.settings)
-    return Opened(RunReader(start.run_dir), data, config, start.settings.total_batch_size // config.T, start.cursors)
+    rows_per_step = start.settings.total_batch_size // config.T
+    return Opened(RunReader(start.run_dir), data, config, rows_per_step, start.cursors)
+
+
+def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Namespace) -> Opened:
+    """The stream of a receipt, up to the last step that the command needs."""
+    if args.command == "digest":
+        last = args.steps[-1]
+    elif args.command == "ledger":
+        last = args.step - 1
+    else:
+        last = args.step
+    return Opened(RunReader(receipt), *open_receipt(receipt, settings, last))
 
 
 def open_stream_of(run_dir: Path) -> Opened:
@@ -149,52 +175,79 @@ def warn_untrained(opened: Opened, last: int) -> None:
 
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
     """(step, [each rank's part of its digest]) for W ranks. ValueError if the data ends before the last step."""
-    lanes = [StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W).lanes for rank in range(W)]
+    rank_of: dict[int, int] = {}  # by lane
+    for rank in range(W):
+        layout = StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W)
+        rank_of |= dict.fromkeys(layout.lanes, rank)
     with opened.stream_at(steps.start) as stream:
         for step in steps:
             rows = stream.next_rows(opened.rows_per_lane)
             if len(rows) < opened.rows_per_step:
                 raise ValueError(f"step {step}: the data runs out before this step")
-            digests = [row.digest(i) for i, row in enumerate(rows)]
-            parts = [sum(digest for row, digest in zip(rows, digests) if row.lane in mine) for mine in lanes]
+            parts = [0] * W
+            for i, row in enumerate(rows):
+                parts[rank_of[row.lane]] += row.digest(i)
             yield step, [part % 2**64 for part in parts]
 
 
 def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     """Print one JSON line per step. Exit code 1 if the run logged a different digest."""
-    logged, wrong = opened.run.digests, []
+    logged = opened.run.digests
+    wrong: list[int] = []
     warn_untrained(opened, args.steps[-1])
     for step, parts in step_digests(opened, args.steps, args.ranks or 1):
-        line: dict[str, Any] = {"step": step, "digest": f"{sum(parts) % 2**64:016x}"}
+        digest = f"{sum(parts) % 2**64:016x}"
+        line: dict[str, Any] = {"step": step, "digest": digest}
         if args.ranks:
             line["ranks"] = [f"{part:016x}" for part in parts]
         if step in logged:
-            line |= {"logged": logged[step], "match": logged[step] == line["digest"]}
-            wrong += [] if line["match"] else [step]
+            line["logged"] = logged[step]
+            line["match"] = logged[step] == digest
+            if logged[step] != digest:
+                wrong.append(step)
         print(json.dumps(line), flush=True)
-    if wrong:
-        print(f"error: {opened.run.run_dir}: {len(wrong)} of {len(args.steps)} digests differ from the log, first at "
-              f"step {wrong[0]}; the code or the data has changed since then", file=sys.stderr)
-    return EXIT_FAILED if wrong else 0
+    if not wrong:
+        return 0
+    count = f"{len(wrong)} of {len(args.steps)} digests differ from the log"
+    print(f"error: {opened.run.run_dir}: {count}, first at step {wrong[0]}; the code or the data has changed since "
+          f"then", file=sys.stderr)
+    return EXIT_FAILED
 
 
 # ---- rows ---------------------------------------------------------------------------------------
 
-def describe(opened: Opened, stream: Any, row: Any) -> list[dict[str, Any]]:
+def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
     """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and BOS as token 0, are
     in the row from position `at` on. `tokens` also counts the BOS that is put in front of a continuation."""
     if not isinstance(stream, Stream):  # Megatron's order
         return stream.describe(row)
-    source, at, documents = opened.data.train[row.bucket], 0, []
+    source = opened.data.train[row.bucket]
+    is_bestfit = opened.config.layout == "bestfit"
+    at = 0
+    documents = []
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
         [document] = source.read(group, np.array([number]))
-        before = int(source.groups[group - local:group].sum())  # documents in the file's earlier groups
-        inserted = int(start > 0 and opened.config.layout == "bestfit")
-        off = 0 if row.live is None else int((row.live[at:at + length] == 0).sum())
-        documents.append({"at": at, "tokens": length, "off": off, "file": name, "group": local,
-                          "document": before + number, "document_in_group": number, "epoch": epoch,
-                          "start": start, "stop": start + length - inserted, "of": len(document.ids)})
+        earlier_groups = source.groups[group - local:group]  # of the same file
+        inserted = 1 if is_bestfit and start > 0 else 0
+        off = 0
+        if row.live is not None:
+            live = row.live[at:at + length]
+            off = int((live == 0).sum())
+        place = {
+            "at": at,
+            "tokens": length,
+            "off": off,
+            "file": name,
+            "group": local,
+            "document": int(earlier_groups.sum()) + number,
+            "document_in_group": number,
+            "epoch": epoch,
+            "start": start,
+            "stop": start + length - inserted,
+            "of": len(document.ids),
+        }
+        documents.append(place)
         at += length
     return documents
 
@@ -202,7 +255,16 @@ def describe(opened: Opened, stream: Any, row: Any) -> list[dict[str, Any]]:
 def row_means(run: RunReader, step: int) -> list[float | None]:
     """The mean loss over the live targets of each row of a step; None for a row without live targets. FileNotFoundError
     if the run recorded no row losses, ValueError if the record is corrupt."""
-    return [float(total / targets) if targets else None for total, targets in zip(*run.row_losses.read(step))]
+    means = []
+    for total, targets in zip(*run.row_losses.read(step)):
+        means.append(float(total / targets) if targets else None)
+    return means
+
+
+def ids_of(row: Row, place: Mapping[str, Any]) -> np.ndarray:
+    """The ids of a row that belong to one of its documents, given as in `describe`."""
+    begin = place["at"]
+    return row.tokens[begin:begin + place["tokens"]]
 
 
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
@@ -213,42 +275,63 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     warn_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
     texts: list[list[str]] = []  # the lines of each document's text
+
+    def loss_of(number: int) -> float:
+        """The loss of a row; rows without a loss come last."""
+        loss = losses[number]
+        return -math.inf if loss is None else loss
+
     with opened.stream_at(args.step) as stream:
-        rows = list(enumerate(stream.next_rows(opened.rows_per_lane)))
-        if losses:  # rows without a loss come last
-            rows.sort(key=lambda numbered: -math.inf if (x := losses[numbered[0]]) is None else x, reverse=True)
-        for number, row in rows:
-            if args.row not in (None, number):
-                continue
-            head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index,
-                    "bucket": row.bucket, **({"loss": losses[number]} if losses else {})}
+        rows = stream.next_rows(opened.rows_per_lane)
+        numbers = list(range(len(rows)))
+        if losses:
+            numbers.sort(key=loss_of, reverse=True)
+        if args.row is not None:
+            numbers = [number for number in numbers if number == args.row]
+        for number in numbers:
+            row = rows[number]
+            head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}
+            if losses:
+                head["loss"] = losses[number]
             documents = describe(opened, stream, row)
-            lines += [head | document for document in documents]
-            for document in documents if args.text else ():
-                ids = row.tokens[document["at"]:document["at"] + document["tokens"]]
-                document["text"] = opened.data.tokenizer.decode(ids.tolist())
-                texts.append([visible(line) for line in document["text"].splitlines()])
+            for document in documents:
+                lines.append(head | document)
+                if args.text:
+                    ids = ids_of(row, document)
+                    text = opened.data.tokenizer.decode(ids.tolist())
+                    document["text"] = text
+                    texts.append([visible(line) for line in text.splitlines()])
             if args.json:
                 print(json.dumps({**head, "documents": documents}))
-    if args.json:
-        return 0
-    heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
-    whole_row = args.row is not None
-    print(heading)
-    for i, line in enumerate(body if whole_row else body[:LINES]):
-        print(line, *(texts[i][:None if whole_row else 1] if args.text else ()), sep="\n    | ")
-    if not whole_row:
-        print(f"{min(LINES, len(body))} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
-              f"--json everything")
-    print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
+    if not args.json:
+        print_rows(lines, texts, whole_row=args.row is not None)
+        print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
     return 0
+
+
+def print_rows(lines: list[dict[str, Any]], texts: list[list[str]], *, whole_row: bool) -> None:
+    """Print a table with a line for each document and, if there are `texts`, the text below it. Without `whole_row`,
+    only the first documents and the first line of their texts."""
+    heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
+    print(heading)
+    num_shown = len(body) if whole_row else min(LINES, len(body))
+    for i in range(num_shown):
+        text = texts[i] if texts else []
+        if not whole_row:
+            text = text[:1]
+        print(body[i], *text, sep="\n    | ")
+    if not whole_row:
+        print(f"{num_shown} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
+              f"--json everything")
 
 
 def first_words(opened: Opened, ids: np.ndarray) -> str:
     """The beginning of a document, on one line."""
     tokenizer = opened.data.tokenizer
-    ids = ids[:WORDS][ids[:WORDS] != tokenizer.get_bos_token_id()]
-    return " ".join(tokenizer.decode(ids.tolist()).split())[:WORDS]
+    first = ids[:WORDS]
+    without_bos = first[first != tokenizer.get_bos_token_id()]
+    words = tokenizer.decode(without_bos.tolist()).split()
+    return " ".join(words)[:WORDS]
 
 
 # ---- spikes --------------------------------------------------------------------------------------
@@ -258,20 +341,21 @@ def deviations(values: np.ndarray) -> np.ndarray:
     infinitely high, and later medians ignore it. 0 if fewer than ENOUGH earlier values are finite."""
     scores = np.zeros(len(values))
     for i in range(ENOUGH, len(values)):
-        window = values[max(0, i - WINDOW):i]
-        window = window[np.isfinite(window)]
-        if len(window) >= ENOUGH:
-            median = np.median(window)
-            deviation = NORMAL * np.median(np.abs(window - median))
-            above = (values[i] - median) / max(deviation, 1e-6 * abs(median), 1e-12)
-            scores[i] = above if np.isfinite(above) else math.inf
+        before = values[max(0, i - WINDOW):i]
+        window = before[np.isfinite(before)]
+        if len(window) < ENOUGH:
+            continue
+        median = np.median(window)
+        deviation = NORMAL * np.median(np.abs(window - median))
+        unit = max(deviation, 1e-6 * abs(median), 1e-12)
+        above = (values[i] - median) / unit
+        scores[i] = above if np.isfinite(above) else math.inf
     return scores
 
 
 def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
     """The rows of a step whose losses are furthest above their bucket's median in the AROUND + 1 steps up to it."""
     usual: dict[str, list[float]] = {}
-    worst: list[dict[str, Any]] = []
     first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
         for at in range(first, step + 1):
@@ -281,84 +365,149 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
                 if loss is not None and math.isfinite(loss):
                     usual.setdefault(row.bucket, []).append(loss)
         medians = {bucket: float(np.median(of_bucket)) for bucket, of_bucket in usual.items()}
+
+        found: list[dict[str, Any]] = []
         for number, (row, loss) in enumerate(zip(rows, losses)):
-            if loss is not None:
-                above = loss - medians.get(row.bucket, 0.0)
-                worst.append({"row": number, "lane": row.lane, "bucket": row.bucket, "loss": loss,
-                              "above": above if math.isfinite(above) else math.inf})
-        worst = sorted(worst, key=lambda row: -row["above"])[:WORST]
+            if loss is None:
+                continue
+            above = loss - medians.get(row.bucket, 0.0)
+            if not math.isfinite(above):
+                above = math.inf
+            line = {"row": number, "lane": row.lane, "bucket": row.bucket, "loss": loss, "above": above}
+            found.append(line)
+        found.sort(key=lambda line: -line["above"])
+
+        worst = found[:WORST]
         for line in worst:
             row = rows[line["row"]]
-            line["documents"] = [
-                {"document": f"{place['file']}:{place['document']}", "start": place["start"], "stop": place["stop"],
-                 "text": first_words(opened, row.tokens[place["at"]:place["at"] + place["tokens"]])}
-                for place in describe(opened, stream, row)]
+            line["documents"] = documents_of(opened, stream, row)
     return worst
+
+
+def documents_of(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
+    """The documents of a row, each with its first words in the row."""
+    documents = []
+    for place in describe(opened, stream, row):
+        document = {
+            "document": f"{place['file']}:{place['document']}",
+            "start": place["start"],
+            "stop": place["stop"],
+            "text": first_words(opened, ids_of(row, place)),
+        }
+        documents.append(document)
+    return documents
+
+
+def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
+    """Print which steps were compared with earlier ones, and how, if there is no spike."""
+    if not any_spike:
+        before = min(WINDOW, len(steps) - 1)
+        reason = f"a comparison needs at least {ENOUGH} earlier steps"
+        if before >= ENOUGH:
+            reason = (f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps "
+                      f"before it (at least {ENOUGH}, at most {before})")
+        print(f"no spike in {counted(len(steps), 'step')}: {reason}")
+    if steps:
+        first = steps[0]["step"]
+        last = steps[:ENOUGH][-1]["step"]
+        print(f"not judged: steps {first:,} to {last:,}, which have fewer than {ENOUGH} steps "
+              f"before them")
 
 
 def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
     """Print the steps whose loss or gradient norm is an outlier, and the rows behind them."""
-    steps, names = opened.run.steps, ("loss", "grad_norm")
-    values = {name: np.array([step.get(name) for step in steps], float) for name in names}  # NaN for None
-    scores = {name: deviations(values[name]) for name in names}
+    steps = opened.run.steps
+    scores: dict[str, np.ndarray] = {}
+    for name in JUDGED:
+        values = np.array([step.get(name) for step in steps], float)  # NaN for None
+        scores[name] = deviations(values)
     height = np.maximum(scores["loss"], scores["grad_norm"])
-    chosen = [i for i in np.argsort(-height, kind="stable")[:args.top].tolist() if height[i] >= OUTLIER]
-    if not chosen and not args.json:
-        before = min(WINDOW, len(steps) - 1)
-        print(f"no spike in {counted(len(steps), 'step')}: " + (
-            f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps before it "
-            f"(at least {ENOUGH}, at most {before})" if before >= ENOUGH else
-            f"a comparison needs at least {ENOUGH} earlier steps"))
-    if steps and not args.json:
-        first = steps[0]["step"]
-        print(f"not judged: steps {first:,} to {steps[:ENOUGH][-1]['step']:,}, which have fewer than {ENOUGH} steps "
-              f"before them")
+    highest = np.argsort(-height, kind="stable")[:args.top].tolist()
+    spikes = [i for i in highest if height[i] >= OUTLIER]
+    if not args.json:
+        print_judged(steps, any_spike=bool(spikes))
     recorded = True
-    for i in chosen:
-        step, rows = steps[i]["step"], []
-        try:
-            rows = worst_rows(opened, step) if recorded else []
-        except FileNotFoundError as e:
-            log.warning("%s; spikes are shown without their rows", e)
-            recorded = False
-        figures = {name: steps[i].get(name) for name in names}
-        above = {f"{name}_deviations": float(scores[name][i]) for name in names}
+    for i in spikes:
+        step = steps[i]["step"]
+        rows: list[dict[str, Any]] = []
+        if recorded:
+            try:
+                rows = worst_rows(opened, step)
+            except FileNotFoundError as e:
+                log.warning("%s; spikes are shown without their rows", e)
+                recorded = False
+        line = {"step": step}
+        for name in JUDGED:
+            line[name] = steps[i].get(name)
+        for name in JUDGED:
+            line[f"{name}_deviations"] = float(scores[name][i])
         if args.json:
-            print(json.dumps(finite({"step": step, **figures, **above, "rows": rows}), allow_nan=False))
-            continue
-        print(f"step {step:,}: " + ", ".join(f"{name} {show(figures[name])} ({show(above[f'{name}_deviations'])} "
-                                             f"deviations above earlier steps)" for name in names))
-        lines = []
-        for row in rows:
-            shown = [f"{document['document']} {document['text']}" for document in row["documents"][:WORST]]
-            more = len(row["documents"]) - len(shown)
-            lines.append([*(row[name] for name in ("row", "lane", "bucket", "loss", "above")),
-                          "; ".join([*shown, f"{more} more"] if more else shown)])
-        if lines:
-            print(*table(["row", "lane", "bucket", "loss", "above median", "documents"], lines), sep="\n")
+            print(json.dumps(finite({**line, "rows": rows}), allow_nan=False))
+        else:
+            print_spike(line, rows)
     return 0
+
+
+def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a spike, and a table of its rows."""
+    parts = []
+    for name in JUDGED:
+        above = show(line[f"{name}_deviations"])
+        parts.append(f"{name} {show(line[name])} ({above} deviations above earlier steps)")
+    print(f"step {line['step']:,}: {', '.join(parts)}")
+    cells = []
+    for row in rows:
+        documents = row["documents"]
+        shown = [f"{document['document']} {document['text']}" for document in documents[:WORST]]
+        if len(documents) > WORST:
+            shown.append(f"{len(documents) - WORST} more")
+        cells.append([row["row"], row["lane"], row["bucket"], row["loss"], row["above"], "; ".join(shown)])
+    if cells:
+        print(*table(["row", "lane", "bucket", "loss", "above median", "documents"], cells), sep="\n")
 
 
 # ---- from a document to its steps ----------------------------------------------------------------
 
+class Traced(NamedTuple):
+    """A document and its way through the run; one of validation has no passes."""
+
+    split: str  # train or validation
+    document: Document
+    passes: list[Pass]
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the run trained on some of its tokens."""
+        return any(one_pass.uses for one_pass in self.passes)
+
+
 def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
     """The function that follows a training document through the run, epoch by epoch."""
-    run, config, trained = opened.run, opened.config, opened.run.num_steps
-    nearest = lru_cache(32)(lambda step: run.nearest_cursors(step) or (0, None))
+    run, config, data = opened.run, opened.config, opened.data
+    fingerprint = data.tokenizer.fingerprint
+    trained = run.num_steps
+
+    @lru_cache(32)
+    def nearest(step: int) -> tuple[int, list[Cursor] | None]:
+        return run.nearest_cursors(step) or (0, None)
+
     if isinstance(config, StreamConfig):
-        return History(config, opened.data.train, opened.data.tokenizer.fingerprint, opened.rows_per_lane,
-                       sorted({0, *run.cursor_files}), nearest, trained, max(trained, run.horizon or 0)).passes
-    stream: Any = open_stream(config, opened.data.train, [0], tokenizer=opened.data.tokenizer.fingerprint)
-    cursors = nearest(0)[1]
+        saved_steps = sorted({0, *run.cursor_files})
+        end = max(trained, run.horizon or 0)
+        history = History(config, data.train, fingerprint, opened.rows_per_lane, saved_steps, nearest, trained, end)
+        return history.passes
+    stream: Any = open_stream(config, data.train, [0], tokenizer=fingerprint)
+    _, cursors = nearest(0)
     begin = cursors[0]["samples"] if cursors else 0
-    return lambda document: sample_passes(stream, document, rows_per_step=opened.rows_per_step, begin=begin,
-                                          trained=trained)
+    return partial(sample_passes, stream, rows_per_step=opened.rows_per_step, begin=begin, trained=trained)
 
 
 def fate(opened: Opened, one_pass: Pass) -> str:
     """What became of a document's tokens that are in no row; empty if every token is in a row."""
+    run, expected = opened.run, one_pass.expected
     lane = "" if one_pass.lane is None else f" in lane {one_pass.lane}"
-    if opened.run.outcome == "completed" and (one_pass.pending or one_pass.expected is not None):
+    has_rest = one_pass.pending or expected is not None
+    if has_rest and run.outcome == "completed":
         if not one_pass.uses:
             return "never trained on: the run ended first"
         stop = max(use.stop for use in one_pass.uses)
@@ -366,117 +515,168 @@ def fate(opened: Opened, one_pass: Pass) -> str:
         return f"{rest} never trained on: the run ended first"
     if one_pass.pending:
         return f"pending{lane}"
-    if one_pass.expected is not None and math.isfinite(one_pass.expected):
-        return f"expected around step {one_pass.expected:,.0f}{lane}"
-    if one_pass.expected is not None:
-        return f"not reached: the run ends with step {max(opened.run.num_steps, opened.run.horizon or 0) - 1:,}"
+    if expected is not None and math.isfinite(expected):
+        return f"expected around step {expected:,.0f}{lane}"
+    if expected is not None:
+        end = max(run.num_steps, run.horizon or 0)
+        return f"not reached: the run ends with step {end - 1:,}"
     if one_pass.cropped_after is not None:
         return f"cropped from token {one_pass.cropped_after:,} on"
-    return "" if one_pass.uses else "before this run began" if 0 in opened.run.cursor_files else "in no row"
+    if one_pass.uses:
+        return ""
+    return "before this run began" if 0 in run.cursor_files else "in no row"
 
 
-def remark(opened: Opened, document: Any, split: str, left_out: bool, passes: Sequence[Any]) -> str:
+def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
     """Why a run does not learn from a document; empty if it does, or if the passes give the reason."""
-    if split != "train":
-        files = opened.data.manifests["train"].get(document.bucket, {}).get("files", ())
-        shared = any(document.name.rpartition(":")[0] == file["name"] for file in files)
-        what = "a part of this file that is held out for validation" if shared else "a validation document"
+    if traced.split != "train":
+        bucket = opened.data.manifests["train"].get(traced.document.bucket, {})
+        own_file, _, _ = traced.document.name.rpartition(":")
+        is_shared = any(file["name"] == own_file for file in bucket.get("files", ()))
+        what = "a part of this file that is held out for validation" if is_shared else "a validation document"
         return f"{what}: the run never trains on it"
     if left_out:
         return "its targets are masked (--without-documents), so the model never learned to predict it"
-    return "" if passes else "the curriculum does not use its bucket"
+    return "" if traced.passes else "the curriculum does not use its bucket"
 
 
-def named_documents(opened: Opened, args: argparse.Namespace) -> list[tuple[str, Document, list[Pass]]]:
-    """(split, document, its passes) for each document that --document or --text names. Of those that contain a text,
-    at most DOCUMENTS, and first those that the run trained on. ValueError if there are none."""
-    data, passes_of = {"train": opened.data.train, "validation": opened.data.val}, tracer(opened)
+def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
+    """The documents that --document or --text names. Of those that contain a text, at most DOCUMENTS, and first those
+    that the run trained on. ValueError if there are none."""
+    data = {"train": opened.data.train, "validation": opened.data.val}
+    passes_of = tracer(opened)
 
-    def traced(split: str, document: Document) -> tuple[str, Document, list[Pass]]:
-        return split, document, list(passes_of(document)) if split == "train" else []
+    def trace(split: str, document: Document) -> Traced:
+        passes = list(passes_of(document)) if split == "train" else []
+        return Traced(split, document, passes)
 
     if args.document is not None:
-        return [traced(*find_document(data, args.document))]
+        return [trace(*find_document(data, args.document))]
     if not args.text:
         raise ValueError("--text: it is empty; pass some words from a document")
-    matches = ((split, document) for split, sources in data.items() for bucket, source in sources.items()
-               for document in documents_with(source, bucket, args.text))
-    used: list[Any] = []
-    others: list[Any] = []
-    for match in islice(matches, TRACED):
-        found = traced(*match)
-        (used if any(one_pass.uses for one_pass in found[2]) else others).append(found)
+    used: list[Traced] = []
+    others: list[Traced] = []
+    matches = matches_of(data, args.text)
+    for split, document in islice(matches, TRACED):
+        traced = trace(split, document)
+        if traced.is_used:
+            used.append(traced)
+        else:
+            others.append(traced)
         if len(used) == DOCUMENTS:
             break
-    if not used + others:
+    found = used + others
+    if not found:
         raise ValueError(f"--text: {args.text!r} occurs in no document of the run's files; capitals, spaces and line "
                          f"breaks count")
-    more = next(matches, None) is not None
+    is_cut = next(matches, None) is not None
     if not args.json:
-        print(f"{visible(args.text)!r}: the run trained on {len(used)} of the {'first ' * more}"
-              f"{counted(len(used + others), 'document')} containing it{'; the search stopped there' * more}")
-    return (used + others)[:DOCUMENTS]
+        first = "first " if is_cut else ""
+        end = "; the search stopped there" if is_cut else ""
+        print(f"{visible(args.text)!r}: the run trained on {len(used)} of the {first}"
+              f"{counted(len(found), 'document')} containing it{end}")
+    return found[:DOCUMENTS]
+
+
+def matches_of(data: Mapping[str, Mapping[str, Any]], text: str) -> Iterator[tuple[str, Document]]:
+    """(split, document) of all documents that contain a text. data: {split: {bucket: source}}."""
+    for split, sources in data.items():
+        for bucket, source in sources.items():
+            for document in documents_with(source, bucket, text):
+                yield split, document
+
+
+def recorded_losses(run: RunReader, step: int) -> list[float | None] | None:
+    """The losses of a step's rows, None if they were not recorded, or are corrupt."""
+    try:
+        return row_means(run, step)
+    except FileNotFoundError:
+        return None
+    except ValueError as e:
+        log.warning("%s", e)
+        return None
 
 
 def show_find(opened: Opened, args: argparse.Namespace) -> int:
     """Print every training row with tokens of a document, epoch by epoch."""
-    @lru_cache(None)
-    def losses(step: int) -> list[float | None] | None:
-        try:
-            return row_means(opened.run, step)
-        except FileNotFoundError:
-            return None
-        except ValueError as e:
-            log.warning("%s", e)
-            return None
-
-    legend = False
-    for split, document, traced in named_documents(opened, args):
-        passes, ids = [], np.zeros(0, np.int64)
-        source, words = (opened.data.train if split == "train" else opened.data.val)[document.bucket], ""
+    losses_of = lru_cache(None)(partial(recorded_losses, opened.run))
+    any_rows = False
+    for traced in named_documents(opened, args):
+        split, document, _ = traced
+        source = (opened.data.train if split == "train" else opened.data.val)[document.bucket]
         listed = source.without.get(document.group)
         left_out = listed is not None and bool(listed[document.row])
+        ids, words = np.zeros(0, np.int64), ""
         if document.group >= 0:
-            ids = source.read(document.group, np.array([document.row]))[0].ids[:]
+            [content] = source.read(document.group, np.array([document.row]))
+            ids = content.ids[:]
             words = first_words(opened, ids)
-        for one_pass in traced:
-            uses = [{**use._asdict(), "loss": of_step[use.row] if (of_step := losses(use.step)) else None}
-                    for use in one_pass.uses]
-            if args.text:  # a row may hold another part of the document
-                for use in uses:
-                    part = opened.data.tokenizer.decode(ids[use["start"]:use["stop"]].tolist())
-                    use["has_text"] = args.text in part
-            passes.append({**asdict(one_pass), "uses": uses, "cropped_after": one_pass.cropped_after,
-                           "fate": fate(opened, one_pass)})
-        head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
-                "without": left_out}
+
+        passes = []
+        for one_pass in traced.passes:
+            uses = []
+            for use in one_pass.uses:
+                losses = losses_of(use.step)
+                line = use._asdict()
+                line["loss"] = losses[use.row] if losses else None
+                if args.text:  # a row may hold another part of the document
+                    part = opened.data.tokenizer.decode(ids[use.start:use.stop].tolist())
+                    line["has_text"] = args.text in part
+                uses.append(line)
+            of_epoch = asdict(one_pass)
+            of_epoch["uses"] = uses
+            of_epoch["cropped_after"] = one_pass.cropped_after
+            of_epoch["fate"] = fate(opened, one_pass)
+            passes.append(of_epoch)
+
         if args.json:
+            head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
+                    "without": left_out}
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
-        print(f"{visible(document.name)} ({document.bucket}{', validation' * (split != 'train')}): {visible(words)}")
-        columns = ("epoch", "step", "row", "lane", "start", "stop", "loss", *(["has_text"] if args.text else []))
-        if lines := [[use[name] for name in columns] for of_epoch in passes for use in of_epoch["uses"]]:
-            print(*table(columns, lines), sep="\n")
-            legend = True
-        if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
-            passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
-        for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
-            first, *more = (of_epoch["epoch"] for of_epoch in same)
-            if ending:
-                print(f"epochs {first} to {more[-1]}: {ending}" if more else f"epoch {first}: {ending}")
-        if line := remark(opened, document, split, left_out, passes):
-            print(line)
-    if legend:
+        kind = "" if split == "train" else ", validation"
+        print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
+        any_rows |= print_passes(opened, passes, with_text=bool(args.text))
+        reason = remark(opened, traced, left_out)
+        if reason:
+            print(reason)
+    if any_rows:
         print(FIND_LEGEND)
     return 0
 
 
+def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> bool:
+    """Print a table of the rows that used a document, and what became of its other tokens. Returns whether there are
+    rows."""
+    columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
+    if with_text:
+        columns.append("has_text")
+    lines = []
+    for of_epoch in passes:
+        for use in of_epoch["uses"]:
+            lines.append([use[name] for name in columns])
+    if lines:
+        print(*table(columns, lines), sep="\n")
+    if opened.run.outcome == "completed":  # leave out epochs that the run may never have begun
+        passes = [of_epoch for i, of_epoch in enumerate(passes) if of_epoch["uses"] or i == 0]
+    for ending, same in groupby(passes, key=lambda of_epoch: of_epoch["fate"]):
+        epochs = [of_epoch["epoch"] for of_epoch in same]
+        if not ending:
+            continue
+        name = f"epochs {epochs[0]} to {epochs[-1]}" if len(epochs) > 1 else f"epoch {epochs[0]}"
+        print(f"{name}: {ending}")
+    return bool(lines)
+
+
 def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
     """Print the ledger after some steps. Exit code 1 if it does not balance, which is a bug."""
-    step = max(opened.run.cursor_files, default=0) if args.step is None else args.step
+    T = opened.config.T
+    step = args.step
+    if step is None:
+        step = max(opened.run.cursor_files, default=0)
     with opened.stream_at(step) as stream:
-        accounts = ledger(stream.cursors(), opened.config.T)
-    text, header, rows = ledger_table(step, accounts, opened.config.T)
+        accounts = ledger(stream.cursors(), T)
+    text, header, rows = ledger_table(step, accounts, T)
     print(text, *table(header, rows), sep="\n")
     return EXIT_FAILED if unbalanced(accounts) else 0
 
@@ -486,7 +686,8 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
 def span(text: str) -> range:
     """argparse type: A:B with 0 <= A < B."""
     first, _, stop = text.partition(":")
-    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+    are_numbers = first.isdecimal() and stop.isdecimal()
+    if not are_numbers or int(first) >= int(stop):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, such as 0:10")
     return range(int(first), int(stop))
 

@@ -15,7 +15,6 @@ loading anything else. If a run is too long for the page, only the step with the
 spikes stay visible.
 """
 
-import contextlib
 import json
 import re
 import time
@@ -29,7 +28,7 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, write_bytes
 from nanochat.config import setting_tables
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
-from nanochat.run_reader import ENDS, RunReader, differing_settings, flat_numbers, ledger_table
+from nanochat.run_reader import ENDS, Launch, RunReader, differing_settings, flat_numbers, ledger_table
 from scripts import status
 from scripts.report import summarize
 
@@ -37,17 +36,28 @@ ROOM = 1_000_000  # bytes of JSON; the whole page stays below 6 MB
 WATCH_EVERY_S = 10
 BAND_POINTS = 500  # maximum number of steps for which the band of row losses is drawn
 AXES = ("steps", "tokens", "FLOPs", "hours")
-LOSS, BPB, BUCKETS = "Loss, nats per token", "Validation bits per byte", "Loss by bucket, smoothed"
+LOSS = "Loss, nats per token"
+BPB = "Validation bits per byte"
+BUCKETS = "Loss by bucket, smoothed"
 WAIT = "Data wait, ms per step"
 # {number in a log line: (title of its chart, factor)}; any other number has a chart with its own name as the title
-CHARTS = {"loss": (LOSS, 1), "smooth_loss": (LOSS, 1), "lr": ("Learning rate, relative to its peak", 1),
-          "grad_norm": ("Gradient norm", 1), "tokens_per_s": ("Tokens/s", 1),
-          "mfu": ("Model FLOPs utilization, %", 100), "wait_s": (WAIT, 1000),
-          "peak_memory_bytes": ("Peak memory, GB", 1e-9)}
+CHARTS = {
+    "loss": (LOSS, 1),
+    "smooth_loss": (LOSS, 1),
+    "lr": ("Learning rate, relative to its peak", 1),
+    "grad_norm": ("Gradient norm", 1),
+    "tokens_per_s": ("Tokens/s", 1),
+    "mfu": ("Model FLOPs utilization, %", 100),
+    "wait_s": (WAIT, 1000),
+    "peak_memory_bytes": ("Peak memory, GB", 1e-9),
+}
 # numbers that are axes, not curves; events that become marks even if they have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
 MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
 TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}  # CSS class by terminal color
+
+Axes = Mapping[str, list[float]]  # {axis: position of each logged step}
+Curve = dict[str, Any]  # made by `series`
 
 
 class Run(RunReader):
@@ -55,7 +65,8 @@ class Run(RunReader):
 
     def __init__(self, run_dir: Path, index: int) -> None:
         super().__init__(run_dir)
-        self.index, self.state = index, self.status()
+        self.index = index
+        self.state = self.status()
 
     @property
     def alive(self) -> bool:
@@ -64,16 +75,25 @@ class Run(RunReader):
 
 # ---- curves -------------------------------------------------------------------------------------
 
-def axis_position(axes: Mapping[str, list[float]], done: int) -> dict[str, float]:
+def axis_position(axes: Axes, done: int) -> dict[str, float]:
     """The position on each axis after `done` steps."""
-    i = bisect_left(axes["steps"], done) - 1
-    return {name: axes[name][i] if i >= 0 else 0 for name in AXES} | {"steps": done}
+    last = bisect_left(axes["steps"], done) - 1
+    position: dict[str, float] = dict.fromkeys(AXES, 0)
+    if last >= 0:
+        for name in AXES:
+            position[name] = axes[name][last]
+    position["steps"] = done
+    return position
 
 
 def drawable(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a log record that are drawn as curves."""
-    return {name: number for name, number in flat_numbers(record)
-            if name not in NOT_DRAWN and record.get("event") not in MARKS}
+    if record.get("event") in MARKS:
+        return {}
+    numbers = dict(flat_numbers(record))
+    for name in NOT_DRAWN:
+        numbers.pop(name, None)
+    return numbers
 
 
 def smooth(values: Sequence[float | None]) -> list[float | None]:
@@ -81,91 +101,164 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
     means: list[float | None] = []
     total = weight = 0.0
     for value in values:
-        if value is not None:
-            total, weight = 0.9 * total + 0.1 * value, 0.9 * weight + 0.1
-        means.append(None if value is None else total / weight)
+        if value is None:
+            means.append(None)
+            continue
+        total = 0.9 * total + 0.1 * value
+        weight = 0.9 * weight + 0.1
+        means.append(total / weight)
     return means
 
 
-def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> dict[str, Any]:
+def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> Curve:
     """A curve for page.html. `look`: raw, line, points, plan, or edge and band, between which the area is filled."""
-    return {"chart": chart, "name": name, "y": y, "look": look, "bucket": bucket}
+    return {
+        "chart": chart,
+        "name": name,
+        "y": y,
+        "look": look,
+        "bucket": bucket,
+    }
 
 
-def step_series(run: RunReader) -> Iterator[dict[str, Any]]:
+def step_series(run: RunReader) -> Iterator[Curve]:
     """Curves with one value per step."""
-    for name in dict.fromkeys(name for step in run.steps for name in drawable(step)):
+    names: dict[str, None] = {}
+    for step in run.steps:
+        names |= dict.fromkeys(drawable(step))
+    for name in names:
         values = [step.get(name) for step in run.steps]
         group, _, bucket = name.partition("/")
         if group == "loss" and bucket:
             yield series(BUCKETS, bucket, smooth(values), bucket=bucket)
-        elif group != "tokens" and any(values):
-            title, factor = CHARTS.get(name, (name, 1))
-            scaled = [None if value is None else factor * value for value in values]
-            label = "smoothed" if name == "smooth_loss" else name
-            yield series(title, label, scaled, "raw" if name == "loss" else "line")
+            continue
+        if group == "tokens" or not any(values):
+            continue
+        title, factor = CHARTS.get(name, (name, 1))
+        scaled = [None if value is None else factor * value for value in values]
+        label = "smoothed" if name == "smooth_loss" else name
+        look = "raw" if name == "loss" else "line"
+        yield series(title, label, scaled, look)
 
 
-def mix_series(run: RunReader, chart: str) -> Iterator[dict[str, Any]]:
-    """The shares of the buckets, as trained and as planned."""
+def planned_mix(run: RunReader) -> list[dict[str, float]]:
+    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] for a run without phases."""
     phases = run.phases
+    if not phases:
+        return []
     begins = [phase["first_step"] for phase in phases]
-    plans = [phases[max(0, bisect_right(begins, step["step"]) - 1)]["asked"] for step in run.steps if phases]
+    plans = []
+    for step in run.steps:
+        current = max(0, bisect_right(begins, step["step"]) - 1)
+        plans.append(phases[current]["asked"])
+    return plans
+
+
+def mix_series(run: RunReader, chart: str) -> Iterator[Curve]:
+    """The shares of the buckets, as trained and as planned."""
+    plans = planned_mix(run)
     for bucket, share in run.mix().items():
         yield series(chart, bucket, share, bucket=bucket)
-        if plans:
-            planned = [asked.get(bucket, 0) / max(1, sum(asked.values())) for asked in plans]
-            yield series(chart, f"{bucket}, planned", planned, "plan", bucket)
+        if not plans:
+            continue
+        planned = []
+        for asked in plans:
+            total = max(1, sum(asked.values()))
+            planned.append(asked.get(bucket, 0) / total)
+        yield series(chart, f"{bucket}, planned", planned, "plan", bucket)
 
 
-def point_series(run: RunReader) -> Iterator[dict[str, Any]]:
+def point_series(run: RunReader) -> Iterator[Curve]:
     """Curves of the numbers in events, mainly validation results. `steps`: the steps done at each point."""
     curves: dict[str, dict[int, float]] = {}
     for event in run.events:
         for name, value in drawable(event).items():
-            curves.setdefault(name, {})[event["step"]] = value
-    several = len(run.manifests.get("val", {})) > 1
+            points = curves.setdefault(name, {})
+            points[event["step"]] = value
+    val_buckets = run.manifests.get("val", {})
+    validation = BPB if "bpb" in curves else "Validation loss, nats per token"
     for name, points in curves.items():
         group, _, part = name.partition("/")
-        if group in ("bpb", "loss") or (group == "buckets" and several):
-            group = BPB if "bpb" in curves else "Validation loss, nats per token"
-        if group != "buckets":  # a single bucket repeats the total
-            one = series(group, part or name, [*points.values()], "points", part)
-            yield one | {"steps": [*points]}
+        if group == "buckets" and len(val_buckets) < 2:  # a single bucket repeats the total
+            continue
+        chart = validation if group in ("bpb", "loss", "buckets") else group
+        curve = series(chart, part or name, [*points.values()], "points", part)
+        curve["steps"] = [*points]
+        yield curve
 
 
-def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
-    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if none are recorded."""
+def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
+    """The 10th and 90th percentile of the row losses of a step, in nats per token; None without finite ones.
+    FileNotFoundError if the step has none, because of --no-row-losses."""
     import numpy as np
 
+    nats, live = run.row_losses.read(step)
+    trained = live > 0
+    if not trained.any():
+        return None
+    losses = nats[trained] / live[trained]
+    low, high = np.quantile(losses, [0.1, 0.9])
+    if not np.isfinite([low, high]).all():
+        return None
+    return float(low), float(high)
+
+
+def band_series(run: RunReader) -> Iterator[Curve]:
+    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if none are recorded."""
     if not (run.run_dir / "logs" / "rows").is_dir():
         return
-    tenths: dict[int, tuple[float, float]] = {}
-    for step in run.steps[::max(1, -(-len(run.steps) // BAND_POINTS))]:
-        with contextlib.suppress(FileNotFoundError):  # not recorded, because of --no-row-losses
-            nats, live = run.row_losses.read(step["step"])
-            low, high = np.quantile(nats[live > 0] / live[live > 0], [0.1, 0.9]) if live.any() else (np.nan, np.nan)
-            if np.isfinite([low, high]).all():
-                tenths[step["step"]] = float(low), float(high)
-    for look, name, values in zip(("edge", "band"), ("10 % of rows", "10 to 90 % of rows"), zip(*tenths.values())):
-        yield series(LOSS, name, [*values], look) | {"steps": [*tenths]}
+    lows: dict[int, float] = {}
+    highs: dict[int, float] = {}
+    stride = max(1, -(-len(run.steps) // BAND_POINTS))
+    for record in run.steps[::stride]:
+        step = record["step"]
+        try:
+            tenths = row_tenths(run, step)
+        except FileNotFoundError:
+            continue
+        if tenths is not None:
+            lows[step], highs[step] = tenths
+    if lows:
+        edge = series(LOSS, "10 % of rows", [*lows.values()], "edge")
+        band = series(LOSS, "10 to 90 % of rows", [*highs.values()], "band")
+        yield edge | {"steps": [*lows]}
+        yield band | {"steps": [*highs]}
 
 
-def launches_of(run: Run, axes: Mapping[str, list[float]]) -> Iterator[dict[str, Any]]:
+def marks_of(launch: Launch, axes: Axes) -> list[dict[str, Any]]:
+    """A mark for each save, skipped step and other event of a launch that is not drawn as points."""
+    marks = []
+    for event in launch.events:
+        kind = event["event"]
+        if kind in ("wandb", "samples") or drawable(event):
+            continue
+        values = []
+        for name, value in event.items():
+            if name not in ("event", "step", "time"):
+                values.append(f"{name} {show(value)}")
+        step = event["step"]
+        text = f"{kind} at step {step:,}: {', '.join(values)}"
+        mark = {"at": axis_position(axes, step), "kind": kind, "text": text}
+        marks.append(mark)
+    return marks
+
+
+def launches_of(run: Run, axes: Axes) -> Iterator[dict[str, Any]]:
     """The launches on the timeline, with a mark for each save, skipped step and other event."""
     for number, launch in enumerate(run.launches, 1):
-        marks = []
-        for event in launch.events:
-            kind, step = event["event"], event["step"]
-            if kind not in ("wandb", "samples") and not drawable(event):
-                values = [f"{k} {show(v)}" for k, v in event.items() if k not in ("event", "step", "time")]
-                text = f"{kind} at step {step:,}: {', '.join(values)}"
-                marks.append({"at": axis_position(axes, step), "kind": kind, "text": text})
-        end, world = launch.end or ("" if run.alive else "killed"), launch.world_size
-        text = (f"launch {number} on {counted(world, 'process')}: {end or 'running'} at step {launch.last:,} "
-                f"{launch.reason}")
-        yield {"from": axis_position(axes, launch.first), "to": axis_position(axes, launch.last), "end": end,
-               "label": f"{number}: {world} proc.", "text": text, "marks": marks}
+        end = launch.end
+        if not end and not run.alive:
+            end = "killed"
+        world = launch.world_size
+        outcome = f"{end or 'running'} at step {launch.last:,} {launch.reason}"
+        yield {
+            "from": axis_position(axes, launch.first),
+            "to": axis_position(axes, launch.last),
+            "end": end,
+            "label": f"{number}: {world} proc.",
+            "text": f"launch {number} on {counted(world, 'process')}: {outcome}",
+            "marks": marks_of(launch, axes),
+        }
 
 
 def rounded(values: Sequence[Any]) -> list[Any]:
@@ -175,63 +268,154 @@ def rounded(values: Sequence[Any]) -> list[Any]:
 
 def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
     """Indices of the steps to draw: the one with the highest loss of each block of `stride`, and the last one."""
-    kept = set(range(len(steps))[-1:])
+    if not steps:
+        return []
+    kept = {len(steps) - 1}
+    losses = [step["loss"] or 0.0 for step in steps]
     for first in range(0, len(steps), stride):
-        block = range(first, min(first + stride, len(steps)))
-        kept.add(max(block, key=lambda i: steps[i]["loss"] or 0.0))
+        end = min(first + stride, len(steps))
+        highest = max(range(first, end), key=losses.__getitem__)
+        kept.add(highest)
     return sorted(kept)
 
 
 def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
     """The data that page.html draws for a run, thinned to one in `stride` steps. With `several` runs, which have one
     color each, every bucket gets its own chart."""
-    axes, kept = run.axes(), kept_steps(run.steps, stride)
-    pick = lambda values: rounded([values[i] for i in kept])
+    axes = run.axes()
+    kept = kept_steps(run.steps, stride)
+
+    def pick(values: Sequence[Any]) -> list[Any]:
+        return rounded([values[i] for i in kept])
+
+    # curves with a value per step share the first set of axes
     all_axes = [{name: pick(axes[name]) for name in AXES}]
-    curves = [{**curve, "axis": 0, "y": pick(curve["y"])}
-              for curve in (*step_series(run), *mix_series(run, f"mix-{run.index}"))]
+    curves = [*step_series(run), *mix_series(run, f"mix-{run.index}")]
+    for curve in curves:
+        curve["axis"] = 0
+        curve["y"] = pick(curve["y"])
+
+    # curves of points have axes of their own, with the positions of their steps
     for curve in (*point_series(run), *band_series(run)):
         positions = [axis_position(axes, done) for done in curve.pop("steps")]
-        curves.append({**curve, "axis": len(all_axes), "y": rounded(curve["y"])})
-        all_axes.append({name: rounded([position[name] for position in positions]) for name in AXES})
-    curves.sort(key=lambda curve: curve["look"] not in ("edge", "band"))  # the band is drawn below the lines
+        curve["axis"] = len(all_axes)
+        curve["y"] = rounded(curve["y"])
+        curves.append(curve)
+        own_axes = {}
+        for name in AXES:
+            own_axes[name] = rounded([position[name] for position in positions])
+        all_axes.append(own_axes)
+
+    curves.sort(key=is_line)  # the band is drawn below the lines
     for curve in curves:
-        if several and curve["bucket"] and curve["chart"].startswith(("Loss", "Validation")):
-            curve["chart"] = f"{curve['chart']}: {curve['bucket']}"
-    return {"name": run.name, "axes": all_axes, "series": curves, "launches": [*launches_of(run, axes)],
-            "steps": pick(axes["steps"]), "digests": [run.steps[i]["digest"] for i in kept]}
+        chart, bucket = curve["chart"], curve["bucket"]
+        if several and bucket and is_of_losses(chart):
+            curve["chart"] = f"{chart}: {bucket}"
+    return {
+        "name": run.name,
+        "axes": all_axes,
+        "series": curves,
+        "launches": [*launches_of(run, axes)],
+        "steps": pick(axes["steps"]),
+        "digests": [run.steps[i]["digest"] for i in kept],
+    }
+
+
+def is_line(curve: Curve) -> bool:
+    return curve["look"] not in ("edge", "band")
+
+
+def is_of_losses(chart: str) -> bool:
+    return chart.startswith(("Loss", "Validation"))
+
+
+def wait_range(curves: Sequence[Curve]) -> list[float] | None:
+    """The y range of the chart of data waits, if the first step of each launch would flatten the others."""
+    waits: list[float] = []
+    for curve in curves:
+        if curve["chart"] == WAIT:
+            waits += [y for y in curve["y"] if y is not None]
+    if not waits:
+        return None
+    waits.sort()
+    percentile = int(0.95 * (len(waits) - 1))
+    top = 1.5 * waits[percentile]
+    is_flat = 0 < 2 * top < waits[-1]
+    return [0, top] if is_flat else None
+
+
+def chart_rank(name: str) -> tuple[bool, bool]:
+    """Where a chart is on the page: training loss first, then validation, then the others."""
+    return name != LOSS, not name.startswith(BPB)
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings of the y axis}."""
-    names = dict.fromkeys(curve["chart"] for run in runs for curve in run["series"])
+    curves: list[Curve] = []
+    for run in runs:
+        curves += run["series"]
+    names = dict.fromkeys(curve["chart"] for curve in curves)
     mixes = {f"mix-{i}": i for i in range(len(runs))}
-    waits = sorted(y for run in runs for curve in run["series"] if curve["chart"] == WAIT
-                   for y in curve["y"] if y is not None)
-    top = 1.5 * waits[int(0.95 * (len(waits) - 1))] if waits else 0.0
+    clipped = wait_range(curves)
     charts: list[dict[str, Any]] = []
-    for name in sorted(names, key=lambda name: (name != LOSS, not name.startswith(BPB))):
-        chart = {"id": name, "title": name, "section": "curves", "wide": name == LOSS,
-                 "y": {"rangemode": "normal" if name.startswith(("Loss", "Validation")) else "tozero"}}
+    for name in sorted(names, key=chart_rank):
+        chart: dict[str, Any] = {
+            "id": name,
+            "title": name,
+            "section": "curves",
+            "wide": name == LOSS,
+            "y": {"rangemode": "normal" if is_of_losses(name) else "tozero"},
+        }
         if name == "Gradient norm":
             chart["y"] = {"type": "log"}
-        if name == WAIT and 0 < 2 * top < waits[-1]:  # the first step of each launch would flatten the others
-            chart |= {"title": f"{name} (clipped)", "y": {"range": [0, top]}}
+        if name == WAIT and clipped:
+            chart["title"] = f"{name} (clipped)"
+            chart["y"] = {"range": clipped}
         if name in mixes:
-            title = f"Mix of {runs[mixes[name]]['name']}: trained (solid) and planned (dashed)"
-            chart |= {"title": title, "section": "mix", "wide": len(runs) == 1, "run": mixes[name],
-                      "y": {"rangemode": "tozero", "tickformat": ".0%"}}
+            of_run = mixes[name]
+            chart["title"] = f"Mix of {runs[of_run]['name']}: trained (solid) and planned (dashed)"
+            chart["section"] = "mix"
+            chart["wide"] = len(runs) == 1
+            chart["run"] = of_run
+            chart["y"] = {"rangemode": "tozero", "tickformat": ".0%"}
         charts.append(chart)
-    return [*charts, {"id": "timeline", "title": "Launches", "section": "timeline", "wide": True}]
+    charts.append({"id": "timeline", "title": "Launches", "section": "timeline", "wide": True})
+    return charts
+
+
+def table_row(cells: Sequence[Any], tag: str) -> str:
+    """A row of a table; `tag` is th in the header, else td."""
+    shown = [f"<{tag}>{escape(show(cell))}</{tag}>" for cell in cells]
+    return f"<tr>{''.join(shown)}</tr>"
 
 
 # ---- tables and sentences -----------------------------------------------------------------------
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
     """A table that scrolls if it is too wide; "" without rows."""
-    lines = [f"<tr>{''.join(f'<{tag}>{escape(show(cell))}</{tag}>' for cell in row)}</tr>"
-             for tag, some in (("th", [header]), ("td", rows)) for row in some]
-    return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>' if rows else ""
+    if not rows:
+        return ""
+    lines = [table_row(header, "th")]
+    for row in rows:
+        lines.append(table_row(row, "td"))
+    return f'<div class="scroll"><table class="{kind}">{"".join(lines)}</table></div>'
+
+
+def figures_of(run: Run) -> dict[str, str]:
+    """The most important figures of a run as {name: value}."""
+    done = run.num_steps
+    val: list[float | None] = [*run.val_bpb.values()] or [None]
+    if run.alive:
+        time_name, seconds = "left", run.state["eta_s"]
+    else:
+        time_name, seconds = "training time", run.train_time_s
+    return {
+        "steps": f"{done:,} / {run.horizon or done:,}",
+        f"bits per byte, {show(val[0])} at first": show(val[-1]),
+        "tokens/s": show(run.median("tokens_per_s", last=100)),
+        time_name: duration(seconds),
+        "tokens": show(run.num_tokens),
+    }
 
 
 def card(title: str, content: str, kind: str = "") -> str:
@@ -242,43 +426,66 @@ def card(title: str, content: str, kind: str = "") -> str:
 def headline(run: Run) -> str:
     """The most important figures of a run: state, step, bits per byte, tokens/s, time."""
     state, done = run.state, run.num_steps
-    shown, total = state["shown"] if state["status"] else run.outcome, run.horizon or done
-    val: list[float | None] = [*run.val_bpb.values()] or [None]
-    seconds, label = (state["eta_s"], "left") if run.alive else (run.train_time_s, "training time")
-    figures = {"steps": f"{done:,} / {total:,}", f"bits per byte, {show(val[0])} at first": show(val[-1]),
-               "tokens/s": show(run.median("tokens_per_s", last=100)), label: duration(seconds),
-               "tokens": show(run.num_tokens)}
-    cells = "".join(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in figures.items())
-    sentences = " ".join([*summarize(run), f"Last checkpoint: {state.get('checkpoint') or 'none'}."])
-    tone = TONES[status.COLORS.get(shown, status.RED)]
-    return (f'<div class="card"><span class="swatch c{run.index % 8}"></span><b>{escape(run.name)}</b>'
-            f'<span class="pill {tone}">{escape(shown)}</span><progress max="{total}" value="{done}"></progress>'
-            f'<div class="facts">{cells}</div><p class="soft">{escape(sentences)}</p></div>')
+    shown = state["shown"] if state["status"] else run.outcome
+    color = status.COLORS.get(shown, status.RED)
+    cells = []
+    for name, value in figures_of(run).items():
+        cells.append(f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>")
+    checkpoint = state.get("checkpoint") or "none"
+    sentences = " ".join([*summarize(run), f"Last checkpoint: {checkpoint}."])
+    parts = [
+        f'<div class="card"><span class="swatch c{run.index % 8}"></span>',
+        f"<b>{escape(run.name)}</b>",
+        f'<span class="pill {TONES[color]}">{escape(shown)}</span>',
+        f'<progress max="{run.horizon or done}" value="{done}"></progress>',
+        f'<div class="facts">{"".join(cells)}</div>',
+        f'<p class="soft">{escape(sentences)}</p>',
+        "</div>",
+    ]
+    return "".join(parts)
 
 
 def account(run: Run) -> str:
     """The ledger of a run; "" before its first save."""
     text, header, rows = ledger_table(*run.ledger())
-    content = table(header, rows, "numbers") + f'<p class="soft">{escape(text)}</p>'
-    return card(f"Ledger of {run.name}", content) if rows else ""
+    if not rows:
+        return ""
+    content = table(header, rows, "numbers")
+    note = f'<p class="soft">{escape(text)}</p>'
+    return card(f"Ledger of {run.name}", content + note)
 
 
 def samples(run: Run) -> str:
     """The texts that the model wrote, newest first."""
     parts: list[str] = []
     for when, texts in run.samples().items():
-        quotes = "".join(f"<blockquote>{escape(str(text))}</blockquote>" for text in texts)
-        start = f"<details{' open' * (not parts)}><summary>{escape(when)}</summary>"
-        parts.append(f"{start}{quotes}</details>")
-    return card(run.name, "".join(parts) or "None. --sample-every=N samples every N steps.")
+        quotes = ""
+        for text in texts:
+            quotes += f"<blockquote>{escape(str(text))}</blockquote>"
+        opened = "" if parts else " open"  # only the newest
+        summary = f"<summary>{escape(when)}</summary>"
+        parts.append(f"<details{opened}>{summary}{quotes}</details>")
+    content = "".join(parts) or "None. --sample-every=N samples every N steps."
+    return card(run.name, content)
 
 
 def settings(run: Run) -> str:
     """The settings of a run: first those that the command set, then the others."""
     tables = setting_tables(run.config, run.typed)
-    rest = "".join(f"<details><summary>{title}</summary>{table(('setting', 'value'), tables[name])}</details>"
-                   for name, title in (("worked out", "derived"), ("default", "at their defaults")))
-    return card(run.name, table(("setting", "value", "default"), tables["set"]) + rest)
+    content = table(("setting", "value", "default"), tables["set"])
+    for name, title in (("worked out", "derived"), ("default", "at their defaults")):
+        rest = table(("setting", "value"), tables[name])
+        content += f"<details><summary>{title}</summary>{rest}</details>"
+    return card(run.name, content)
+
+
+def json_bytes(run: Run) -> int:
+    """About how many bytes of JSON a run's steps take: a value takes 10; each step also has four axis positions and a
+    digest."""
+    if not run.steps:
+        return 0
+    values_per_step = len(drawable(run.steps[-1]))
+    return len(run.steps) * (60 + 10 * values_per_step)
 
 
 # ---- the page -----------------------------------------------------------------------------------
@@ -295,27 +502,37 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ValueError("plotly is not installed; pip install -e '.[page]'") from None
-    # a value takes about 10 bytes; each step also has four axis positions and a digest
-    size = sum(len(run.steps) * (60 + 10 * len(drawable(run.steps[-1]))) for run in runs if run.steps)
+    several = len(runs) > 1
+    size = sum(json_bytes(run) for run in runs)
     stride = max(1, -(-size // ROOM))
-    data = [chart_data(run, stride, len(runs) > 1) for run in runs]
-    buckets = sorted({curve["bucket"] for run in data for curve in run["series"]} - {""})
-    charts, now = charts_of(data), time.strftime("%Y-%m-%d %H:%M %Z")
+    data = [chart_data(run, stride, several) for run in runs]
+    charts = charts_of(data)
+    buckets: set[str] = set()
+    for of_run in data:
+        buckets |= {curve["bucket"] for curve in of_run["series"]}
+
+    now = time.strftime("%Y-%m-%d %H:%M %Z")
     thinned = f"Of every {stride} steps, the one with the highest loss is drawn." if stride > 1 else ""
-    differ = table(("setting", *(run.name for run in runs)), differing_settings([run.config for run in runs]))
-    parts = {"title": escape(runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-             "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' * refresh,
-             "data": embed({"charts": charts, "buckets": buckets, "runs": data}),
-             "plotly": get_plotlyjs(), "written": f"{now}. {thinned}",
-             "differing": card("What differs", differ) if differ else "",
-             "last": str(min((run.num_steps - 1 for run in runs if run.steps), default=0)),  # all runs have it
-             "digests": "", "curves": "", "mix": "", "timeline": ""}
+    header = ("setting", *(run.name for run in runs))
+    differ = table(header, differing_settings([run.config for run in runs]))
+    last_steps = [run.num_steps - 1 for run in runs if run.steps]
+    parts = {
+        "title": escape(f"{len(runs)} runs" if several else runs[0].name),
+        "refresh": f'<meta http-equiv="refresh" content="{WATCH_EVERY_S}">' if refresh else "",
+        "data": embed({"charts": charts, "buckets": sorted(buckets - {""}), "runs": data}),
+        "plotly": get_plotlyjs(),
+        "written": f"{now}. {thinned}",
+        "differing": card("What differs", differ) if differ else "",
+        "last": str(min(last_steps, default=0)),  # all runs have it
+        "digests": "",
+        **dict.fromkeys(("curves", "mix", "timeline"), ""),
+    }
     for run in runs:
         cells = f'<td>{escape(run.name)}</td><td><code id="digest-{run.index}"></code></td>'
         parts["digests"] += f"<tr>{cells}</tr>"
     for chart in charts:
         plot = f'<div class="plot" id="{escape(chart["id"])}"></div>'
-        parts[chart["section"]] += card(chart["title"], plot, "wide" * chart["wide"])
+        parts[chart["section"]] += card(chart["title"], plot, "wide" if chart["wide"] else "")
     for part in (headline, account, samples, settings):
         parts[part.__name__] = "".join(part(run) for run in runs)
     template = Path(__file__).with_name("page.html").read_text("utf-8")
@@ -330,16 +547,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="FILE", type=Path, default=Path("page.html"), help="where to write the page")
     parser.add_argument("--watch", action="store_true", help="rewrite the page every ten seconds while a run is alive")
     args = parser.parse_args(argv)
-    folders = [find_run(name).absolute() for name in args.run] or [
-        path for path in map(run_path, list_runs()) if (path / CONFIG_NAME).is_file()]
+    out = args.out.absolute()
+    folders = [find_run(name).absolute() for name in args.run]
+    if not folders:
+        every_run = [run_path(name) for name in list_runs()]
+        folders = [path for path in every_run if (path / CONFIG_NAME).is_file()]
     if not folders:
         raise FileNotFoundError("no runs in the base directory; name a run's folder")
     while True:
         runs = [Run(path, i) for i, path in enumerate(folders)]
         watch = args.watch and any(run.alive for run in runs)
-        args.out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(args.out, make_page(runs, refresh=watch).encode())
-        print(f"wrote {args.out.absolute()}: {', '.join(run.name for run in runs)}", flush=True)
+        names = ", ".join(run.name for run in runs)
+        print(f"wrote {out}: {names}", flush=True)
         if not watch:
             return 0
         time.sleep(WATCH_EVERY_S)

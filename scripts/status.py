@@ -30,11 +30,22 @@ from nanochat.run_reader import RunReader
 
 WATCH_EVERY_S = 2.0
 # --sort's name for a column, and the field of the status that it sorts by
-SORTS = {"run": "run", "state": "shown", "step": "step", "loss": "loss", "bpb": "val_bpb", "rate": "tokens_per_s",
-         "eta": "eta_s", "age": "heartbeat_age_s"}
+SORTS = {
+    "run": "run",
+    "state": "shown",
+    "step": "step",
+    "loss": "loss",
+    "bpb": "val_bpb",
+    "rate": "tokens_per_s",
+    "eta": "eta_s",
+    "age": "heartbeat_age_s",
+}
 GREEN, YELLOW, RED = 32, 33, 31  # terminal color codes
-COLORS = {"completed": GREEN, "running": GREEN, "starting": GREEN, "stopping": YELLOW, "stopped": YELLOW,
-          "halted": RED, "failed": RED, "dead": RED, "unreadable": RED}
+COLORS = {
+    **dict.fromkeys(("completed", "running", "starting"), GREEN),
+    **dict.fromkeys(("stopping", "stopped"), YELLOW),
+    **dict.fromkeys(("halted", "failed", "dead", "unreadable"), RED),
+}
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -50,53 +61,91 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def cells(run: dict[str, Any]) -> dict[str, Any]:
     """{column: value} of a run: a row of the table of runs, or the first lines about a single one."""
-    step, total, alive = run.get("step"), run.get("num_iterations"), run["liveness"] == "alive"
-    share = f" ({100 * step / total:.1f} %)" if step is not None and total else ""
-    bpb, at = run["val_bpb"], run.get("val_step")
-    return {"run": Path(run["run"]).name, "state": run["shown"], "step": f"{show(step)}/{show(total)}{share}",
-            "loss": run.get("loss"), "bits per byte": bpb if None in (bpb, at) else f"{show(bpb)} at step {at:,}",
-            "tok/s": run["tokens_per_s"] if alive else None,
-            "eta": duration(run["eta_s"] if alive else None), "last checkpoint": run.get("checkpoint"),
-            "age": duration(run.get("heartbeat_age_s")), "reason": run["reason"]}
+    alive = run["liveness"] == "alive"
+    step, total = run.get("step"), run.get("num_iterations")
+    progress = f"{show(step)}/{show(total)}"
+    if step is not None and total:
+        progress += f" ({100 * step / total:.1f} %)"
+    bpb, bpb_step = run["val_bpb"], run.get("val_step")
+    if bpb is not None and bpb_step is not None:
+        bpb = f"{show(bpb)} at step {bpb_step:,}"
+    return {
+        "run": Path(run["run"]).name,
+        "state": run["shown"],
+        "step": progress,
+        "loss": run.get("loss"),
+        "bits per byte": bpb,
+        "tok/s": run["tokens_per_s"] if alive else None,
+        "eta": duration(run["eta_s"] if alive else None),
+        "last checkpoint": run.get("checkpoint"),
+        "age": duration(run.get("heartbeat_age_s")),
+        "reason": run["reason"],
+    }
 
 
 def describe(run: dict[str, Any]) -> str:
     """The status of one run, one value per line."""
-    lines = cells(run)
+    values = cells(run)
     if run["status"] is not None:
         began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run["started"]))
-        lines |= {"tokens": run["tokens"], "phase": run["phase"], "spikes skipped": run.get("skipped"),
-                  "started": f"{began}, {duration(time.time() - run['started'])} ago"}
+        ago = duration(time.time() - run["started"])
+        values["tokens"] = run["tokens"]
+        values["phase"] = run["phase"]
+        values["spikes skipped"] = run.get("skipped")
+        values["started"] = f"{began}, {ago} ago"
         if run["liveness"] == "alive":
-            hosts = Counter(rank["host"] for rank in run["ranks"])
-            where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
-            lines["processes"] = f"{run['world_size']} on {where}; rank 0 has pid {run['ranks'][0]['pid']}"
-    lines["folder"] = run["run"]
-    return "\n".join(f"{name:17}{show(value)}" for name, value in lines.items() if value not in (None, "", "-", 0))
+            values["processes"] = describe_processes(run)
+    values["folder"] = run["run"]
+    lines = []
+    for name, value in values.items():
+        if value not in (None, "", "-", 0):
+            lines.append(f"{name:17}{show(value)}")
+    return "\n".join(lines)
+
+
+def describe_processes(run: dict[str, Any]) -> str:
+    """How many processes an active run has, and where."""
+    ranks = run["ranks"]
+    hosts = Counter(rank["host"] for rank in ranks)
+    where = ", ".join(f"{host} ({number})" for host, number in hosts.items())
+    return f"{run['world_size']} on {where}; rank 0 has pid {ranks[0]['pid']}"
 
 
 def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
     """The lines of the table, with colored states if stdout is a terminal and NO_COLOR is not set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return lines
-    at = lines[0].index("state")
-    for i, word in enumerate((run["shown"] for run in runs), 1):
+    header, *rows = lines
+    begin = header.index("state")
+    result = [header]
+    for line, run in zip(rows, runs):
+        word = run["shown"]
         if word in COLORS:
-            rest = lines[i][at + len(word):]
-            lines[i] = f"{lines[i][:at]}\033[{COLORS[word]}m{word}\033[0m{rest}"
-    return lines
+            before = line[:begin]
+            after = line[begin + len(word):]
+            line = f"{before}\033[{COLORS[word]}m{word}\033[0m{after}"
+        result.append(line)
+    return result
+
+
+def print_run(run: dict[str, Any], as_json: bool) -> None:
+    """Print the status of a single run. FileNotFoundError if it has no state, ValueError if its state is corrupt."""
+    if run["status"] is None:
+        error = ValueError if run["shown"] == "unreadable" else FileNotFoundError
+        raise error(run["reason"])
+    text = json.dumps(run) if as_json else describe(run)
+    print(text, flush=True)
 
 
 def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Print once, and return the status of each run. If exactly one run is named: FileNotFoundError if it has no
     state, ValueError if its state is corrupt."""
-    paths = [find_run(name) for name in args.run] or [run_path(tag) for tag in list_runs()]
+    paths = [find_run(name) for name in args.run]
+    if not paths:
+        paths = [run_path(tag) for tag in list_runs()]
     runs = [RunReader(path).status() for path in paths]
     if len(args.run) == 1:
-        [run] = runs
-        if run["status"] is None:
-            raise (ValueError if run["shown"] == "unreadable" else FileNotFoundError)(run["reason"])
-        print(json.dumps(run) if args.json else describe(run), flush=True)
+        print_run(runs[0], args.json)
         return runs
     field = SORTS[args.sort]
     runs.sort(key=lambda run: (run.get(field) is None, run.get(field)))  # runs without a value come last
@@ -104,7 +153,8 @@ def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
         print(json.dumps(runs), flush=True)
     elif runs:
         rows = [cells(run) for run in runs]
-        print(*colored(table([*rows[0]], [[*row.values()] for row in rows]), runs), sep="\n", flush=True)
+        lines = table([*rows[0]], [[*row.values()] for row in rows])
+        print(*colored(lines, runs), sep="\n", flush=True)
     else:
         print(f"no runs in {get_base_dir() / 'runs'}", flush=True)
     return runs

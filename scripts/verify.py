@@ -32,10 +32,11 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -45,7 +46,7 @@ from nanochat.common import as_path, begin_launch, counted, duration, hash_file,
 from nanochat.files import walk
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
-from nanochat.sources import DATA_MANIFEST, check, read_manifests
+from nanochat.sources import DATA_MANIFEST, Manifest, check, read_manifests
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 
@@ -70,104 +71,213 @@ def length_table(lengths: Counter[int], row: int) -> list[str]:
         power = ids.bit_length() - 1  # -1 for an empty entry
         entries[power] += number
         tokens[power] += ids * number
-    num_entries, num_tokens = entries.total(), max(1, tokens.total())
-    rows = [("0" if power < 0 else f"{1 << power:,} .. {(2 << power) - 1:,}", number, f"{number / num_entries:.2%}",
-             f"{tokens[power] / num_tokens:.2%}") for power, number in sorted(entries.items())]
-    longer = {ids: number for ids, number in lengths.items() if ids > row}
-    beyond = sum((ids - row) * number for ids, number in longer.items())
-    return [*table(("ids", "entries", "of entries", "of tokens"), rows),
-            f"longer than T + 1 = {row:,}: {sum(longer.values()) / num_entries:.2%} of entries; {beyond:,} tokens "
-            f"({beyond / num_tokens:.2%}) are beyond that length"]
+    num_entries = entries.total()
+    num_tokens = max(1, tokens.total())
+
+    rows = []
+    for power, number in sorted(entries.items()):
+        name = "0"
+        if power >= 0:
+            name = f"{1 << power:,} .. {(2 << power) - 1:,}"
+        share = number / num_entries
+        token_share = tokens[power] / num_tokens
+        rows.append((name, number, f"{share:.2%}", f"{token_share:.2%}"))
+
+    longer = beyond = 0
+    for ids, number in lengths.items():
+        if ids > row:
+            longer += number
+            beyond += (ids - row) * number
+    return [
+        *table(("ids", "entries", "of entries", "of tokens"), rows),
+        f"longer than T + 1 = {row:,}: {longer / num_entries:.2%} of entries; {beyond:,} tokens "
+        f"({beyond / num_tokens:.2%}) are beyond that length",
+    ]
+
+
+class Rules(NamedTuple):
+    """What the entries of a pair must comply with."""
+
+    max_length: int  # tokens of a window; 0: any
+    eod: int | None  # the end-of-document id; None: unknown
+    vocab_size: int | None  # None: unknown
+
+
+@dataclass
+class Found:
+    """A problem: a sentence about the first entry that has it, and how many have it."""
+
+    sentence: str
+    number: int = 0
+
+
+def rules_of(pair: TokenFile, args: argparse.Namespace) -> Rules:
+    """The rules of a pair, from its manifest.json if that lists it, else from the command line."""
+    if pair.record is not None and pair.manifest is not None:
+        tokenizer = pair.manifest["tokenizer"]
+        return Rules(pair.manifest["arguments"]["max_length"], tokenizer["eod"], tokenizer["vocab_size"])
+    eod = args.eod
+    if eod is None and pair.format == "shards" and pair.num_tokens:
+        [eod] = pair.reader.read(pair.num_tokens - 1, pair.num_tokens).tolist()
+    return Rules(0, eod, args.vocab_size)
+
+
+def hash_ids(pair: TokenFile, bar: tqdm) -> str:
+    """The hash of all ids of a pair, as in manifest.json."""
+    digest = hashlib.blake2b(digest_size=16)
+    for begin in range(0, pair.num_tokens, BLOCK_IDS):
+        end = min(begin + BLOCK_IDS, pair.num_tokens)
+        ids = pair.reader.read(begin, end)
+        digest.update(ids.tobytes())
+        bar.update(ids.nbytes)
+    return digest.hexdigest()
 
 
 def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int],
                bar: tqdm) -> Iterator[str]:
     """The problems of one pair, given by its .bin; adds its sizes to `counts` and `lengths`."""
+    num_documents = None  # unknown
     try:
         pair = open_tokens(path)
-        record, manifest = pair.record, pair.manifest
-        max_length, eod, vocab_size = 0, args.eod, args.vocab_size
-        if record is not None and manifest is not None:
-            max_length = manifest["arguments"]["max_length"]
-            eod, vocab_size = (manifest["tokenizer"][name] for name in ("eod", "vocab_size"))
-        elif eod is None and pair.format == "shards" and pair.num_tokens:
-            eod = int(pair.reader.read(pair.num_tokens - 1, pair.num_tokens)[0])
-        digest = hashlib.blake2b(digest_size=16)
-        for at in range(0, pair.num_tokens, BLOCK_IDS):
-            ids = pair.reader.read(at, min(at + BLOCK_IDS, pair.num_tokens))
-            digest.update(ids.tobytes())
-            bar.update(ids.nbytes)
+        record = pair.record
+        rules = rules_of(pair, args)
         contents: dict[str, Any] = {
-            "entries": len(pair), "tokens": pair.num_tokens, "bin_bytes": pair.num_bytes,
-            "bin_hash": digest.hexdigest(), "idx_hash": hash_file(local_copy(pair.idx_path)), "documents": 0}
-        wrong: dict[str, list[Any]] = {}
+            "entries": len(pair),
+            "tokens": pair.num_tokens,
+            "bin_bytes": pair.num_bytes,
+            "bin_hash": hash_ids(pair, bar),
+            "idx_hash": hash_file(local_copy(pair.idx_path)),
+        }
+        found: dict[str, Found] = {}
         try:
+            ended = 0
             for first in range(0, len(pair), BLOCK_ENTRIES):
-                lengths.update(pair.lengths(first, min(first + BLOCK_ENTRIES, len(pair))).tolist())
-                contents["documents"] += check_entries(pair, first, max_length, eod, vocab_size, wrong)
+                last = min(first + BLOCK_ENTRIES, len(pair))
+                lengths.update(pair.lengths(first, last).tolist())
+                ended += check_entries(pair, first, rules, found)
+            num_documents = ended
         except ValueError as e:
-            contents["documents"] = None
             yield str(e).partition("; python -m scripts.verify")[0]
-        for sentence, number in wrong.values():
-            yield sentence + (f", and {number - 1:,} more" if number > 1 else "")
+        for problem in found.values():
+            more = f", and {problem.number - 1:,} more" if problem.number > 1 else ""
+            yield problem.sentence + more
     except (ValueError, OSError) as e:
         yield str(e)
         return
-    counts.update(shards=1, documents=contents["documents"] or 0, entries=len(pair), tokens=pair.num_tokens)
+    counts.update(shards=1, documents=num_documents or 0, entries=len(pair), tokens=pair.num_tokens)
     if record is not None:
-        for key, value in contents.items():
-            if value not in (None, record[key]):
-                yield f"{path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}"
-        if sum(record.get("groups") or [len(pair)]) != len(pair):
-            yield (f"{path}: the groups in {MANIFEST_NAME} hold {sum(record['groups']):,} entries, "
-                   f"the file {len(pair):,}")
+        contents["documents"] = num_documents
+        yield from compare_record(path, record, contents)
 
 
-def check_entries(pair: TokenFile, first: int, max_length: int, eod: int | None, vocab_size: int | None,
-                  wrong: dict[str, list[Any]]) -> int:
-    """Check the block of entries that begins at number `first`. Adds problems to `wrong`, {problem: [sentence for its
-    first entry, number of entries]}, and returns how many documents end in the block."""
-    last = min(first + BLOCK_ENTRIES, len(pair))
-    lengths, prefixes = pair.lengths(first, last), pair.prefixes(first, last)
+def compare_record(path: Path, record: Mapping[str, Any], contents: Mapping[str, Any]) -> Iterator[str]:
+    """The differences of a pair's record in manifest.json and its contents; a value of None is unknown."""
+    for key, value in contents.items():
+        if value not in (None, record[key]):
+            yield f"{path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}"
+    num_entries = contents["entries"]
+    in_groups = sum(record.get("groups") or [num_entries])
+    if in_groups != num_entries:
+        yield (f"{path}: the groups in {MANIFEST_NAME} hold {in_groups:,} entries, "
+               f"the file {num_entries:,}")
 
-    def report(entries: np.ndarray, problem: str) -> None:
-        if entries.any():
-            i = int(np.argmax(entries))
-            sentence = f"{pair.path}: entry {first + i:,} ({lengths[i]:,} ids) {problem}"
-            wrong.setdefault(problem, [sentence, 0])[1] += np.count_nonzero(entries)
 
-    full = lengths > 0
-    if pair.format == "shards":  # Megatron's files may have empty documents
-        report(~full, "is empty")
-    report(full & (prefixes >= lengths), "is not longer than its prefix")
-    if first == 0 and prefixes[0] > 0:
-        report(np.arange(last) == 0, f"has a prefix of {prefixes[0]:,}, but it is the first entry")
-    if max_length:
-        report(lengths > max_length + 1, f"is longer than a window of {max_length:,} plus an end-of-document id")
-    ids, edges = pair.read_flat(first, last)
+class Block:
+    """Entries `first` .. `last` - 1 of a pair. Adds their problems to `found`, {problem: Found}."""
+
+    def __init__(self, pair: TokenFile, first: int, found: dict[str, Found]) -> None:
+        self.pair = pair
+        self.first = first
+        self.last = min(first + BLOCK_ENTRIES, len(pair))
+        self.lengths = pair.lengths(first, self.last)
+        self.prefixes = pair.prefixes(first, self.last)
+        self.full = self.lengths > 0
+        self.found = found
+
+    def report(self, entries: np.ndarray, problem: str) -> None:
+        """Count a problem of `entries`, (n,) bool."""
+        if not entries.any():
+            return
+        i = int(np.argmax(entries))
+        sentence = f"{self.pair.path}: entry {self.first + i:,} ({self.lengths[i]:,} ids) {problem}"
+        found = self.found.setdefault(problem, Found(sentence))
+        found.number += int(np.count_nonzero(entries))
+
+    def check_lengths(self, max_length: int) -> None:
+        """Check lengths and prefixes."""
+        if self.pair.format == "shards":  # Megatron's files may have empty documents
+            self.report(~self.full, "is empty")
+        is_repeat = self.full & (self.prefixes >= self.lengths)
+        self.report(is_repeat, "is not longer than its prefix")
+        if self.first == 0 and self.prefixes[0] > 0:
+            is_first = np.arange(self.last) == 0
+            self.report(is_first, f"has a prefix of {self.prefixes[0]:,}, but it is the first entry")
+        if max_length:
+            too_long = self.lengths > max_length + 1
+            self.report(too_long, f"is longer than a window of {max_length:,} plus an end-of-document id")
+
+    def check_ends(self, ends_with: np.ndarray, num_ends: np.ndarray, eod: int) -> int:
+        """Check end-of-document ids. `ends_with`: whether an entry ends with one, (n,) bool; `num_ends`: how many it
+        has, (n,). Returns how many documents end in the block."""
+        pair = self.pair
+        # whether the next entry belongs to another document
+        is_last = np.ones(len(self.lengths), bool)
+        following = pair.prefixes(self.first + 1, min(self.last + 1, len(pair)))
+        is_last[:len(following)] = following == 0
+        # entries that must end with the id; if their ends do not follow from prefixes, only the last one
+        must_end = is_last
+        if not pair.ends_follow:
+            must_end = np.arange(self.first, self.last) == len(pair) - 1
+
+        end = f"the end-of-document id {eod}"
+        self.report(num_ends > ends_with, f"has {end} inside it")
+        if pair.ends_follow:
+            self.report(ends_with & ~is_last, f"ends with {end}, but its document continues")
+        if pair.ends_follow or pair.format == "shards":
+            self.report(must_end & self.full & ~ends_with, f"ends a document without {end}")
+        return int((ends_with & is_last).sum())
+
+
+def check_entries(pair: TokenFile, first: int, rules: Rules, found: dict[str, Found]) -> int:
+    """Check the block of entries that begins at number `first`. Adds problems to `found`, {problem: Found}, and returns
+    how many documents end in the block."""
+    block = Block(pair, first, found)
+    block.check_lengths(rules.max_length)
+    ids, edges = pair.read_flat(first, block.last)
 
     def count(mask: np.ndarray) -> np.ndarray:
         """For each entry, the number of ids for which `mask` is True, (n,)."""
         return np.diff(to_offsets(mask)[edges])
 
-    if vocab_size is not None:
-        report(count((ids < 0) | (ids >= vocab_size)) > 0, f"has ids outside the vocabulary of {vocab_size:,}")
-    if eod is None:
-        return len(lengths)
-    is_end = ids == eod
-    closed = np.zeros(len(lengths), bool)  # whether the entry ends with the id
-    closed[full] = is_end[edges[1:][full] - 1]
-    ends = np.ones(len(lengths), bool)  # whether the next entry belongs to another document
-    following = pair.prefixes(first + 1, min(last + 1, len(pair)))
-    ends[:len(following)] = following == 0
-    must_end = ends if pair.ends_follow else np.arange(first, last) == len(pair) - 1
-    end = f"the end-of-document id {eod}"
-    report(count(is_end) > closed, f"has {end} inside it")
-    if pair.ends_follow:
-        report(closed & ~ends, f"ends with {end}, but its document continues")
-    if pair.ends_follow or pair.format == "shards":
-        report(must_end & full & ~closed, f"ends a document without {end}")
-    return int((closed & ends).sum())
+    if rules.vocab_size is not None:
+        outside = (ids < 0) | (ids >= rules.vocab_size)
+        block.report(count(outside) > 0, f"has ids outside the vocabulary of {rules.vocab_size:,}")
+    if rules.eod is None:
+        return len(block.lengths)
+    is_end = ids == rules.eod
+    last_ids = edges[1:][block.full] - 1
+    ends_with = np.zeros(len(block.lengths), bool)
+    ends_with[block.full] = is_end[last_ids]
+    return block.check_ends(ends_with, count(is_end), rules.eod)
+
+
+def compare_manifest(folder: Path, manifest: Mapping[str, Any], paths: Sequence[Path], args: argparse.Namespace, *,
+                     whole: bool) -> Iterator[Problem]:
+    """The differences of a folder's manifest.json and its pairs; see `check_pairs`."""
+    fingerprint = manifest["tokenizer"]["fingerprint"]
+    if args.fingerprint not in (None, fingerprint):
+        yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {fingerprint}, but {args.tokenizer} is "
+                      f"{args.fingerprint}")
+    listed = manifest["shards"]
+    for path in paths:
+        if path.stem not in listed:
+            yield Problem(f"{path}: {MANIFEST_NAME} does not list it")
+    if not whole:
+        return
+    on_disk = {path.stem for path in paths}
+    for name in listed:
+        if name not in on_disk:
+            yield Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is missing")
 
 
 def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
@@ -175,20 +285,16 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
     """Verify pairs of one folder, each given by its .bin; `whole`: whether these are all of the folder's pairs."""
     manifest = read_manifest(folder)
     if manifest is not None:
-        fingerprint, listed = manifest["tokenizer"]["fingerprint"], manifest["shards"]
-        if args.fingerprint not in (None, fingerprint):
-            yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {fingerprint}, but {args.tokenizer} is "
-                          f"{args.fingerprint}")
-        yield from (Problem(f"{path}: {MANIFEST_NAME} does not list it") for path in paths if path.stem not in listed)
-        on_disk = {path.stem for path in paths} if whole else listed
-        yield from (Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is missing")
-                    for name in listed if name not in on_disk)
+        yield from compare_manifest(folder, manifest, paths, args, whole=whole)
     counts, lengths = Counter[str](), Counter[int]()
     for path in paths:
-        yield from map(Problem, check_pair(path, args, counts, lengths, bar))
-    yield f"{folder}: {', '.join(f'{number:,} {what}' for what, number in counts.items()) or 'nothing could be read'}"
+        for problem in check_pair(path, args, counts, lengths, bar):
+            yield Problem(problem)
+    sizes = ", ".join(f"{number:,} {what}" for what, number in counts.items())
+    yield f"{folder}: {sizes or 'nothing could be read'}"
     if lengths:
-        yield from (f"  {line}" for line in length_table(lengths, args.sequence_len + 1))
+        for line in length_table(lengths, args.sequence_len + 1):
+            yield f"  {line}"
     if manifest is None and args.vocab_size is None:
         yield "  the vocabulary is unknown: pass --tokenizer or --vocab-size to check the ids"
 
@@ -202,35 +308,39 @@ def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
     problems: list[str] = []
     try:
         state = read_seal(path)
-        yield f"{path}: step {state['step']:,}, {len(state['files']) + 1} files"
+        files = state["files"]
+        yield f"{path}: step {state['step']:,}, {len(files) + 1} files"
         yield f"  OK {SEAL_NAME}"
-        for name, record in state["files"].items():
+        for name, record in files.items():
             try:
                 check_file(path, name, record)
                 yield f"  OK {name} ({record['bytes']:,} bytes)"
             except (ValueError, OSError) as e:
                 problems.append(str(e))
             bar.update(record["bytes"])
-        on_disk = {str(p.relative_to(path)) for p in below(path) if not p.is_dir() or p.is_symlink()}
-        problems += [f"{path / name}: {SEAL_NAME} does not list it"
-                     for name in sorted(on_disk - state["files"].keys() - {SEAL_NAME})]
+        for name in sorted(files_below(path) - files.keys() - {SEAL_NAME}):
+            problems.append(f"{path / name}: {SEAL_NAME} does not list it")
         if not problems:
             open_verified(path, state)  # raises for parts that do not fit together
     except (ValueError, OSError) as e:
         problems.append(str(e))
     if problems and not path.exists():
         yield f"{path}: the run deleted it in the meantime"
-    else:
-        yield from map(Problem, problems)
+        return
+    for problem in problems:
+        yield Problem(problem)
 
 
 def check_cursors(folder: Path, bar: tqdm) -> Iterator[str]:
     """Read all cursors that a run keeps."""
-    files, good = cursor_files(folder.absolute().parents[1]), 0
+    run_dir = folder.absolute().parents[1]
+    files = cursor_files(run_dir)
+    good = 0
     for step, file in files.items():
         try:
             bar.update(file.stat().st_size)
-            if (actual := read_cursors(file)[0]) != step:
+            actual, _ = read_cursors(file)
+            if actual != step:
                 raise ValueError(f"{file}: its cursors are those of step {actual}; delete it")
             good += 1
         except (ValueError, OSError) as e:
@@ -261,22 +371,32 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
     """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those whose checksums
     are in the manifest.json beside them."""
-    manifests = [manifest for buckets in read_manifests(path).values() for manifest in buckets.values()]
-    files: dict[Path, dict[str, Any]] = {}  # for each file, its manifest reduced to this file
-    for manifest in manifests:
-        files |= {as_path(manifest["root"]) / file["name"]: {**manifest, "files": [file]} for file in manifest["files"]}
+    files: dict[Path, Manifest] = {}  # for each file, its manifest reduced to this file
+    for buckets in read_manifests(path).values():
+        for manifest in buckets.values():
+            root = as_path(manifest["root"])
+            for file in manifest["files"]:
+                files[root / file["name"]] = {**manifest, "files": [file]}
     folders: dict[Path, list[Path]] = {}
     for file, alone in files.items():
         try:
             check(alone)
-            listed = (read_manifest(file.parent) or {"shards": {}})["shards"] if file.suffix == ".bin" else {}
-            if file.stem in listed:
+            if has_checksum(file):
                 folders.setdefault(file.parent, []).append(file)
         except (ValueError, OSError) as e:
             yield Problem(e)
     for folder, paths in folders.items():
         yield from check_pairs(folder, paths, args, bar, whole=False)
-    yield f"{path}: {len(files):,} files compared, {sum(map(len, folders.values())):,} of them read completely"
+    num_read = sum(len(paths) for paths in folders.values())
+    yield f"{path}: {len(files):,} files compared, {num_read:,} of them read completely"
+
+
+def has_checksum(file: Path) -> bool:
+    """Whether a file is part of a pair that the manifest.json beside it lists."""
+    if file.suffix != ".bin":
+        return False
+    manifest = read_manifest(file.parent)
+    return manifest is not None and file.stem in manifest["shards"]
 
 
 # ---- receipts -----------------------------------------------------------------------------------
@@ -290,30 +410,41 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     receipt = read_receipt(path)
     marks = {int(step): mark for step, mark in receipt["marks"].items()}
     steps = args.steps or sorted(marks)
+    highest = max(steps)
     given = Settings(data_path=args.data_path, tokenizer=args.tokenizer, eod_token=args.eod_token)
-    opened = Opened(RunReader(path), *open_receipt(path, given, max(steps)))
+    opened = Opened(RunReader(path), *open_receipt(path, given, highest))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
-    last = min(step for step in marks if step >= max(steps))
+    last = min(step for step in marks if step >= highest)
     yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
-           f"at or after step {max(steps):,} with a digest in the receipt")
-    link, good, began = "", -1, time.monotonic()
-    for step, [part] in tqdm(step_digests(opened, range(last + 1), 1), total=last + 1, unit="step",
-                             desc="recomputed", leave=False, disable=None):
+           f"at or after step {highest:,} with a digest in the receipt")
+
+    link, good = "", -1
+    began = time.monotonic()
+    digests = step_digests(opened, range(last + 1), 1)
+    for step, [part] in tqdm(digests, total=last + 1, unit="step", desc="recomputed", leave=False, disable=None):
         digest = f"{part:016x}"
         link = next_link(link, digest)
-        if step + 1 == TIMED_STEPS and (rest := (time.monotonic() - began) / TIMED_STEPS * (last - step)) > 5:
-            yield f"  this takes about {duration(rest)}"
+        if step + 1 == TIMED_STEPS:
+            per_step_s = (time.monotonic() - began) / TIMED_STEPS
+            rest_s = per_step_s * (last - step)
+            if rest_s > 5:
+                yield f"  this takes about {duration(rest_s)}"
         if step not in marks:
             continue
-        if digest != marks[step]["digest"]:
+        mark = marks[step]
+        if digest != mark["digest"]:
             raise ValueError(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but the "
-                             f"receipt says {marks[step]['digest']}; code, tokenizer or data differ")
-        if link != marks[step]["chain"]:
+                             f"receipt says {mark['digest']}; code, tokenizer or data differ")
+        if link != mark["chain"]:
             raise ValueError(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
                              f"chain of their digests differs; code, tokenizer or data differ")
         good = step
     yield (f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
            f"(chain of digests {link})")
+
+
+def is_receipt(path: Path) -> bool:
+    return path.suffix == ".json" and path.is_file() and path.name not in (DATA_MANIFEST, MANIFEST_NAME)
 
 
 # ---- the command --------------------------------------------------------------------------------
@@ -325,57 +456,78 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
         if is_remote(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
         path = find_run(path)
-    if path.suffix == ".json" and path.is_file() and path.name not in (DATA_MANIFEST, MANIFEST_NAME):
+    if is_receipt(path):
         return [partial(check_receipt, path, args)]
     if path.suffix in (".bin", ".idx") and path.is_file():
         pair = path.with_suffix(".bin")
         return [partial(check_pairs, pair.parent, [pair], args, whole=False)]
+
     pairs: dict[Path, set[Path]] = {}
     checks: list[Check] = []  # of checkpoints, cursors, row losses, pinned data
     closed: set[Path] = set()  # folders whose .bin files are not pairs: checkpoints, row losses
     entries = sorted(walk(path)) if is_remote(path) or path.is_dir() else []
-    for p in [path, *(entry.path for entry in entries if entry.kind != "dangling")]:
+    paths = [path, *(entry.path for entry in entries if entry.kind != "dangling")]
+    for p in paths:
         if not closed.isdisjoint(p.parents):
             continue
         if p.suffix in (".bin", ".idx"):
-            pairs.setdefault(p.parent, set()).add(p.with_suffix(".bin"))
+            of_folder = pairs.setdefault(p.parent, set())
+            of_folder.add(p.with_suffix(".bin"))
         elif p.name == MANIFEST_NAME and is_manifest(p):
             pairs.setdefault(p.parent, set())
         elif p.name == DATA_MANIFEST:
             checks.append(partial(check_data, p, args))
         elif p.is_dir() and not is_remote(p):
-            parent, name = p.absolute().parts[-2:]
-            named, seal = parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name), p / SEAL_NAME
-            if named or seal.is_file():
+            check_folder, has_pairs = folder_kind(p)
+            if check_folder is not None:
+                checks.append(partial(check_folder, p))
+            if not has_pairs:
                 closed.add(p)
-                if named or b'"format_version"' in seal.read_bytes():  # other programs use the name, too
-                    checks.append(partial(check_checkpoint, p))
-            elif (parent, name) == ("logs", "cursors"):
-                checks.append(partial(check_cursors, p))
-            elif (parent, name) == ("logs", "rows"):
-                closed.add(p)
-                checks.append(partial(check_row_losses, p))
-    if not (pairs or checks):
+    if not pairs and not checks:
         raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
                          f"below it (text files have no checksums); name another path")
+
+    of_pairs = [partial(check_pairs, folder, sorted(files), args, whole=True)
+                for folder, files in sorted(pairs.items())]
     dangling = [entry.path for entry in entries if entry.kind == "dangling" and "wandb" not in entry.path.parts]
     if dangling:
         checks.append(partial(report_dangling, dangling))
-    return [*(partial(check_pairs, folder, sorted(files), args, whole=True)
-              for folder, files in sorted(pairs.items())), *checks]
+    return [*of_pairs, *checks]
+
+
+def folder_kind(path: Path) -> tuple[Callable[[Path, tqdm], Iterator[str]] | None, bool]:
+    """(the check of a folder as a whole, None if there is none; whether .bin files below it are pairs)."""
+    parent, name = path.absolute().parts[-2:]
+    if parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name):
+        return check_checkpoint, False
+    seal = path / SEAL_NAME
+    if seal.is_file():
+        is_own = b'"format_version"' in seal.read_bytes()  # other programs use the name, too
+        return check_checkpoint if is_own else None, False
+    if (parent, name) == ("logs", "cursors"):
+        return check_cursors, True
+    if (parent, name) == ("logs", "rows"):
+        return check_row_losses, False
+    return None, True
 
 
 def report_dangling(links: Sequence[Path], _: tqdm) -> Iterator[str]:
     """Report links to files or folders that do not exist."""
-    yield from (Problem(f"{link}: a link to {os.readlink(link)}, which does not exist; restore it, or delete the link")
-                for link in links)
+    for link in links:
+        target = os.readlink(link)
+        yield Problem(f"{link}: a link to {target}, which does not exist; restore it, or delete the link")
 
 
-def below(path: Path) -> Iterable[Path]:
-    """Everything below a folder. Unlike rglob, os.walk skips folders that a run deletes in the meantime."""
-    if is_remote(path):
-        return path.rglob("*")
-    return (Path(folder) / name for folder, folders, files in os.walk(path) for name in (*folders, *files))
+def files_below(path: Path) -> set[str]:
+    """The names of everything below a folder except its folders. Unlike rglob, os.walk skips folders that a run deletes
+    in the meantime."""
+    names = set()
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            entry = Path(folder) / name
+            if not entry.is_dir() or entry.is_symlink():
+                names.add(str(entry.relative_to(path)))
+    return names
 
 
 def is_manifest(path: Path) -> bool:
@@ -388,9 +540,10 @@ def is_manifest(path: Path) -> bool:
 
 def step_list(text: str) -> list[int]:
     """argparse type: numbers of steps, separated by commas."""
-    if not all(word.isdecimal() for word in text.split(",")):
+    words = text.split(",")
+    if not all(word.isdecimal() for word in words):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected steps separated by commas, such as 0,1000")
-    return [int(word) for word in text.split(",")]
+    return [int(word) for word in words]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -429,11 +582,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             yield Problem(e)
 
     with tqdm(unit="B", unit_scale=True, desc="verified", disable=None) as bar:
-        for check in [check for path in args.paths for check in find_all(path, args)]:
+        checks: list[Check] = []
+        for path in args.paths:
+            checks += find_all(path, args)
+        for check in checks:
             for line in run(check, bar):
                 bar.clear()
-                print(f"  PROBLEM {line}" if isinstance(line, Problem) else line, flush=True)
-                num_problems += isinstance(line, Problem)
+                if isinstance(line, Problem):
+                    num_problems += 1
+                    print(f"  PROBLEM {line}", flush=True)
+                else:
+                    print(line, flush=True)
     print(counted(num_problems, "problem") if num_problems else "all good", flush=True)
     return 1 if num_problems else 0
 

@@ -17,6 +17,7 @@ activation right after the start, while the MLPs' output matrices are zero).
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import sys
@@ -34,22 +35,26 @@ from nanochat.gpt import GPT
 
 ROWS, BEYOND_WINDOW = 2, 64  # rows of the batch; tokens by which they exceed the shortest window
 
-
 Function = Callable[[Tensor], Tensor]  # tokens (B, T) -> logits (B, T, vocab_size)
+Weight = Callable[[str], Tensor]  # a tensor's name -> its values
 
 
 def check_same(model: GPT, other: Function, what: str, remedy: str) -> None:
     """ValueError, which begins with `what` and ends with `remedy`, if `other` differs from a model in float32 by more
     than rounding."""
     config = model.config
-    length = max(2, min(config.sequence_len, min(config.window_sizes) + BEYOND_WINDOW))
+    beyond_window = min(config.window_sizes) + BEYOND_WINDOW
+    length = max(2, min(config.sequence_len, beyond_window))
     rng = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (ROWS, length), generator=rng)
     with torch.no_grad():
-        ours, theirs = model(tokens), other(tokens)
-    apart = float((ours - theirs).norm() / ours.norm())
+        ours = model(tokens)
+        theirs = other(tokens)
+    distance = (ours - theirs).norm()
+    apart = float(distance / ours.norm())
     # each layer adds sums of up to 4 * n_embd products, whose rounding errors grow with the square root
-    limit = torch.finfo(torch.float32).eps * (config.n_layer + 1) * math.sqrt(4 * config.n_embd)
+    eps = torch.finfo(torch.float32).eps
+    limit = eps * (config.n_layer + 1) * math.sqrt(4 * config.n_embd)
     if not apart <= limit:
         raise ValueError(f"{what} computes other logits than nanochat/gpt.py from the same weights: they differ by "
                          f"{apart:.1e} of their norm, and rounding explains {limit:.1e}; {remedy}")
@@ -96,7 +101,8 @@ class Output:
 
     def to_tuple(self) -> tuple[Any, ...]:
         """The values that are not None."""
-        return tuple(value for value in vars(self).values() if value is not None)
+        values = vars(self).values()
+        return tuple(value for value in values if value is not None)
 
 
 class Empty:
@@ -132,18 +138,29 @@ def load_code(path: Path) -> ModuleType:
     return code
 
 
+def short(error: Exception) -> str:
+    """The beginning of an error's text, on one line."""
+    words = str(error).split()
+    return " ".join(words)[:400]
+
+
 def check_hf(model: GPT, path: Path, config: Mapping[str, Any]) -> None:
     """ValueError if the exported code at `path`, with the values of config.json, differs from a model in float32."""
+    what = f"--to hf: {path.name}"
     remedy = f"make the same change to nanochat/integrations/{path.name}, the code that transformers runs"
     try:
         code = load_code(path)
         with torch.device("meta"):
-            exported = code.NanochatExactForCausalLM(code.NanochatExactConfig(**config)).eval()
+            exported_config = code.NanochatExactConfig(**config)
+            exported = code.NanochatExactForCausalLM(exported_config).eval()
         exported.load_state_dict(model.state_dict(), assign=True)
     except (ImportError, RuntimeError) as e:  # RuntimeError: tensors that are missing, unknown or different in shape
-        reason = " ".join(str(e).split())[:400]
-        raise ValueError(f"--to hf: {path.name} cannot load this model ({reason}); {remedy}") from e
-    check_same(model, lambda tokens: exported(tokens, use_cache=False).logits, f"--to hf: {path.name}", remedy)
+        raise ValueError(f"{what} cannot load this model ({short(e)}); {remedy}") from e
+
+    def logits_of(tokens: Tensor) -> Tensor:
+        return exported(tokens, use_cache=False).logits
+
+    check_same(model, logits_of, what, remedy)
 
 
 # ---- nanochat ------------------------------------------------------------------------------------
@@ -153,31 +170,38 @@ NANOCHAT_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head
 
 def check_nanochat(model: GPT) -> None:
     """ValueError if nanochat's GPT, given the weights and the configuration of a model in float32, would differ."""
+    what = "--to nanochat: nanochat's gpt.py"
     remedy = ("make the same change to gpt.py in nanochat and copy the checkpoint's files there yourself, or export "
               "--to=hf")
-    config, state = dataclasses.asdict(model.config), model.state_dict()
+    config = dataclasses.asdict(model.config)
+    state = model.state_dict()
     unread = {*state, *config} - {*NANOCHAT_FIELDS}
 
     def weight(name: str) -> Tensor:
         unread.discard(name)
         return state[name]
 
-    what = "--to nanochat: nanochat's gpt.py"
+    def logits_of(tokens: Tensor) -> Tensor:
+        return nanochat_logits(weight, config, tokens)
+
     try:
-        check_same(model, lambda tokens: nanochat_logits(weight, config, tokens), what, remedy)
+        check_same(model, logits_of, what, remedy)
     except (KeyError, RuntimeError) as e:  # a tensor that is missing, or of a different shape
-        raise ValueError(f"{what} cannot load this model ({' '.join(str(e).split())[:400]}); {remedy}") from e
+        raise ValueError(f"{what} cannot load this model ({short(e)}); {remedy}") from e
     if unread:
         raise ValueError(f"{what} does not know {', '.join(sorted(unread))}; {remedy}")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Causal attention of q (B, T, H, D) to k and v (B, T, Hkv, D), each query to `window` earlier tokens."""
-    T = q.size(1)
-    back = torch.arange(T)[:, None] - torch.arange(T)
+    positions = torch.arange(q.size(1))
+    back = positions[:, None] - positions
     visible = (back >= 0) & (back <= window)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=q.size(1) != k.size(1))
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    is_grouped = q.size(1) != k.size(1)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=is_grouped)
     return y.transpose(1, 2).flatten(2)
 
 
@@ -190,38 +214,68 @@ def rotate(x: Tensor) -> Tensor:
     """Rotary positions of x (B, T, H, D)."""
     half = x.size(3) // 2
     turns = 100_000 ** (-torch.arange(half) / half)
-    angles = torch.outer(torch.arange(x.size(1)).float(), turns)[:, None]
+    positions = torch.arange(x.size(1)).float()
+    angles = torch.outer(positions, turns)[:, None]
+    cos, sin = angles.cos(), angles.sin()
     a, b = x.split(half, dim=3)
-    return torch.cat((a * angles.cos() + b * angles.sin(), b * angles.cos() - a * angles.sin()), dim=3)
+    first = a * cos + b * sin
+    second = b * cos - a * sin
+    return torch.cat((first, second), dim=3)
 
 
-def nanochat_logits(weight: Callable[[str], Tensor], config: Mapping[str, Any], tokens: Tensor) -> Tensor:
+def apply_linear(weight: Weight, name: str, x: Tensor) -> Tensor:
+    """The matrix `name` times each vector of x (..., C)."""
+    return F.linear(x, weight(f"{name}.weight"))
+
+
+def embed(weight: Weight, tokens: Tensor) -> Tensor:
+    """The embeddings (B, T, C) of tokens (B, T); each token's has some of the previous token's added."""
+    x = norm(weight("transformer.wte.weight")[tokens])
+    smear = apply_linear(weight, "smear_gate", x[:, 1:, :24]).sigmoid()
+    gate = weight("smear_lambda") * smear
+    mixed = x[:, 1:] + gate * x[:, :-1]
+    return torch.cat((x[:, :1], mixed), dim=1)
+
+
+def nanochat_logits(weight: Weight, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """The logits (B, T, vocab_size) that nanochat computes from tokens (B, T). weight: from a tensor's name to its
     values, float32. config: the values of nanochat's GPTConfig. Nothing here comes from our gpt.py."""
-    def project(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, weight(f"{name}.weight"))
-
-    num_layers, long = config["n_layer"], config["sequence_len"]
-    window = {"L": long, "S": 128 * math.ceil(math.ceil(long / 4) / 128)}
+    project = functools.partial(apply_linear, weight)
+    num_layers = config["n_layer"]
+    head_size = config["n_embd"] // config["n_head"]
+    heads = (*tokens.shape, -1, head_size)
+    long = config["sequence_len"]
+    quarter = math.ceil(long / 4)
+    window = {"L": long, "S": 128 * math.ceil(quarter / 128)}
     pattern = config["window_pattern"]
-    heads = (*tokens.shape, -1, config["n_embd"] // config["n_head"])
-    x = norm(weight("transformer.wte.weight")[tokens])
-    gate = weight("smear_lambda") * project(x[:, 1:, :24], "smear_gate").sigmoid()
-    x = x0 = middle = torch.cat((x[:, :1], x[:, 1:] + gate * x[:, :-1]), dim=1)
+
+    x = x0 = middle = embed(weight, tokens)
     for i in range(num_layers):
         attn, mlp = f"transformer.h.{i}.attn", f"transformer.h.{i}.mlp"
         x = weight("resid_lambdas")[i] * x + weight("x0_lambdas")[i] * x0
+
+        # attention; every other layer, among them the last one, adds embeddings to its values
         y = norm(x)
-        q, k, v = (project(y, f"{attn}.c_{name}").view(heads) for name in "qkv")
-        if i % 2 == (num_layers - 1) % 2:
-            gate = 3 * project(y[..., :12], f"{attn}.ve_gate").sigmoid()
-            v = v + gate[..., None] * weight(f"value_embeds.{i}.weight")[tokens].view(heads)
-        q, k = 1.2 * norm(rotate(q)), 1.2 * norm(rotate(k))
+        q = project(f"{attn}.c_q", y).view(heads)
+        k = project(f"{attn}.c_k", y).view(heads)
+        v = project(f"{attn}.c_v", y).view(heads)
         is_last = i == num_layers - 1
-        reach = window["L" if is_last else pattern[i % len(pattern)]]
-        x = x + project(attend(q, k, v, reach), f"{attn}.c_proj")
-        x = x + project(project(norm(x), f"{mlp}.c_fc").relu().square(), f"{mlp}.c_proj")
+        if i % 2 == (num_layers - 1) % 2:
+            gate = 3 * project(f"{attn}.ve_gate", y[..., :12]).sigmoid()
+            embeds = weight(f"value_embeds.{i}.weight")[tokens]
+            v = v + gate[..., None] * embeds.view(heads)
+        q = 1.2 * norm(rotate(q))
+        k = 1.2 * norm(rotate(k))
+        kind = "L" if is_last else pattern[i % len(pattern)]
+        y = attend(q, k, v, window[kind])
+        x = x + project(f"{attn}.c_proj", y)
+
+        # the MLP
+        hidden = project(f"{mlp}.c_fc", norm(x)).relu().square()
+        x = x + project(f"{mlp}.c_proj", hidden)
         if i == num_layers // 2:
             middle = x
-    logits = project(norm(x - weight("backout_lambda") * middle), "lm_head")[..., :config["vocab_size"]]
+
+    x = norm(x - weight("backout_lambda") * middle)
+    logits = project("lm_head", x)[..., :config["vocab_size"]]
     return 15 * torch.tanh(logits / 15)

@@ -64,19 +64,27 @@ class BlendedDataset:
 
     def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
                  config: GPTDatasetConfig):
-        self.datasets, self.config, self.size = list(datasets), config, size
+        self.datasets = list(datasets)
+        self.config = config
+        self.size = size
         self.split = datasets[0].index_split
+        limits: list[int] | None = None
         if size is None:
             limits = [int(weight) for weight in weights]
-            total, self.weights = sum(limits), list(weights)
+            total = sum(limits)
             shares = [n / total for n in limits]
+            self.weights = list(weights)
         else:
-            total, limits, shares = size, None, normalize(weights)
+            total = size
+            shares = normalize(weights)
             self.weights = shares
-        name = f"{hash_json([shares, total, limits])}-{type(self).__name__}-{self.split.name}"
+
+        content = hash_json([shares, total, limits])
+        name = f"{content}-{type(self).__name__}-{self.split.name}"
         tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits))
         self.dataset_index = tables["dataset_index"]  # (samples,) int16: the data set of sample i
         self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: its sample there
+
         for dataset, count in zip(self.datasets, self.counts(total)):
             if count > len(dataset):
                 raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples from "
@@ -84,25 +92,34 @@ class BlendedDataset:
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the contents of every sample, as JSON values."""
-        return {"weights": self.weights, "size": self.size,
-                "datasets": [dataset.identity() for dataset in self.datasets]}
+        return {
+            "weights": self.weights,
+            "size": self.size,
+            "datasets": [dataset.identity() for dataset in self.datasets],
+        }
 
     def __len__(self) -> int:
         return len(self.dataset_index)
 
     def counts(self, stop: int) -> list[int]:
         """See `GPTDataset.counts`."""
-        return np.bincount(self.dataset_index[:stop], minlength=len(self.datasets)).tolist()
+        taken = self.dataset_index[:stop]
+        return np.bincount(taken, minlength=len(self.datasets)).tolist()
 
     def locate(self, i: int) -> tuple[int, int]:
         """See `GPTDataset.locate`."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i:,}: the blend has {len(self):,} samples")
-        return int(self.dataset_index[i]), int(self.dataset_sample_index[i])
+        dataset = int(self.dataset_index[i])
+        sample = int(self.dataset_sample_index[i])
+        return dataset, sample
 
     def __getitem__(self, idx: int) -> "dict[str, torch.Tensor | np.int16]":
-        source, sample = self.locate(int(idx) + len(self) * (int(idx) < 0))
-        return {"dataset_id": np.int16(source), **self.datasets[source][sample]}
+        i = int(idx)
+        if i < 0:
+            i += len(self)
+        dataset, sample = self.locate(i)
+        return {"dataset_id": np.int16(dataset), **self.datasets[dataset][sample]}
 
 
 class BlendedMegatronDatasetBuilder:
@@ -112,10 +129,13 @@ class BlendedMegatronDatasetBuilder:
 
     def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None],
                  is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig):
-        if len(sizes) != len(Split) or any(size is not None and size < 0 for size in sizes):
-            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for each of "
-                             f"{', '.join(split.name for split in Split)}")
-        self.cls, self.sizes, self.config = cls, list(sizes), config
+        are_counts = all(size is None or size >= 0 for size in sizes)
+        if len(sizes) != len(Split) or not are_counts:
+            names = ", ".join(split.name for split in Split)
+            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for each of {names}")
+        self.cls = cls
+        self.sizes = list(sizes)
+        self.config = config
         self.is_built_on_rank = is_built_on_rank
         self._open = functools.cache(lambda prefix: cls.build_low_level_dataset(prefix, config))
 
@@ -126,42 +146,57 @@ class BlendedMegatronDatasetBuilder:
 
     def build_split(self, split: Split) -> Any:
         """The data set of one split."""
-        config, size = self.config, self.sizes[split.value]
+        config = self.config
+        size = self.sizes[split.value]
         part = config.split_matrix[split.value]
         if part is None:
             return None
         if config.mock:
             return self._of_prefix("mock data", part, size, split)
+
         per_split = config.blend_per_split
         blend = config.blend if per_split is None else per_split[split.value]
         assert blend is not None
         prefixes, weights = blend
-        if len(prefixes) == 1 and (weights is None or per_split):  # one prefix is not a blend
+        has_weights = weights is not None and not per_split
+        if len(prefixes) == 1 and not has_weights:  # one prefix is not a blend
             return self._of_prefix(prefixes[0], part, size, split)
-        if per_split and config.multiple_validation_sets and split is Split.valid:
+        is_separate = per_split and config.multiple_validation_sets
+        if is_separate and split is Split.valid:
             return [self._of_prefix(prefix, part, size, split) for prefix in prefixes]
+
         if weights is None:
-            datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
-            lengths = [len(dataset) for dataset in datasets]
-            if 0 in lengths:
-                raise ValueError(f"blend: {prefixes[lengths.index(0)]} has no sample of {config.sequence_length} "
-                                 f"tokens in split {split.name}; remove it, or set weights")
-            total = None if size is None else min(size, sum(lengths))
-            return BlendedDataset(datasets, lengths, total, config)
+            return self._unweighted(prefixes, part, size, split)
         if size is None:
             raise ValueError(f"blend: got weights and no number of samples for split {split.name}, expected both or "
                              f"neither")
-        shares, surplus = normalize(weights), 1 + config.mid_level_dataset_surplus
+        shares = normalize(weights)
+        surplus = 1 + config.mid_level_dataset_surplus
         taken = [math.ceil(size * share) for share in shares]
-        datasets = [self._of_prefix(prefix, part, math.ceil(n * surplus), split)
-                    for prefix, n in zip(prefixes, taken)]
+        datasets = []
+        for prefix, count in zip(prefixes, taken):
+            prepared = math.ceil(count * surplus)
+            datasets.append(self._of_prefix(prefix, part, prepared, split))
         return BlendedDataset(datasets, shares, sum(taken), config)
+
+    def _unweighted(self, prefixes: Sequence[str], part: tuple[float, float], size: int | None,
+                    split: Split) -> BlendedDataset:
+        """One pass over each prefix, cut after `size` samples."""
+        datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
+        lengths = [len(dataset) for dataset in datasets]
+        if 0 in lengths:
+            empty = prefixes[lengths.index(0)]
+            raise ValueError(f"blend: {empty} has no sample of {self.config.sequence_length} "
+                             f"tokens in split {split.name}; remove it, or set weights")
+        total = None if size is None else min(size, sum(lengths))
+        return BlendedDataset(datasets, lengths, total, self.config)
 
     def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
         """A split of one pair of files, rounded to whole sequences."""
         opened = self._open(prefix)
-        n = float(len(opened.sequence_lengths))
-        indices = range(round(part[0] * n), round(part[1] * n))
+        num_sequences = float(len(opened.sequence_lengths))
+        begin, end = part
+        indices = range(round(begin * num_sequences), round(end * num_sequences))
         return self.cls(opened, prefix, indices, size, split, self.config)
 
 
@@ -186,10 +221,17 @@ class SampleConfig:
     def of(cls, settings: Settings) -> "SampleConfig":
         """The configuration in a run's resolved settings."""
         weights = settings.blend_weights
-        return cls(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed, num_samples=settings.num_samples,
-                   split=settings.split or "", weights=None if weights is None else tuple(weights),
-                   eod_mask_loss=settings.eod_mask_loss,
-                   index_cache=str(settings.index_cache or get_base_dir() / "index_cache"))
+        index_cache = settings.index_cache or get_base_dir() / "index_cache"
+        return cls(
+            T=settings.max_seq_len,
+            V=settings.lanes,
+            seed=settings.order_seed,
+            num_samples=settings.num_samples,
+            split=settings.split or "",
+            weights=None if weights is None else tuple(weights),
+            eod_mask_loss=settings.eod_mask_loss,
+            index_cache=str(index_cache),
+        )
 
     def open(self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any) -> "SampleStream":
         """See `nanochat.stream.open_stream`."""
@@ -197,7 +239,9 @@ class SampleConfig:
 
     def identity(self) -> dict[str, Any]:
         """The configuration as JSON values: equal identities give equal samples from the same data."""
-        identity = {**asdict(self), "order": "megatron", "weights": self.weights and [*self.weights]}
+        identity = asdict(self)
+        identity["order"] = "megatron"
+        identity["weights"] = self.weights and [*self.weights]
         del identity["index_cache"]
         return identity
 
@@ -210,7 +254,8 @@ def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
 def samples_needed(settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> int:
     """How many samples a run has read when it ends, including those of an earlier run whose data it continues."""
     before = cursors[0]["samples"] if cursors else 0
-    return before + steps * (settings.total_batch_size // settings.max_seq_len)
+    per_step = settings.total_batch_size // settings.max_seq_len
+    return before + steps * per_step
 
 
 class MegatronOrder:
@@ -227,16 +272,20 @@ class MegatronOrder:
         need, or as many as the run whose data it continues, and keeps that number. ValueError if its steps need
         more."""
         needed = samples_needed(settings, cursors, steps)
-        split = settings.split or (WHOLE if has_own_val(settings.data_path or "", settings.val_path) else SPLIT)
+        split = settings.split
+        if not split:
+            own_val = has_own_val(settings.data_path or "", settings.val_path)
+            split = WHOLE if own_val else SPLIT
         number = settings.num_samples
         if number == -1:
             number = cursors[0]["stream"]["num_samples"] if cursors else needed
         if needed > number:
-            too_many = -(-(needed - number) * settings.max_seq_len // horizon.total_batch_size)
+            missing_tokens = (needed - number) * settings.max_seq_len
+            too_many = -(-missing_tokens // horizon.total_batch_size)
+            possible = horizon.num_iterations - too_many
             raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but its order has {number:,}, "
-                             f"and a different number changes the order; set --num-iterations "
-                             f"{horizon.num_iterations - too_many}, or start a new run with --model-tag NAME (runs "
-                             f"with --order lanes can be extended)")
+                             f"and a different number changes the order; set --num-iterations {possible}, or start a "
+                             f"new run with --model-tag NAME (runs with --order lanes can be extended)")
         return replace(settings, split=split, num_samples=number)
 
     def pin(self, settings: Settings) -> Manifests:
@@ -261,40 +310,57 @@ class MegatronOrder:
 def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
     """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" in its manifest is
     the range [first, end) of its documents in the part. ValueError or FileNotFoundError names a bad or missing file."""
-    parts, root = split_matrix(split), as_path(data_path)
-    if parts[0] is None:
+    root = as_path(data_path)
+    train_part, val_part, *_ = split_matrix(split)
+    if train_part is None:
         raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be "
                          f"above 0")
     folder = root / "train" if is_folder(root / "train") else root
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
-    of_all, base, pairs = scan(root, files), data_folder(folder), dict[str, Manifest]()
-    for file, entry in zip(files, of_all["files"]):
+    manifest = scan(root, files)
+    base = data_folder(folder)
+    pairs: dict[str, Manifest] = {}
+    for file, entry in zip(files, manifest["files"]):
         name = file.relative_to(base).as_posix().removesuffix(".bin")
         if name in pairs:
             raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
-        pairs[name] = {**of_all, "files": [entry]}
-    train = {name: _documents(pair, parts[0]) for name, pair in pairs.items()}
+        pairs[name] = {**manifest, "files": [entry]}
+    train = {name: _documents(pair, train_part) for name, pair in pairs.items()}
+
     if has_own_val(data_path, val_path):
-        val_files = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
-        where = root if val_path is None else as_path(val_path)
-        check_format(where, [file for some in val_files.values() for file in some], "megatron")
-        return {"train": train, "val": {name: scan(where, some) for name, some in val_files.items()}}
-    val = {name: _documents(pair, parts[1]) for name, pair in pairs.items()}
-    val = {name: pair for name, pair in val.items() if pair["documents"][0] < pair["documents"][1]}
+        return {"train": train, "val": _find_val_pairs(data_path, val_path)}
+    val = {}
+    for name, pair in pairs.items():
+        held_out = _documents(pair, val_part)
+        begin, end = held_out["documents"]
+        if begin < end:
+            val[name] = held_out
     if not val:
         raise ValueError(f"--split: {split} leaves no whole document for validation in {', '.join(pairs)}; raise its "
                          f"second share, or name validation data with --val-path")
     return {"train": train, "val": val}
 
 
+def _find_val_pairs(data_path: Path | str, val_path: Path | str | None) -> dict[str, Manifest]:
+    """{bucket: manifest} of a run whose validation data has its own files."""
+    of_buckets = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
+    folder = as_path(data_path if val_path is None else val_path)
+    every_file = [file for files in of_buckets.values() for file in files]
+    check_format(folder, every_file, "megatron")
+    return {name: scan(folder, files) for name, files in of_buckets.items()}
+
+
 def _documents(manifest: Manifest, part: Part) -> Manifest:
     """A pair's manifest, limited to the documents that are entirely in a part of its sequences."""
     pair = TokenFile(_prefix(manifest) + ".bin")
-    n = float(len(pair.table("lengths")))
-    first, last = (round(edge * n) for edge in part or (0.0, 0.0))
-    begin, end = np.searchsorted(pair.table("boundaries"), [first, last + 1]).tolist()
-    return {**manifest, "documents": [begin, max(begin, end - 1)]}
+    num_sequences = float(len(pair.table("lengths")))
+    begin, end = part or (0.0, 0.0)
+    first_sequence = round(begin * num_sequences)
+    end_sequence = round(end * num_sequences)
+    edges = [first_sequence, end_sequence + 1]
+    first, after_last = np.searchsorted(pair.table("boundaries"), edges).tolist()
+    return {**manifest, "documents": [first, max(first, after_last - 1)]}
 
 
 def _prefix(manifest: Manifest) -> str:
@@ -306,13 +372,19 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTData
     """The data set whose sample i is row i of a run. `sources`: for each bucket, the source of a single pair. Reads no
     token and does not shuffle yet. ValueError for bad settings or data, and for fewer samples than the run takes."""
     pairs = list(sources.values())
+    prefixes = [_prefix(source.manifest) for source in pairs]
     try:
         dataset_config = GPTDatasetConfig(
-            random_seed=config.seed, sequence_length=config.T,
-            blend=([_prefix(source.manifest) for source in pairs], config.weights),
-            split=config.split, tokenizer=SimpleNamespace(eod=pairs[0].bos),
-            path_to_cache=config.index_cache, eod_mask_loss=config.eod_mask_loss)
-        builder = BlendedMegatronDatasetBuilder(GPTDataset, (config.num_samples, 0, 0), lambda: True, dataset_config)
+            random_seed=config.seed,
+            sequence_length=config.T,
+            blend=(prefixes, config.weights),
+            split=config.split,
+            tokenizer=SimpleNamespace(eod=pairs[0].bos),
+            path_to_cache=config.index_cache,
+            eod_mask_loss=config.eod_mask_loss,
+        )
+        sizes = (config.num_samples, 0, 0)
+        builder = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, dataset_config)
         samples = builder.build_split(Split.train)
     except ValueError as e:
         raise ValueError(f"--order megatron: {e}") from e
@@ -364,48 +436,66 @@ class SampleStream:
 
     def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
                  tokenizer: str, cursors: Sequence[Cursor] | None = None, **unused: Any):
-        self.config, self.lanes, self.buckets = config, list(lanes), list(sources)
-        self.sources, self.samples = dict(sources), open_samples(config, sources)
+        self.config = config
+        self.lanes = list(lanes)
+        self.buckets = list(sources)
+        self.sources = dict(sources)
+        self.samples = open_samples(config, sources)
         any_source = next(iter(sources.values()))
         self.remote = is_remote(any_source.manifest["root"])  # reads are slow, so next_rows reads several at once
         self.eod = any_source.bos
-        self.identity = stream_identity(config, sources, tokenizer) | {
-            "prefixes": self.buckets, "samples": hash_json(self.samples.identity())}
+        self.identity = stream_identity(config, sources, tokenizer)
+        self.identity["prefixes"] = self.buckets
+        self.identity["samples"] = hash_json(self.samples.identity())
         self.taken = self.row = 0  # samples that all lanes have read; rows of each lane
         self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane, by bucket
         if cursors is not None:
-            check_cursors(cursors, self.lanes, self.identity)
-            positions = sorted({(cursor["samples"], cursor["row"]) for cursor in cursors})
-            if len(positions) > 1:
-                raise ValueError(f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
-                                 f"samples; use the cursors of one checkpoint")
-            [(self.taken, self.row)] = positions
-            mine = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
-            for lane, counts in zip(self.lanes, self.counts):
-                counts[:] = [mine[lane][bucket]["row"] for bucket in self.buckets]
+            self._restore(cursors)
         for part in self.samples.datasets:
             part.dataset.file.vocab_size = any_source.tokenizer.get_vocab_size()
             if self.lanes:  # shuffle now: later, the other ranks would wait and could time out
                 _ = part.shuffle_index
+
+    def _restore(self, cursors: Sequence[Cursor]) -> None:
+        """Continue after saved cursors. ValueError if they are from another stream, or from different steps."""
+        check_cursors(cursors, self.lanes, self.identity)
+        positions = sorted({(cursor["samples"], cursor["row"]) for cursor in cursors})
+        if len(positions) > 1:
+            raise ValueError(f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
+                             f"samples; use the cursors of one checkpoint")
+        [(self.taken, self.row)] = positions
+        accounts = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
+        for lane, counts in zip(self.lanes, self.counts):
+            counts[:] = [accounts[lane][bucket]["row"] for bucket in self.buckets]
 
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane by lane; [] after the run's last sample."""
         step = num_rows * self.config.V
         if self.taken + step > self.config.num_samples:
             return []
+
         # lane l has rows l * num_rows .. (l + 1) * num_rows - 1 of the step
-        numbers = [self.taken + lane * num_rows + j for lane in self.lanes for j in range(num_rows)]
+        numbers: list[int] = []
+        for lane in self.lanes:
+            first = self.taken + lane * num_rows
+            numbers += range(first, first + num_rows)
+
+        # find each row's sample, and read it
         places = [self.samples.locate(number) for number in numbers]
 
         def read(place: tuple[int, int]) -> tuple[np.ndarray, ...]:
-            return self.samples.datasets[place[0]].row(place[1])
+            dataset, sample = place
+            return self.samples.datasets[dataset].row(sample)
 
-        rows: list[Row] = []
         samples = each(read, places, at_once=64) if self.remote else map(read, places)
+
+        # make the rows, and count those of each bucket
+        rows: list[Row] = []
         for number, (bucket, _), (ids, live, _) in zip(numbers, places, samples):
             lane, j = divmod(number - self.taken, num_rows)
-            rows.append(SampleRow(lane, self.row + j, self.buckets[bucket], ids, None if live.all() else live,
-                                  [], number, self.eod))
+            mask = None if live.all() else live
+            row = SampleRow(lane, self.row + j, self.buckets[bucket], ids, mask, [], number, self.eod)
+            rows.append(row)
             self.counts[self.lanes.index(lane), bucket] += 1
         self.taken += step
         self.row += num_rows
@@ -421,67 +511,122 @@ class SampleStream:
 
     def state(self) -> list[LaneState]:
         """See `AnyStream.state`."""
-        return [LaneState(lane, self.row, frozenset(), SampleCounts(self.taken, counts))
-                for lane, counts in zip(self.lanes, self.counts.tolist())]
+        state = []
+        for lane, rows in zip(self.lanes, self.counts.tolist()):
+            counts = SampleCounts(self.taken, rows)
+            state.append(LaneState(lane, self.row, frozenset(), counts))
+        return state
 
     def cursors(self, state: list[LaneState] | None = None) -> list[Cursor]:
         """See `AnyStream.cursors`."""
-        state, T = self.state() if state is None else state, self.config.T
+        if state is None:
+            state = self.state()
+        T = self.config.T
         taken = self.samples.counts(state[0].feeds.taken)
-        epochs = [n * T // part.num_tokens_per_epoch for n, part in zip(taken, self.samples.datasets)]
+        epochs = []
+        for num_samples, part in zip(taken, self.samples.datasets):
+            epochs.append(num_samples * T // part.num_tokens_per_epoch)
         nothing = dict.fromkeys(("inserted", "cropped", "padded", "pending", "documents"), 0)
         cursors = []
         for at in state:
-            accounts = {bucket: {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, **nothing}
-                        for bucket, rows, epoch in zip(self.buckets, at.feeds.rows, epochs)}
-            cursors.append({"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
-                            "dropped": [], "samples": at.feeds.taken, "buckets": accounts})
+            accounts = {}
+            for bucket, rows, epoch in zip(self.buckets, at.feeds.rows, epochs):
+                accounts[bucket] = {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, **nothing}
+            cursor = {
+                "format": FORMAT,
+                "lane": at.lane,
+                "row": at.row,
+                "stream": self.identity,
+                "dropped": [],
+                "samples": at.feeds.taken,
+                "buckets": accounts,
+            }
+            cursors.append(cursor)
         return cursors
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
         """The documents in a row: from token `at` on, the row holds `tokens` ids of `document` in `file`, namely ids
         start .. stop - 1 of the document's `of` ids. Ids are counted as stored, with an EOD at the end."""
         number, sample = self.samples.locate(row.sample)
-        part, at, documents = self.samples.datasets[number], 0, []
-        edges, lengths = part.dataset.document_indices, part.dataset.sequence_lengths
+        part = self.samples.datasets[number]
+        edges = part.dataset.document_indices
         file = self.sources[row.bucket].manifest["files"][0]["name"]
+        at = 0
+        documents = []
         for sequence, offset, length in part.pieces(sample):
             document = int(np.searchsorted(edges, sequence, side="right")) - 1
-            start = int(lengths[edges[document]:sequence].sum(dtype=np.int64)) + offset
-            documents.append({"at": at, "tokens": length, "file": file, "document": document, "start": start,
-                              "stop": start + length, "of": self.document_length(row.bucket, document)})
+            start = self._ids_before(part, document, sequence) + offset
+            place = {
+                "at": at,
+                "tokens": length,
+                "file": file,
+                "document": document,
+                "start": start,
+                "stop": start + length,
+                "of": self.document_length(row.bucket, document),
+            }
+            documents.append(place)
             at += length
         return documents
+
+    def _ids_before(self, part: GPTDataset, document: int, sequence: int) -> int:
+        """Ids of a document in front of one of its sequences."""
+        first = part.dataset.document_indices[document]
+        lengths = part.dataset.sequence_lengths[first:sequence]
+        return int(lengths.sum(dtype=np.int64))
 
     def samples_with(self, bucket: str, document: int) -> list[SamplePiece]:
         """The pieces of a document in all samples of the run, by epoch and then in order: the inverse of `describe`,
         which counts ids in the same way."""
         number = self.buckets.index(bucket)
-        part, run_samples = self.samples.datasets[number], np.arange(self.config.num_samples)
-        own_samples = run_samples
+        part = self.samples.datasets[number]
+        in_stream = self._pieces_in_stream(part, document)
+
+        # which samples of the run come from this data set, and which samples of the data set they are
+        run_samples = own_samples = np.arange(self.config.num_samples)
         if isinstance(self.samples, BlendedDataset):
-            run_samples = run_samples[self.samples.dataset_index[:len(run_samples)] == number]
+            of_run = self.samples.dataset_index[:len(run_samples)]
+            run_samples = run_samples[of_run == number]
             own_samples = self.samples.dataset_sample_index[run_samples]
-        first, end = part.dataset.document_indices[document:document + 2].tolist()
-        lengths, sequences = np.asarray(part.dataset.sequence_lengths), part.document_index
-        begins = to_offsets(lengths[sequences])  # where each place of document_index begins in the stream
-        pieces, epochs, T = [], Counter[int](), self.config.T
-        for place in np.flatnonzero((sequences >= first) & (sequences < end)).tolist():
-            sequence, begin = int(sequences[place]), int(begins[place])
-            before, length = int(lengths[first:sequence].sum(dtype=np.int64)), int(lengths[sequence])
-            # sample k of the stream holds tokens kT .. kT + T
-            for k in range(max(0, (begin - 1) // T), min(len(part), (begin + length - 1) // T + 1)):
-                start, stop = max(0, k * T - begin), min(length, k * T + T + 1 - begin)
-                pieces.append((epochs[sequence], k, before + start, before + stop))
-            epochs[sequence] += 1
+
         # the run takes some of the stream's samples, in a different order
         shuffled = part.shuffle_index[own_samples]
-        taken = np.flatnonzero(np.isin(shuffled, [k for _, k, _, _ in pieces]))
+        is_taken = np.isin(shuffled, [piece.sample for piece in in_stream])
+        taken = np.flatnonzero(is_taken)
         sample_of = dict(zip(shuffled[taken].tolist(), run_samples[taken].tolist()))
-        return sorted(SamplePiece(e, sample_of[k], a, b) for e, k, a, b in pieces if k in sample_of and a < b)
+        pieces = []
+        for piece in in_stream:
+            if piece.sample in sample_of and piece.start < piece.stop:
+                pieces.append(piece._replace(sample=sample_of[piece.sample]))
+        return sorted(pieces)
+
+    def _pieces_in_stream(self, part: GPTDataset, document: int) -> list[SamplePiece]:
+        """The pieces of a document in the stream of epochs of a data set, whose sample k has tokens kT .. kT + T."""
+        T = self.config.T
+        first, end = part.dataset.document_indices[document:document + 2].tolist()
+        lengths = np.asarray(part.dataset.sequence_lengths)
+        sequences = part.document_index
+        begins = to_offsets(lengths[sequences])  # where each place of document_index begins in the stream
+        of_document = (sequences >= first) & (sequences < end)
+        epochs = Counter[int]()
+        pieces = []
+        for place in np.flatnonzero(of_document).tolist():
+            sequence = int(sequences[place])
+            begin = int(begins[place])
+            length = int(lengths[sequence])
+            before = self._ids_before(part, document, sequence)
+            first_sample = max(0, (begin - 1) // T)
+            last_sample = min(len(part) - 1, (begin + length - 1) // T)
+            for k in range(first_sample, last_sample + 1):
+                start = max(0, k * T - begin)
+                stop = min(length, k * T + T + 1 - begin)
+                pieces.append(SamplePiece(epochs[sequence], k, before + start, before + stop))
+            epochs[sequence] += 1
+        return pieces
 
     def document_length(self, bucket: str, document: int) -> int:
         """Ids of a document, as `describe` counts them."""
-        dataset = self.samples.datasets[self.buckets.index(bucket)].dataset
-        first, end = dataset.document_indices[document:document + 2].tolist()
-        return int(dataset.sequence_lengths[first:end].sum(dtype=np.int64))
+        number = self.buckets.index(bucket)
+        part = self.samples.datasets[number]
+        end = part.dataset.document_indices[document + 1]
+        return self._ids_before(part, document, end)

@@ -89,7 +89,7 @@ class RunSettings:
         False, "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher", fixed=STEP)
     attention_kernel: str = setting(
         "wheel", "attention on CUDA: wheel is FlashAttention-2, which comes with PyTorch; cudnn is cuDNN for full "
-        "windows, with --no-deterministic only; fa3 and fa4 are separate packages", choices=KERNELS, fixed=STEP)
+        "windows, with --no-deterministic only; fa3 is a separate package", choices=KERNELS, fixed=STEP)
     compile: str = setting("auto", "use torch.compile; auto: on CUDA only", choices=("auto", "on", "off"),
                            note=ROUNDING + "compiled kernels round differently")
     deterministic: bool = setting(

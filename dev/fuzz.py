@@ -168,14 +168,12 @@ def text_reader(name: str) -> Reader:
 
 
 def read_pair(path: Path) -> None:
-    for kind in ("mmap", "pread"):
-        with mock.patch.dict(os.environ, NANOCHAT_READER=kind):
-            pair = tokens.open_tokens(path, vocab_size=training.VOCAB_SIZE)
-            for first in range(0, len(pair), 64):
-                last = min(first + 64, len(pair))
-                pair.documents(first, last, 256)
-                pair.document_lengths(first, last, 256)
-            pair.pin("a")
+    pair = tokens.open_tokens(path, vocab_size=training.VOCAB_SIZE)
+    for first in range(0, len(pair), 64):
+        last = min(first + 64, len(pair))
+        pair.documents(first, last, 256)
+        pair.document_lengths(first, last, 256)
+    pair.pin("a")
 
 
 def read_checkpoint(path: Path) -> None:

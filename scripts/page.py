@@ -142,7 +142,7 @@ def band_series(run: RunReader) -> Iterator[dict[str, Any]]:
         return
     tenths: dict[int, tuple[float, float]] = {}
     for step in run.steps[::max(1, -(-len(run.steps) // BAND_POINTS))]:
-        with contextlib.suppress(FileNotFoundError):  # not recorded, because of --no-row-losses
+        with contextlib.suppress(FileNotFoundError):  # not recorded: --no-row-losses of older versions
             nats, live = run.row_losses.read(step["step"])
             low, high = np.quantile(nats[live > 0] / live[live > 0], [0.1, 0.9]) if live.any() else (np.nan, np.nan)
             if np.isfinite([low, high]).all():

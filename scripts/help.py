@@ -25,7 +25,7 @@ GROUPS = {  # the commands by purpose, in the order of use
     "Watch runs": ["status", "page", "report"],
     "Ask what a run saw, and check it": ["inspect-data", "compare-runs", "verify"],
     "Evaluate and sample": ["eval", "sample", "infer-bench"],
-    "Export and share": ["export", "average", "receipt", "push-shards"],
+    "Export and share": ["export", "average", "receipt"],
     "Run experiments": ["repeat", "sweep"],
     "More": [],  # help, and commands that a fork adds
 }

@@ -26,11 +26,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from matplotlib.figure import Figure
 
 from dev import make_sample_corpus
 from dev.measure import print_setup
 from nanochat.cli import EXIT_HALTED, Parser, run_main
-from nanochat.common import read_json, table
+from nanochat.common import atomic_open, read_json, table
 from nanochat.engine import load_model
 from nanochat.run_dir import PLAN_NAME
 from nanochat.splits import find_buckets
@@ -194,6 +195,22 @@ def left_out(data_path: Path, base: Path) -> bool:
 
 # ---- where noise comes from ------------------------------------------------------------------------------------------
 
+def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw a column of dots for each configuration, with the mean and its 95 % interval."""
+    figure = Figure(figsize=(1.5 + 1.5 * len(records), 4), layout="constrained")
+    axes = figure.subplots()
+    for i, record in enumerate(records):
+        values = record["bits_per_byte"]
+        half = repeat.student_t(0.975, len(values) - 1) * record["stdev"] / math.sqrt(len(values))
+        axes.plot([i] * len(values), values, "o", alpha=0.5)
+        axes.errorbar([i + 0.15], [record["mean"]], yerr=[half], fmt="k_", capsize=4)
+    axes.set(ylabel="validation bits per byte", xlim=(-0.5, len(records) - 0.4))
+    axes.set_xticks(range(len(records)), [record["name"] for record in records])
+    with atomic_open(path) as f:
+        figure.savefig(f, format="png", dpi=120)
+    print(f"written: {path}")
+
+
 def noise(base: Path, picture: Path) -> bool:
     """Train five seeds of the weights, of the data and of both, then with another device batch size; draw all runs. A
     rerun with the same seeds must end with the same loss."""
@@ -204,7 +221,7 @@ def noise(base: Path, picture: Path) -> bool:
         repeat.main([*flags, "--", *NOISE_FLAGS, f"--data-path={base / 'text'}", *more])
         name = flags[0].removeprefix("--name=")
         records.append(read_json(base / "repeats" / f"{name}.json"))
-    print(repeat.draw(records, picture))
+    draw(records, picture)
     return records[0]["rerun_difference"] == 0
 
 

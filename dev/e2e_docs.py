@@ -13,7 +13,7 @@ command instead, if there is one:
     <!-- not run here: two machines; tests/test_multi_node.py runs it -->
     <!-- not run here: a GPU; nothing here runs it -->
 
-`s3://bucket` is an S3 server on loopback that is empty at the start. The reader's text comes from the README's command.
+The reader's text comes from the README's command.
 
 Cost: nothing. Hardware: 2 cores, 2 GB in /dev/shm. Duration: ten minutes. Exit code 1 if a command's exit code is not 0
 or the one in its comment (`# exit code 1: they differ`). The folder with the output is then kept and its path printed.
@@ -107,8 +107,6 @@ def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tu
 
 def main(argv: Sequence[str] | None = None) -> int:
     Parser(description=__doc__).parse_args(argv)
-    from tests.object_store import environment, serve
-
     memory = Path("/dev/shm")
     work = Path(tempfile.mkdtemp(prefix="e2e_docs_", dir=memory if memory.is_dir() else None))
     (work / "home").mkdir()
@@ -117,11 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             (work / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, work / "checkout" / name)
     (work / "checkout" / ".venv").symlink_to(ROOT / ".venv")
-    with serve() as store:  # the environment of a reader who has activated .venv and has a bucket
-        env = {**os.environ, **environment(store.proxy.url), "HOME": str(work / "home"), "OMP_NUM_THREADS": "1",
-               "NANOCHAT_BASE_DIR": str(work / "home/.cache/nanochat"),
-               "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
-        rows = run_pages(pages(work / "checkout"), work, env)
+    env = {**os.environ, "HOME": str(work / "home"), "OMP_NUM_THREADS": "1",  # of a reader who has activated .venv
+           "NANOCHAT_BASE_DIR": str(work / "home/.cache/nanochat"),
+           "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    rows = run_pages(pages(work / "checkout"), work, env)
     print(*table(("PAGE", "COMMAND", "SECONDS", "EXIT CODE"), rows), sep="\n")
     took = [float(row[2]) for row in rows if row[2]]
     failed = sum(row[3].endswith("FAILED") for row in rows)

@@ -58,9 +58,7 @@ eval "$(python -c 'import sys
 from tests.object_store import environment
 print(*(f"export {k}={v!r}" for k, v in environment(sys.argv[1]).items()), sep="\n")' "$(cut -d " " -f 1 "$work/urls")")"
 
-expect 0 python -m scripts.push_shards "$pairs" s3://bucket/pairs
-expect 0 python -m scripts.push_shards "$pairs" s3://bucket/pairs | tee "$work/again"
-grep -q ": 0 files sent" "$work/again"
+expect 0 python -m tests.object_store put "$pairs" pairs
 expect 0 python -m scripts.verify s3://bucket/pairs
 
 prefixes() { # path: the prefixes of the first training pair of each bucket below it
@@ -114,21 +112,17 @@ PY
 # whole documents in lanes; an object that was replaced by another of the same size is refused
 lanes=("${train[@]}" s3://bucket/pairs/tokenizer --data-path s3://bucket/pairs --model-tag lanes)
 expect 0 python "${lanes[@]}" --num-iterations 4
-python - "$remote_prefixes" <<'PY'
+first=${remote_prefixes%%,*}.bin
+python - "$first" "$work/changed" <<'PY'
 import sys
-import tempfile
 from pathlib import Path
 
 from nanochat.common import as_path
-from nanochat.integrations import object_storage as store
 
-path = sys.argv[1].split(",")[0] + ".bin"
-data = as_path(path).read_bytes()
-with tempfile.TemporaryDirectory() as folder:
-    changed = Path(folder, "changed")
-    changed.write_bytes(data[2:] + data[:2])
-    store.upload(path, changed)
+data = as_path(sys.argv[1]).read_bytes()
+Path(sys.argv[2]).write_bytes(data[2:] + data[:2])
 PY
+expect 0 python -m tests.object_store put "$work/changed" "${first#s3://bucket/}"
 expect 1 python "${lanes[@]}" --num-iterations 8 2>&1 | tee "$work/refused"
 grep -q "changed since this run began (etag" "$work/refused"
 

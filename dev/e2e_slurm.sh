@@ -161,7 +161,7 @@ await 60 '[[ -s $work/store_out ]]'
 read -r AWS_ENDPOINT_URL _ <"$work/store_out"
 export AWS_ENDPOINT_URL AWS_ACCESS_KEY_ID=AKIATESTACCESSKEY AWS_SECRET_ACCESS_KEY=test/secret+key
 export AWS_DEFAULT_REGION=us-east-1
-"$python" -m scripts.push_shards "$work/text" s3://bucket/raw
+"$python" -m tests.object_store put "$work/text" raw
 
 RAW=s3://bucket/raw OUT=$work/shards TOKENIZER=$NANOCHAT_BASE_DIR/tokenizer NUM_TASKS=4 \
     bash dev/slurm/tok_shards.sbatch --cpus-per-task=32 | tee "$work/submitted"

@@ -116,8 +116,7 @@ def make_files(base: Path) -> None:
 
 
 def make_foreign(base: Path, texts: list[str]) -> None:
-    """Write tokenizers of other programs: foreign/tokenizer.json with its config, and a.model."""
-    import sentencepiece
+    """Write a tokenizer of another program: foreign/tokenizer.json with its config."""
     import tokenizers
 
     unigram = tokenizers.SentencePieceUnigramTokenizer()
@@ -126,9 +125,6 @@ def make_foreign(base: Path, texts: list[str]) -> None:
     unigram.save(str(base / "foreign/tokenizer.json"))
     ends = {"eos_token": {"content": "</s>"}, "bos_token": None}
     (base / "foreign/tokenizer_config.json").write_text(json.dumps(ends))
-    with open(base / "a.model", "wb") as model:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=model, vocab_size=400,
-                                                 byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
 
 
 def read_foreign(path: Path) -> None:
@@ -168,14 +164,12 @@ def text_reader(name: str) -> Reader:
 
 
 def read_pair(path: Path) -> None:
-    for kind in ("mmap", "pread"):
-        with mock.patch.dict(os.environ, NANOCHAT_READER=kind):
-            pair = tokens.open_tokens(path, vocab_size=training.VOCAB_SIZE)
-            for first in range(0, len(pair), 64):
-                last = min(first + 64, len(pair))
-                pair.documents(first, last, 256)
-                pair.document_lengths(first, last, 256)
-            pair.pin("a")
+    pair = tokens.open_tokens(path, vocab_size=training.VOCAB_SIZE)
+    for first in range(0, len(pair), 64):
+        last = min(first + 64, len(pair))
+        pair.documents(first, last, 256)
+        pair.document_lengths(first, last, 256)
+    pair.pin("a")
 
 
 def read_checkpoint(path: Path) -> None:
@@ -424,7 +418,6 @@ READERS: dict[str, Reader] = {
     "tokenizer": Reader(lambda base, _: RustBPETokenizer.from_directory(base / "tokenizer").encode("a text"),
                         ("tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken"), 2, forge, Path("tokenizer")),
     "tokenizer.json": Reader(lambda base, _: read_foreign(base / "foreign"), ("foreign/*.json",), 2),
-    "a.model": Reader(lambda base, _: read_foreign(base / "a.model"), ("a.model",)),
     "curriculum": Reader(lambda base, _: curriculum.load(base / "mix.yaml"), ("mix.yaml",), 2),
     "plan.json": Reader(lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)),
     "store": Reader(read_store, weight=2),

@@ -32,7 +32,7 @@ Rejected: `flex` for everything. It is fast only when compiled, and compiling it
 generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
 
 On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it
-with version 3 or 4 from a separate package. Left to itself, PyTorch would give full windows to cuDNN on a Hopper GPU,
+with version 3 from a separate package. Left to itself, PyTorch would give full windows to cuDNN on a Hopper GPU,
 but only without deterministic mode. So cuDNN is off (`prepare_cuda`), the same kernel runs in both modes, and the price
 of determinism is not the difference between two kernels. --attention-kernel=cudnn turns cuDNN on.
 
@@ -53,11 +53,8 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 MODES = ("causal", "sdpa_mask", "varlen", "flex")
-PACKAGES = {  # how to install the kernels that PyTorch's wheel lacks
-    "fa3": 'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"',
-    "fa4": "pip install flash-attn-4",
-}
-KERNELS = ("wheel", "cudnn", *PACKAGES)
+KERNELS = ("wheel", "cudnn", "fa3")
+INSTALL_FA3 = 'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"'
 MAX_FLASH_HEAD_DIM = 256
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"  # older versions of varlen_attn accept grouped heads without it
@@ -226,21 +223,21 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     if kernel == "wheel":
         if deterministic and capability[0] == 9:
             log.info("note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: we estimate "
-                     "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)", PACKAGES["fa3"])
+                     "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)", INSTALL_FA3)
         return
-    if capability[0] not in {"fa3": (9,), "fa4": (9, 10)}[kernel]:
-        raise ValueError(f"--attention-kernel={kernel}: this kernel does not run on {torch.cuda.get_device_name()} "
+    if capability[0] != 9:
+        raise ValueError(f"--attention-kernel=fa3: this kernel does not run on {torch.cuda.get_device_name()} "
                          f"(compute capability {capability[0]}.{capability[1]}); omit the flag")
     from torch.nn.attention import activate_flash_attention_impl
 
     try:
-        activate_flash_attention_impl(kernel.upper())
+        activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, AttributeError) as e:
-        raise ValueError(f"--attention-kernel={kernel}: its package is missing or too old ({e}); run "
-                         f"{PACKAGES[kernel]}") from e
+        raise ValueError(f"--attention-kernel=fa3: its package is missing or too old ({e}); run "
+                         f"{INSTALL_FA3}") from e
     if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
-        raise ValueError(f"--attention-kernel={kernel}: repeated backward passes give different bits, so runs are "
-                         f"not reproducible; install a newer package ({PACKAGES[kernel]}) or add --no-deterministic")
+        raise ValueError(f"--attention-kernel=fa3: repeated backward passes give different bits, so runs are "
+                         f"not reproducible; install a newer package ({INSTALL_FA3}) or add --no-deterministic")
 
 
 def prefers_cudnn() -> bool:

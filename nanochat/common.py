@@ -137,7 +137,7 @@ def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
     refuse_secrets(os.fspath(path))
     if is_remote(path):
         raise ValueError(f"{what} {as_path(path)}: expected a local folder; download the data first, or write "
-                         "to a local folder and run scripts.push_shards")
+                         "to a local folder and upload it (docs/object_storage.md)")
     return Path(path)
 
 

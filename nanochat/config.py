@@ -89,7 +89,7 @@ class RunSettings:
         False, "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher", fixed=STEP)
     attention_kernel: str = setting(
         "wheel", "attention on CUDA: wheel is FlashAttention-2, which comes with PyTorch; cudnn is cuDNN for full "
-        "windows, with --no-deterministic only; fa3 and fa4 are separate packages", choices=KERNELS, fixed=STEP)
+        "windows, with --no-deterministic only; fa3 is a separate package", choices=KERNELS, fixed=STEP)
     compile: str = setting("auto", "use torch.compile; auto: on CUDA only", choices=("auto", "on", "off"),
                            note=ROUNDING + "compiled kernels round differently")
     deterministic: bool = setting(
@@ -265,9 +265,6 @@ class EvaluationSettings:
     sample_every: int = setting(2000, "steps between samples, in which the model continues validation text")
     save_every: int = setting(
         -1, "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end")
-    row_losses: bool = setting(
-        True, "record the loss of every row of every step in logs/rows (6 bytes per row; default: on)")
-    log_every: int = setting(1, "steps between printed lines; the log has every step", least=1)
     profile_steps: str | None = setting(
         None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
     sync_save: bool = setting(False, "pause training until each checkpoint is written")
@@ -393,7 +390,11 @@ TYPES = get_type_hints(Settings)
 
 SECTION = ("each setting has its own flag, such as --data-path=DIR or --num-iterations=1000; for gpt-simple's file, "
            "python -m scripts.help --translate FILE prints the command line")
-ELSEWHERE = {  # flags of other programs
+# Settings of older versions, in the config.json of their runs. They decided no bit, so such a run resumes without them.
+REMOVED = frozenset({"log_every", "row_losses", "tokenizer_dir"})  # the last is now --tokenizer
+ELSEWHERE = {  # flags of other programs and of older versions
+    "--log-every": "omit it; every step is printed",
+    **dict.fromkeys(("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"),
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
                           "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
@@ -502,7 +503,7 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
                 refused.append(f"{what}: the run has {before!r}, this launch {after!r} ({f.metadata['fixed']})")
             else:
                 notices[f"{what}: the run started with {before!r}, this launch has {after!r}"] = f.metadata["note"]
-    unknown = run.keys() - FIELDS.keys() - {"origin", "derived", "tokenizer_dir"}  # the last: now --tokenizer
+    unknown = run.keys() - FIELDS.keys() - REMOVED - {"origin", "derived"}
     refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
                 for name in sorted(unknown)]
     if refused:
@@ -526,7 +527,7 @@ def setting_tables(config: Mapping[str, Any], typed: Sequence[str]) -> dict[str,
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
             tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name != "derived":
+        elif name != "derived" and name not in REMOVED:
             tables["worked out"].append((name, json.dumps(value)))
     for name, value in config["derived"].items():
         if name not in typed:

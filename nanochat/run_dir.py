@@ -421,7 +421,7 @@ class RowLosses:
                 data = f.read(self.size)
         if len(data) < self.size or not any(data):
             raise FileNotFoundError(f"no row losses for step {step}: the run has not trained that step, or did so "
-                                    f"with --no-row-losses ({path.parent})")
+                                    f"with --no-row-losses, a flag of older versions ({path.parent})")
         if data[:4] != _checksum(step, data[4:]):
             raise ValueError(f"{path}: the row losses for step {step} are corrupt (wrong checksum), so they "
                              "cannot be shown; training does not need them. Delete the file to hide this message")

@@ -95,7 +95,7 @@ class Journal:
         self.lost = state.owner.lost  # '' while this launch owns the run, else a sentence that says why it does not
         self.log = TrainLog(path, first_step=step, lost=self.lost)
         self.rows = RowLosses(run_dir, num_rows=settings.total_batch_size // settings.max_seq_len,
-                              T=settings.max_seq_len) if settings.row_losses else None
+                              T=settings.max_seq_len)
         self.bar = tqdm(total=start.horizon.num_iterations, initial=step, desc=run_dir.name, bar_format=BAR,
                         dynamic_ncols=True, leave=False, disable=None)  # None: disabled if stderr is not a terminal
         if not self.bar.disable:
@@ -128,19 +128,17 @@ class Journal:
         self.state.update(val_bpb=self.progress.val_bpb, val_step=self.val_step, **saved)
 
     def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Report the step that was just counted: print `line` (every --log-every steps), write `record` to the log and
-        the trackers, write the row losses in `totals` to their file, and show `state` in scripts.status and the bar.
+        """Report the step that was just counted: print `line`, write `record` to the log and the trackers,
+        write the row losses in `totals` to their file, and show `state` in scripts.status and the bar.
         ValueError if the run took this step before with a different digest."""
         p, last = self.progress, self.start.horizon.num_iterations
         check_digest(self.start.run_dir, p.step - 1, record["digest"], self.log.digest_of(p.step - 1))
-        if p.step % self.start.settings.log_every == 0 or p.step == last:
-            print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
+        print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
         if (peak := peak_memory(self.device)) is not None:
             record["peak_memory_bytes"] = peak
             record["reserved_memory_bytes"] = reserved_memory(self.device)
         self.log.write(step=p.step - 1, **record)
-        if self.rows is not None:
-            self.rows.write(p.step - 1, totals.nats, totals.live)
+        self.rows.write(p.step - 1, totals.nats, totals.live)
         for_trackers = {k if k.startswith("total_") else f"train/{k}": v for k, v in record.items() if k != "digest"}
         self.trackers.log({"step": p.step - 1, **for_trackers})
         self.state.update(status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state)
@@ -173,8 +171,7 @@ class Journal:
         """Write the lines and row losses that wait for a full disk."""
         if not self.lost():
             self.log.flush()
-            if self.rows is not None:
-                self.rows.flush()
+            self.rows.flush()
 
 
 @functools.cache

@@ -621,8 +621,7 @@ def print_summary(start: Start, layout: StepLayout, device: torch.device, typed:
                f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf")
     if start.settings.data_format in ("shards", "megatron") and not is_remote(start.settings.data_path or ""):
         print0(f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
-               f"scripts.status {start.run_dir.name} or the next launch names it. NANOCHAT_READER=pread turns "
-               f"the signal into an ordinary error")
+               f"scripts.status {start.run_dir.name} or the next launch names it")
     if start.checkpoint is not None:
         print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
     elif start.cursors is not None and start.origin is not None:

@@ -84,8 +84,8 @@ FORMAT, VERSION = "nanochat-tokenizer", 1
 RANK_FILE, JSON_FILE = "ranks.tiktoken", "tokenizer.json"
 TRIAL = "a text, 1\n"  # encoded once when a tokenizer is opened
 MAX_IDS = 1 << 24  # tables have one entry per id, so a forged size must not fill memory
-TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json from Hugging Face; .model from SentencePiece; tokenizer.pkl "
-                  "from nanochat; name of a tiktoken encoding (gpt2, ...); ids:SIZE:EOD_ID if only token files exist")
+TOKENIZER_HELP = ("folder of a tokenizer; tokenizer.json from Hugging Face; tokenizer.pkl from nanochat; "
+                  "name of a tiktoken encoding (gpt2, ...); ids:SIZE:EOD_ID if only token files exist")
 EOD_HELP = "the token (text or id) that separates documents (default: the one that the tokenizer's files name)"
 RESTORE = "put the original back or train again with python -m scripts.tok_train --force"
 SHAPE = {"format": str, "version": int, "fingerprint": str}  # fields of every tokenizer.json
@@ -333,7 +333,8 @@ class Tokenizer(metaclass=_Opens):
         if "kind" in saved:
             kinds: Mapping[str, type[Tokenizer]] = open_door(TOKENIZERS["saved"])
             if saved["kind"] not in kinds:
-                raise ValueError(f"{json_path}: kind {saved['kind']!r} is unknown to this code; {RESTORE}")
+                raise ValueError(f"{json_path}: kind {saved['kind']!r} is unknown to this code; use the "
+                                 f"version that wrote it")
             kind = kinds[saved["kind"]]
         path = json_path.with_name(kind.file or JSON_FILE)
         files = json_path if path == json_path else f"{json_path} or {path.name}"

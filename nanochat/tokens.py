@@ -30,16 +30,14 @@ ends, all sequences are checked: one beyond the end is an error.
 **Which entries end a document?** If the manifest shows that every later window has a prefix, no ids are read: an entry
 ends its document when the next one has no prefix. Otherwise an entry ends its document if its last id is E.
 
-**Three readers** return the elements of a file: a memory map (the default), plain reads, and object storage. With
-NANOCHAT_READER=pread in the environment nothing is mapped. Truncating a file during a run then raises an error; with
-a memory map, SIGBUS ends the process.
+**Two readers** return the elements of a file: a memory map for local files, and integrations/object_storage.py for
+remote ones. If a mapped file is truncated during a run, SIGBUS ends the process.
 """
 
 import functools
 import logging
-import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,7 +63,6 @@ HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ
 DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floating point, so they cannot be ids
     "shards": {2: "<u2", 4: "<u4"},
     "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}}
-READER = "NANOCHAT_READER"
 GROUP_ENTRIES = 1024  # entries per group, unless the manifest lists the groups
 EDGE_BYTES = 1 << 16  # bytes hashed at each end of an .idx
 BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin, hashed
@@ -109,38 +106,6 @@ class MappedReader(Reader):
         return self._elements[begin:end]
 
 
-class PlainReader(Reader):
-    """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
-    modification time must not change while the reader exists."""
-
-    def __init__(self, path: Path, dtype: np.dtype):
-        self.path, self.dtype = path, dtype
-        self.version = self._version()
-
-    def _version(self) -> tuple[int, int]:
-        stat = self.path.stat()
-        return stat.st_size, stat.st_mtime_ns
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=begin * self.dtype.itemsize)
-        if len(elements) < end - begin or self._version() != self.version:
-            raise ValueError(f"{self.path}: the file was truncated or changed while it was in use; restore the old "
-                             f"file, or start a new run (--model-tag)")
-        elements.flags.writeable = False
-        return elements
-
-
-def open_reader(path: Path, dtype: np.dtype, *, mapped: bool = True) -> Reader:
-    """The reader of a local or remote file. `mapped`: whether it may be a memory map. ValueError if NANOCHAT_READER
-    has an unknown value."""
-    if is_remote(path):
-        return path.open_reader(dtype)  # type: ignore[attr-defined]
-    kind = os.environ.get(READER) or "mmap"
-    if kind not in ("mmap", "pread"):
-        raise ValueError(f"{READER}={kind}: expected mmap or pread")
-    return MappedReader(path, dtype) if mapped and kind == "mmap" else PlainReader(path, dtype)
-
-
 # ---- an open pair -------------------------------------------------------------------------------
 
 def _size(path: Path) -> int:
@@ -166,19 +131,24 @@ class TokenFile:
     """An open pair: `len` entries of ids.
 
     All methods may be called from several threads at once. They raise ValueError, which names the file and the entry,
-    for corrupt data. `vocab_size`: reading an id outside it is an error. `mapped`: whether the files may be
-    memory-mapped.
+    for corrupt data. `vocab_size`: reading an id outside it is an error. `open_local`: makes the reader of a local file
+    from its path and the type of its elements.
     """
 
-    def __init__(self, path: Path | str, *, vocab_size: int | None = None, mapped: bool = True):
+    def __init__(self, path: Path | str, *, vocab_size: int | None = None,
+                 open_local: Callable[[Path, np.dtype], Reader] = MappedReader):
         self.path = as_path(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
         self.vocab_size = vocab_size
         self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
-        self._index = open_reader(local_copy(self.idx_path), np.dtype(np.uint8), mapped=mapped)
+        self._index = open_local(local_copy(self.idx_path), np.dtype(np.uint8))
         self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, first byte, rows
         self._read_header()
-        self.reader = open_reader(self.path, self.dtype, mapped=mapped)
+        self.reader: Reader
+        if is_remote(self.path):
+            self.reader = self.path.open_reader(self.dtype)  # type: ignore[attr-defined]
+        else:
+            self.reader = open_local(self.path, self.dtype)
         self.num_tokens = self.num_bytes // self.dtype.itemsize
         if vocab_size is not None and vocab_size - 1 > np.iinfo(self.dtype).max:
             raise ValueError(f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "

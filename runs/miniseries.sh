@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A miniseries: models of several depths at one ratio of tokens to parameters, then a CSV, power laws and plots.
+# A miniseries: models of several depths at one ratio of tokens to parameters, then tables and power laws.
 # Cost: depths 6 to 20 at 12 tokens per parameter take 3.2e19 FLOPs, half of them for depth 20: an estimated 3 hours on
 # 8 H100s at 40 % utilization. TINY=1 runs on 2 CPU cores without a network in under 8 minutes.
 #
@@ -11,7 +11,7 @@
 #
 # Needs data and a tokenizer from the first stages of speedrun.sh (TINY=1 makes its own). You can run it again at any
 # time: it reuses finished runs and resumes unfinished ones. All output is below NANOCHAT_BASE_DIR (default
-# ~/.cache/nanochat): the runs NAME_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two plots.
+# ~/.cache/nanochat): the runs NAME_d<depth>, and NAME_results with results.csv, points.csv and fit.csv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Scaling laws: models of several depths for each budget of FLOPs, then the best size per budget, power laws and plots.
+# Scaling laws: models of several depths for each budget of FLOPs, then the best size per budget and power laws.
 # Cost: four budgets times six depths take 1.1e20 FLOPs: an estimated 9 hours on 8 H100s at 40 % utilization. TINY=1
 # runs on 2 CPU cores without a network in under 8 minutes.
 #
@@ -11,7 +11,7 @@
 #
 # Needs data and a tokenizer from the first stages of speedrun.sh (TINY=1 makes its own). You can run it again at any
 # time: it reuses finished runs and resumes unfinished ones. All output is below NANOCHAT_BASE_DIR (default
-# ~/.cache/nanochat): runs NAME_<FLOPs>_d<depth>, and NAME_results with results.csv, points.csv, fit.csv and two plots.
+# ~/.cache/nanochat): runs NAME_<FLOPs>_d<depth>, and NAME_results with results.csv, points.csv and fit.csv.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 

@@ -179,7 +179,7 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
     """{file name: content} of the tokenizer for transformers. It puts BOS in front of every text, as in training,
-    even if the tokenizer's own program does not. A SentencePiece file is copied unchanged."""
+    even if the tokenizer's own program does not. Plain ids have no files."""
     from tokenizers import processors
 
     from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
@@ -189,11 +189,9 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         library = tokenizer.library
     else:
-        file, (_, data) = tokenizer.file, tokenizer.contents()
-        log.warning("the export has no tokenizer.json for transformers, because %s; call the model with ids, with %d "
-                    "in front of each text", f"the tokenizer is {file}" if file else "only ids are known",
-                    tokenizer.bos_token_id)
-        return {file: data} if file else {}
+        log.warning("the export has no tokenizer.json for transformers, because only ids are known; call the model "
+                    "with ids, with %d in front of each text", tokenizer.bos_token_id)
+        return {}
     bos = library.id_to_token(tokenizer.bos_token_id)
     library.post_processor = processors.TemplateProcessing(
         single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokenizer.bos_token_id)])

@@ -5,7 +5,6 @@ List all commands, or run one of them by its name.
     python -m scripts.help tok-shards           # the help of one command
     nanochat train --depth=12                   # after `pip install -e .`: python -m scripts.base_train --depth=12
     python -m scripts.help --translate run.yaml # our command line for gpt-simple's file of settings
-    nanochat completion bash > ~/.local/share/bash-completion/completions/nanochat      # or zsh, tcsh
 
 Every module in scripts/ is a command, including those that a fork adds. Its name is written with dashes, and the first
 sentence of its docstring is its line in the list. To train on several processes, start the module with torchrun.
@@ -20,14 +19,13 @@ from pathlib import Path
 from nanochat.cli import Parser, did_you_mean, run_main
 
 SHORT = {"scripts.base_train": "train", "scripts.base_eval": "eval", "nanochat.dataset": "dataset"}
-SHELLS = ("bash", "zsh", "tcsh")
 GROUPS = {  # the commands by purpose, in the order of use
     "Get data and a tokenizer": ["dataset", "tok-train", "tok-eval", "tok-shards", "convert-shards"],
     "Train": ["validate", "train", "stop"],
     "Watch runs": ["status", "page", "report"],
     "Ask what a run saw, and check it": ["inspect-data", "compare-runs", "verify"],
     "Evaluate and sample": ["eval", "sample", "infer-bench"],
-    "Export and share": ["export", "average", "receipt", "push-shards"],
+    "Export and share": ["export", "average", "receipt"],
     "Run experiments": ["repeat", "sweep"],
     "More": [],  # help, and commands that a fork adds
 }
@@ -46,41 +44,6 @@ def about(module: str) -> str:
     path = Path(__file__).parents[1] / (module.replace(".", "/") + ".py")
     paragraph = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].rstrip(".:")
-
-
-class _ParserReady(Exception):
-    """Carries a command's parser out of its `main`."""
-
-
-def parser_of(module: str) -> Parser:
-    """The parser of a command, which its `main` builds. `main` is stopped when it is about to parse."""
-    def stop(parser: Parser, *_: object) -> None:
-        raise _ParserReady(parser)
-
-    parse, Parser.parse_args = Parser.parse_args, stop  # type: ignore[method-assign, assignment]
-    try:
-        importlib.import_module(module).main([])
-    except _ParserReady as e:
-        return e.args[0]
-    finally:
-        Parser.parse_args = parse  # type: ignore[method-assign]
-    raise AssertionError(f"{module} parses no command line")
-
-
-def completion(own: Parser, shell: str) -> str:
-    """The completion script for a shell: all commands and their flags, and `completion` itself, whose parser is `own`.
-    ValueError without shtab."""
-    try:
-        import shtab
-    except ImportError:
-        raise ValueError("completion: the package shtab is not installed; pip install -e '.[cli]'") from None
-    top = Parser(prog="nanochat")
-    names = top.add_subparsers()
-    for name, module in commands().items():
-        parents = [] if module == __spec__.name else [parser_of(module)]
-        names.add_parser(name, help=about(module), parents=parents, add_help=False, conflict_handler="resolve")
-    names.add_parser("completion", help=own.description, parents=[own], add_help=False, conflict_handler="resolve")
-    return shtab.complete(top, shell)
 
 
 def print_translation(path: str) -> None:
@@ -123,11 +86,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print_translation(path)
         return 0
-    if name == "completion":
-        parser = Parser(prog="nanochat completion", description="Print a script that completes commands in a shell.")
-        parser.add_argument("shell", choices=SHELLS)
-        print(completion(parser, parser.parse_args(rest).shell))
-        return 0
     # modules' names work, too: tok_train is tok-train, base_train is train
     name = next((short for short, module in known.items() if module == f"scripts.{name}"), name)
     if name not in known:
@@ -143,5 +101,4 @@ def command_line() -> None:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    run_main(lambda: main(words if words[:1] == ["completion"] else ["help", *words]))
+    run_main(lambda: main(["help", *sys.argv[1:]]))

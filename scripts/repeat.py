@@ -21,9 +21,7 @@ s sqrt(2), as if runs with equal seeds were independent. `--against` trains a va
 mean difference, its 95 % interval, and the exact p-value of the sign-flip permutation test: of all 2^n ways to flip the
 signs of the differences, the share whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
 
-    <base dir>/repeats/NAME.json    results, seeds, flags        NAME.png    a dot for each run, means and intervals
-
-<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat.
+<base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat.
 """
 
 import argparse
@@ -36,14 +34,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanochat.cli import Parser, run_main, whole
-from nanochat.common import atomic_open, get_base_dir, print0, read_json, table, write_json
+from nanochat.common import get_base_dir, print0, read_json, table, write_json
 from nanochat.config import from_flags
 from nanochat.run_dir import run_path
 from nanochat.run_reader import RunReader
@@ -150,7 +147,7 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
         return list(pool.map(train, seeds))
 
 
-# ---- report and picture --------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------
 
 def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
     """Print a table of the runs, then the statistics."""
@@ -185,27 +182,6 @@ def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
         print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")
 
 
-def draw(records: Sequence[dict[str, Any]], path: Path) -> str:
-    """Draw a column of dots for each configuration, with the mean and its 95 % interval. Returns a line with the path
-    of the picture, or the reason why it is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return "no picture: matplotlib is not installed; pip install -e '.[plot]'"
-    figure = Figure(figsize=(1.5 + 1.5 * len(records), 4), layout="constrained")
-    axes = figure.subplots()
-    for i, record in enumerate(records):
-        values = record["bits_per_byte"]
-        half = student_t(0.975, len(values) - 1) * record["stdev"] / math.sqrt(len(values))
-        axes.plot([i] * len(values), values, "o", alpha=0.5)
-        axes.errorbar([i + 0.15], [record["mean"]], yerr=[half], fmt="k_", capsize=4)
-    axes.set(ylabel="validation bits per byte", xlim=(-0.5, len(records) - 0.4))
-    axes.set_xticks(range(len(records)), [record["name"] for record in records])
-    with atomic_open(path) as f:
-        figure.savefig(f, format="png", dpi=120)
-    return f"written: {path}"
-
-
 # ---- the script ----------------------------------------------------------------------------------
 
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -229,7 +205,7 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, compare, print and draw. ValueError and OSError for bad input and failed runs."""
+    """Train, compare and print. ValueError and OSError for bad input and failed runs."""
     args, flags = parse_args(argv)
     folder, base = get_base_dir() / "repeats", None
     run_path(f"{args.name}-seed1")  # ValueError for an invalid name
@@ -255,8 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["rerun_difference"] = value - values[0]
     write_json(folder / f"{args.name}.json", record)
     print_report(record, base)
-    shown = [record] if base is None else [{**base, **summarize(base["bits_per_byte"])}, record]
-    print0("", f"written: {folder / args.name}.json", draw(shown, folder / f"{args.name}.png"), sep="\n")
+    print0("", f"written: {folder / args.name}.json", sep="\n")
     return 0
 
 

@@ -1,11 +1,11 @@
 """
 Write a markdown report of a run: results, commands, settings, machine, data, samples.
 
-    python -m scripts.report mine                     # writes RUN/report.md and RUN/report-*.png
+    python -m scripts.report mine                     # writes RUN/report.md
     python -m scripts.report mine --stages=FILE       # includes the times of speedrun.sh's stages
 
 The command reads the run directory (nanochat/run_reader.py) and only adds files, so it works at any time, even for an
-unfinished run: a part whose file is missing becomes one sentence. matplotlib draws the pictures; it needs no display.
+unfinished run: a part whose file is missing becomes one sentence. scripts.page draws the plots of a run.
 
 speedrun.sh writes FILE: a line `name <tab> seconds <tab> exit code <tab> command` for each stage that ended. If a stage
 ran several times, its times are added up.
@@ -14,15 +14,13 @@ ran several times, its times are added up.
 import argparse
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanochat.cli import Parser, run_main
-from nanochat.common import atomic_open, counted, duration, show, visible, write_bytes
+from nanochat.common import counted, duration, show, visible, write_bytes
 from nanochat.config import setting_tables
 from nanochat.run_dir import find_run
 from nanochat.run_reader import RunReader, ledger_table
@@ -147,49 +145,8 @@ def samples_part(run: RunReader) -> list[str]:
     return lines or ["None. --sample-every=N samples every N steps."]
 
 
-# ---- pictures -----------------------------------------------------------------------------------
-
-def pictures(run: RunReader) -> dict[str, Any] | None:
-    """{name: matplotlib figure} of the pictures that have data; None without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return None
-    if not run.steps:
-        return {}
-    x, mix = [step["step"] for step in run.steps], run.mix()
-    figures = {name: Figure(figsize=(8, 3.2), layout="constrained")
-               for name in ("loss", *(["mix"] if mix else []), "throughput")}
-    axes = {name: figure.subplots() for name, figure in figures.items()}
-    for ax in axes.values():
-        ax.set_xlabel("step")
-        ax.margins(x=0)
-        ax.spines[["top", "right"]].set_visible(False)
-    raw, smooth = (np.array([step[name] for step in run.steps], float) for name in ("loss", "smooth_loss"))
-    axes["loss"].plot(x, raw, color="C0", alpha=0.3, linewidth=0.8, label="loss")  # a missing value is a gap
-    axes["loss"].plot(x, smooth, color="C0", label="loss, smoothed")
-    axes["loss"].set_ylabel("loss, nats per token")
-    axes["loss"].legend(loc="upper center", frameon=False)
-    if val := run.val_bpb:
-        right = axes["loss"].twinx()
-        right.plot([*val], [*val.values()], "o-", color="C1", markersize=5, label="bits per byte", clip_on=False)
-        right.set_ylabel("validation bits per byte")
-        right.legend(loc="upper right", frameon=False)
-    if mix:
-        axes["mix"].stackplot(x, [*mix.values()], labels=[*mix])
-        axes["mix"].set_ylabel("share of trained tokens")
-        axes["mix"].set_ylim(0, 1)
-        axes["mix"].legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    axes["throughput"].plot(x, [step["tokens_per_s"] for step in run.steps], linewidth=0.8)
-    axes["throughput"].set_ylabel("tokens/s")
-    axes["throughput"].set_ylim(bottom=0)
-    return figures
-
-
-def make_report(run: RunReader, stages: Sequence[Stage] = (), figures: Iterable[str] | None = ()) -> str:
-    """The whole report. `figures`: the names of its pictures, or None without matplotlib."""
-    shown = ["No pictures: matplotlib is not installed (`pip install -e '.[plot]'`)."] if figures is None else [
-        f"![{name} by step](report-{name}.png)" for name in figures]
+def make_report(run: RunReader, stages: Sequence[Stage] = ()) -> str:
+    """The whole report."""
     launches = [(launch.first, launch.world_size, launch.started.get("gpu") or launch.started["device"],
                  launch.started["torch"], launch.started.get("code") or "unknown") for launch in run.launches]
     ledger, header, rows = ledger_table(*run.ledger())
@@ -199,9 +156,10 @@ def make_report(run: RunReader, stages: Sequence[Stage] = (), figures: Iterable[
                       *([escape_html(ledger), "", *markdown(header, rows)] if rows else
                         ["No ledger before the first checkpoint."])],
              "Samples": samples_part(run)}
-    written = f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from the run directory `{run.run_dir}`."
+    written = (f"Written {time.strftime('%Y-%m-%d %H:%M %Z')} from the run directory `{run.run_dir}`. "
+               f"`python -m scripts.page {run.name}` draws its plots.")
     lines = [escape_html(f"# Run `{run.config.get('model_tag', run.name)}`: {run.outcome}"), "",
-             *map(escape_html, summarize(run)), "", *shown, "", escape_html(written), ""]
+             *map(escape_html, summarize(run)), "", escape_html(written), ""]
     for title, part in parts.items():
         lines += [f"## {title}", "", *part, ""]
     return "\n".join(lines)
@@ -221,12 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = RunReader(find_run(args.run).absolute())
     output = args.output or run.run_dir / "report.md"
     stages = read_stages(args.stages) if args.stages is not None and args.stages.is_file() else []
-    figures = pictures(run)
-    text = make_report(run, stages, figures)  # this reads every file of the run, before anything is written
-    for name, figure in (figures or {}).items():
-        with atomic_open(output.absolute().parent / f"report-{name}.png") as f:
-            figure.savefig(f, format="png", dpi=100)
-    write_bytes(output, text.encode())
+    write_bytes(output, make_report(run, stages).encode())
     print(f"{run.name}: {run.outcome}", *result_part(run), f"report: {output}", sep="\n")
     return 0
 

@@ -1,5 +1,5 @@
 """
-Compare runs of many sizes: tables, size and data as power laws of compute, and plots.
+Compare runs of many sizes: tables, and size and data as power laws of compute.
 
     python -m scripts.sweep --prefix=miniseries_ --out=results
     python -m scripts.sweep d12 d16 d20 --out=results
@@ -19,18 +19,17 @@ tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped 
 A power law of FLOPs, for parameters or for tokens, is a straight line, fitted to the logarithms of the points by
 least squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more.
 Scaling laws count the parameters in the layers' matrices and the output head. Runs of fewer than three sizes, with only
-one budget, or on different data get tables and pictures, but no laws.
+one budget, or on different data get tables, but no laws.
 
-    OUT/results.csv   the runs                          OUT/isoflops.png   bits per byte against parameters
-    OUT/points.csv    the best size for each budget     OUT/scaling.png    parameters, tokens and bits per byte
-    OUT/fit.csv       the power laws, if any                               against FLOPs, with the power laws
+    OUT/results.csv   the runs
+    OUT/points.csv    the best size for each budget
+    OUT/fit.csv       the power laws, if any
 """
 
 import argparse
 import csv
 import io
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import Parser, run_main
-from nanochat.common import atomic_open, check_shape, counted, hash_json, print0, table, write_bytes
+from nanochat.common import check_shape, counted, hash_json, print0, table, write_bytes
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint
@@ -57,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Compare runs of many sizes.", epilog=__doc__)
     p.add_argument("runs", metavar="RUN", nargs="*", help="names or folders of runs")
     p.add_argument("--prefix", help="add all runs whose names start with this")
-    p.add_argument("--out", type=Path, required=True, help="folder for tables and pictures")
+    p.add_argument("--out", type=Path, required=True, help="folder for the tables")
     args = p.parse_args(argv)
     if args.prefix is not None:
         args.runs += [tag for tag in list_runs() if tag.startswith(args.prefix)]
@@ -165,46 +164,10 @@ def describe_law(law: Row) -> str:
     return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({spread})"
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
-
-def draw(rows: Sequence[Row], points: Sequence[Row], laws: Sequence[Row], out: Path) -> list[Path]:
-    """Write isoflops.png and scaling.png, and return their paths. ValueError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("matplotlib is not installed; pip install -e '.[plot]'") from None
-    sizes, scaling = Figure(figsize=(7, 5), layout="constrained"), Figure(figsize=(12, 4), layout="constrained")
-    axes = sizes.subplots()
-    for budget in dict.fromkeys(row["flops_budget"] for row in rows):
-        line = sorted((row["params_scaling"], row["val_bpb"]) for row in rows if row["flops_budget"] == budget)
-        axes.plot(*zip(*line), "o-", label="one ratio" if budget is None else f"{budget:.3g} FLOPs")
-    if any(row["flops_budget"] for row in rows):
-        axes.plot([p["params_scaling"] for p in points], [p["val_bpb"] for p in points], "k*", label="best")
-    axes.set(xscale="log", xlabel="parameters (matrices and head)", ylabel="validation bits per byte")
-    axes.legend()
-    axes.tick_params(axis="x", which="both", labelrotation=45)
-    names = {"params_scaling": "parameters", "tokens": "tokens", "val_bpb": "validation bits per byte"}
-    flops = np.array([point["flops"] for point in points])
-    for axes, (what, name) in zip(scaling.subplots(1, 3), names.items()):
-        axes.plot(flops, [point[what] for point in points], "o")
-        for law in (law for law in laws if law["of"] == what):
-            label = textwrap.fill(describe_law(law), 36)
-            axes.plot(flops, law["factor"] * flops ** law["exponent"], label=label)
-            axes.set_yscale("log")
-            axes.legend(fontsize="small")
-        axes.set(xscale="log", xlabel="FLOPs", ylabel=name)
-        axes.tick_params(axis="x", which="both", labelrotation=45)
-    paths = [out / "isoflops.png", out / "scaling.png"]
-    for figure, path in zip((sizes, scaling), paths):
-        with atomic_open(path) as f:
-            figure.savefig(f, format="png", dpi=120)
-    return paths
-
-
 # ---- the script ------------------------------------------------------------------------------------------------------
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the runs, fit laws, write tables and pictures. ValueError and OSError for bad flags and unreadable files."""
+    """Read the runs, fit laws, write tables. ValueError and OSError for bad flags and unreadable files."""
     args = parse_args(argv)
     rows = []
     for run_dir in map(find_run, dict.fromkeys(args.runs)):
@@ -224,9 +187,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (columns, lines) in tables.items():
         write_bytes(args.out / name, to_csv(columns, lines).encode())
         print0(*table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n")
-    paths = draw(rows, points, laws, args.out)
     print0(*(f"{law['of']} = {describe_law(law)}" for law in laws) if laws else [f"no laws: {why}"], sep="\n")
-    print0(f"written: {', '.join(map(str, (*(args.out / name for name in tables), *paths)))}")
+    print0(f"written: {', '.join(str(args.out / name) for name in tables)}")
     return 0
 
 

@@ -9,6 +9,7 @@ A local S3 for tests and benchmarks: moto's server behind a proxy that injects f
 
     python -m tests.object_store [LATENCY_MS]      # prints its URL, serves until stdin is closed, and then prints the
                                                    # number of requests of each method
+    python -m tests.object_store put PATH KEY      # puts a file or folder into the bucket at $AWS_ENDPOINT_URL
 
 A fault is injected into the first `times` requests that match it.
 """
@@ -26,15 +27,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from nanochat.integrations.object_storage import Patience
 
-QUICK = Patience(connect_s=1.0, silence_s=2.0, upload_s=5.0,
-                 first_answer_s=30.0, give_up_s=30.0)  # long enough for a busy machine
+QUICK = Patience(connect_s=1.0, silence_s=2.0, first_answer_s=30.0, give_up_s=30.0)  # long enough for a busy machine
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
+BUCKET = "bucket"
 Headers = dict[str, str]
 
 
@@ -154,7 +156,7 @@ class Store:
     """A running service with one bucket."""
 
     proxy: Proxy
-    bucket: str = "bucket"
+    bucket: str = BUCKET
 
     def path(self, key: str = "") -> str:
         return f"s3://{self.bucket}/{key}"
@@ -187,10 +189,25 @@ class Store:
         self._moto("PUT", f"/{bucket}")
 
     def _moto(self, method: str, path: str, body: bytes = b"") -> bytes:
-        sign = f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request"
-        status, _, data = send(self.proxy.upstream, method, path, body, {"Authorization": sign})
-        assert status < 300, (method, path, status, data[:300])
-        return data
+        return ask(self.proxy.upstream, method, path, body)
+
+
+def ask(host: str, method: str, path: str, body: bytes = b"") -> bytes:
+    """The body of moto's answer to a signed request."""
+    sign = f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request"
+    status, _, data = send(host, method, path, body, {"Authorization": sign})
+    assert status < 300, (method, path, status, data[:300])
+    return data
+
+
+def put_path(host: str, path: Path, key: str) -> None:
+    """Put a file, or all files below a folder without those of hidden folders, into the bucket."""
+    if path.is_file():
+        ask(host, "PUT", f"/{BUCKET}/{key}", path.read_bytes())
+        return
+    for below in sorted(path.iterdir()):
+        if not below.name.startswith("."):
+            put_path(host, below, f"{key}/{below.name}")
 
 
 def environment(url: str) -> dict[str, str]:
@@ -232,7 +249,9 @@ def serve() -> Iterator[Store]:
         server.server_close()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:2] == ["put"]:
+    put_path(os.environ["AWS_ENDPOINT_URL"].removeprefix("http://"), Path(sys.argv[2]), sys.argv[3])
+elif __name__ == "__main__":
     with serve() as running:
         running.proxy.latency_s = float(sys.argv[1]) / 1000 if sys.argv[1:] else 0.0
         print(running.proxy.url, flush=True)

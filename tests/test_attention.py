@@ -155,16 +155,15 @@ def test_another_attention_kernel_must_reproduce_its_bits(activated, monkeypatch
     activate("wheel", "cpu")
     activate("fa3")
     monkeypatch.setattr(attention_module, "repeats", lambda *_: False)
-    with pytest.raises(ValueError, match=r"--attention-kernel=fa4: repeated backward .*newer.*--no-deterministic"):
-        activate("fa4")
+    with pytest.raises(ValueError, match=r"--attention-kernel=fa3: repeated backward .*newer.*--no-deterministic"):
+        activate("fa3")
     activate("fa3", deterministic=False)
-    assert activated == ["FA3", "FA4", "FA3"]
+    assert activated == ["FA3", "FA3", "FA3"]
 
 
 @pytest.mark.parametrize(("kernel", "device_type", "major", "message"), [
     ("fa3", "cpu", 9, "fa3: this kernel needs a GPU"),
     ("fa3", "cuda", 9, "fa3: its package is missing or too old .*subdirectory=hopper"),  # PyTorch's own error
-    ("fa4", "cuda", 9, "fa4: its package is missing or too old .*pip install flash-attn-4"),
     ("fa3", "cuda", 8, r"fa3: this kernel does not run on some GPU \(compute capability 8.0\)")])
 def test_an_unusable_attention_kernel_is_refused(hopper, monkeypatch, kernel, device_type, major, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))

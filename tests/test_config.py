@@ -9,7 +9,17 @@ import pytest
 from nanochat import config
 from nanochat.cli import Parser
 from nanochat.common import write_json
-from nanochat.config import FIELDS, TYPES, Settings, add_flags, flag, from_flags, resume_settings, settings_table
+from nanochat.config import (
+    FIELDS,
+    REMOVED,
+    TYPES,
+    Settings,
+    add_flags,
+    flag,
+    from_flags,
+    resume_settings,
+    settings_table,
+)
 
 RUN_DIR = Path("/runs/d4")
 RUN = replace(Settings(), device_batch_size=32, lanes=64, leaves=1, num_samples=5, total_batch_size=32_768,
@@ -253,11 +263,31 @@ def test_a_config_json_with_impossible_values_is_named(damage, error):
 def test_a_setting_that_the_run_lacks_has_its_default_and_an_unknown_one_is_refused():
     old = {k: v for k, v in RUN.to_json().items() if k != "overlap"}
     assert resume_settings(old, RUN, run_dir=RUN_DIR)[0] == RUN
-    assert resume_settings({**old, "tokenizer_dir": "x"}, RUN, run_dir=RUN_DIR)[0] == RUN, "an old name of --tokenizer"
     with pytest.raises(ValueError, match="--overlap: the run has 64, this launch 32"):
         resume_settings(old, replace(RUN, overlap=32), run_dir=RUN_DIR)
     with pytest.raises(ValueError, match="--zeal: the run has 1, but this code has no such setting"):
         resume_settings({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
+
+
+OLD = {"log_every": 10, "row_losses": False, "tokenizer_dir": "x"}
+
+
+def test_a_run_with_removed_settings_resumes_without_them():
+    assert OLD.keys() == REMOVED
+    assert resume_settings({**RUN.to_json(), **OLD}, RUN, run_dir=RUN_DIR) == (RUN, {})
+
+
+def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
+    write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
+    assert parse(f"--config={tmp_path / 'config.json'}") == replace(RUN, num_samples=-1), "not a flag"
+
+
+@pytest.mark.parametrize("flag, advice", [
+    ("--log-every=2", "every step is printed"), ("--no-row-losses", "the losses of rows are always kept")])
+def test_a_removed_flag_is_refused_with_what_happens_now(capsys, flag, advice):
+    with pytest.raises(SystemExit, match="2"):
+        parse(flag)
+    assert f"omit it; {advice}" in capsys.readouterr().err
 
 
 def test_the_notation_and_last_duration_of_a_curriculum_may_change():

@@ -20,7 +20,6 @@ def test_killed_runs_end_with_the_weights_of_undisturbed_ones(monkeypatch, capsy
 
 @pytest.mark.parametrize("rerun", [0.0, 0.001])
 def test_noise_draws_all_columns_and_fails_if_a_rerun_differs(tmp_path, monkeypatch, rerun):
-    pytest.importorskip("matplotlib")
     monkeypatch.setattr(demo_exactness.make_sample_corpus, "main", lambda argv: 0)
     monkeypatch.setattr(demo_exactness.tok_train, "main", lambda argv: 0)
 

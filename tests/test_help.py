@@ -1,4 +1,4 @@
-"""scripts.help: the list of commands, running one by its name, and shell completion."""
+"""scripts.help: the list of commands, running one by its name, and gpt-simple's configuration."""
 
 import re
 import shlex
@@ -44,16 +44,6 @@ def test_a_command_is_run_with_its_flags_and_its_exit_code(capsys, monkeypatch, 
             help_.main(words)
     with pytest.raises(ValueError, match="xyzzy: unknown command"):
         help_.main(["xyzzy"])
-
-
-def test_completion_knows_commands_flags_and_choices(capsys, monkeypatch):
-    assert help_.main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    for word in ("tok-shards", "--window-pattern", "crop split", "_inspect_data_rows"):
-        assert word in script, word
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(ValueError, match=r"shtab is not installed; pip install -e '\.\[cli\]'"):
-        help_.main(["completion", "zsh"])
 
 
 def test_if_a_package_is_missing_a_command_names_the_set_up():

@@ -2,6 +2,7 @@
 detects corrupt files; bad input is one sentence."""
 
 import json
+import os
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -298,6 +299,17 @@ def test_the_data_set_reads_back_what_the_builder_wrote(tmp_path_factory, docume
         assert not dataset[0].flags.writeable
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_without_mmap_nothing_is_mapped_and_a_truncated_file_is_an_error(tmp_path, suffix):
+    write_megatron(tmp_path / "a", [[[i, 2]] for i in range(5000)])
+    dataset, maps = IndexedDataset(tmp_path / "a", mmap=False), Path("/proc/self/maps")
+    assert dataset[4000].tolist() == [4000, 2]
+    assert not maps.exists() or str(tmp_path) not in maps.read_text()
+    os.truncate(tmp_path / f"a{suffix}", 6000)
+    with pytest.raises(ValueError, match=rf"a\{suffix}: the file was truncated or changed while it was in use"):
+        dataset.file.read(4000, 4001)
+
+
 def test_a_pickled_data_set_does_not_contain_its_tokens(tmp_path):
     """Regression: pickling a memory map copied the whole .bin into every spawned worker."""
     write_megatron(tmp_path / "a", [[range(50_000)]])
@@ -446,7 +458,7 @@ def test_fields_of_megatron_core_that_change_no_sample_are_accepted(caplog):
 def test_indices_of_remote_data_are_copied_into_the_configured_folder(prefix, folders, monkeypatch):
     used = []
 
-    def open_file(path, mapped):
+    def open_file(path, open_local):
         used.append(LAUNCH.cache)
         raise EOFError
 

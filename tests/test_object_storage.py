@@ -35,7 +35,6 @@ from nanochat.integrations.object_storage import (
     find,
     list_objects,
     split,
-    upload,
 )
 from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
 from tests.toy import examples
@@ -445,12 +444,6 @@ class FakeMsc:
         self.short -= 1
         return self.objects[path][byte_range[0]:sum(byte_range) - (self.short >= 0)]
 
-    def upload_file(self, path, file):
-        self.objects[path] = Path(file).read_bytes()
-
-    def delete(self, path):
-        del self.objects[path]
-
 
 @pytest.mark.parametrize("real", [True, False])
 def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
@@ -462,12 +455,17 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
         (tmp_path / "msc.yaml").write_text(
             f"profiles: {{mine: {{storage_provider: {{type: file, options: {{base_path: {tmp_path / 'files'}}}}}}}}}")
         monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.yaml"))
-        (tmp_path / "files").mkdir()
     else:
         monkeypatch.setitem(sys.modules, "multistorageclient", fake)
+    file = tmp_path / "files/x/t.bin"
+    file.parent.mkdir(parents=True)
+
+    def put(data):
+        file.write_bytes(data)
+        fake.objects["x/t.bin"] = data
+
     begin_launch(tmp_path / "cache")
-    (tmp_path / "one").write_bytes(TOKENS[:5000].tobytes())
-    upload("msc://mine/x/t.bin", tmp_path / "one")
+    put(TOKENS[:5000].tobytes())
     path = as_path("msc://mine/x/t.bin")
     r = RemoteReader(path, np.uint16)
     assert (r.read(10, 400) == TOKENS[10:400]).all() and (real or fake.short < 0)
@@ -475,11 +473,11 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     assert find("msc://mine/x/none") is None and not as_path("msc://mine/y").exists()
     with pytest.raises(ValueError, match="msc://yours: no such profile; check the file that MSC_CONFIG names"):
         find("msc://yours/x")
-    (tmp_path / "other").write_bytes(TOKENS[:5000].tobytes()[::-1][:-1] + b"!!")
-    upload("msc://mine/x/t.bin", tmp_path / "other")
+    put(TOKENS[:5000].tobytes()[::-1][:-1] + b"!!")
     with pytest.raises(ValueError, match="it has changed since this run began"):
         r.read_many([(0, 10)])
-    object_storage.delete("msc://mine/x/t.bin")
+    file.unlink()
+    fake.objects.clear()
     begin_launch()
     assert not path.exists()
 

@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import time
@@ -18,9 +17,9 @@ from nanochat.integrations import object_storage as room
 from nanochat.run_dir import TrainLog
 from nanochat.tokenizer import RustBPETokenizer
 from nanochat.tokens import new_manifest
-from scripts import base_train, convert_shards, inspect_data, push_shards, tok_shards, tok_train, validate, verify
+from scripts import convert_shards, inspect_data, tok_shards, tok_train, validate, verify
 from tests import training
-from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault
+from tests.object_store import ACCESS_KEY, QUICK, SECRET_KEY, Fault, put_path
 from tests.token_files import write_megatron, write_pair
 from tests.toy import compressed, write_jsonl
 from tests.training import checkpoints, refuse, run_dir, succeed
@@ -59,7 +58,7 @@ def prepared(tmp_path_factory, running_store):
     with training.workplace(folder):
         make_pairs(folder)
         for name in ("pairs", "shards", "data"):
-            assert push_shards.main([str(folder / name), store.path(name)]) == 0
+            put_path(store.proxy.upstream, folder / name, name)
         digests = {}
         for kind in KINDS:
             succeed(**command(kind, folder), model_tag=kind)
@@ -235,7 +234,7 @@ def test_text_in_a_bucket_is_tokenized_like_local_text(bucket, prepared, tmp_pat
     assert tokenize("s3://bucket/raw", "of bucket") != shards, "another object of the same size"
 
 
-def test_only_push_shards_writes_into_object_storage(bucket, prepared, tmp_path, monkeypatch):
+def test_no_command_writes_into_object_storage(bucket, prepared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     before = set(tmp_path.iterdir())
     for main, argv in ((tok_shards.main, [f"--input-dir={prepared.folder / 'data'}", "--output-dir=s3://bucket/out",
@@ -246,15 +245,6 @@ def test_only_push_shards_writes_into_object_storage(bucket, prepared, tmp_path,
         with pytest.raises(ValueError, match=r"s3://bucket/\w+: expected a local folder"):
             main(argv)
     assert set(tmp_path.iterdir()) == before
-
-
-def test_the_command_that_push_shards_prints_works(prepared, bucket, capsys):
-    assert push_shards.main([str(prepared.folder / "shards"), bucket.path("copy")]) == 0
-    words = shlex.split(capsys.readouterr().out.split("train from it: ")[1])
-    assert words[:3] == ["python", "-m", "scripts.base_train"]
-    small = training.flags(**{**SMALL, "data_path": None, "model_tag": "run"})
-    assert base_train.main([*small, *words[3:]]) == 0
-    assert training.digests() == prepared.digests["shards"]
 
 
 def test_verify_and_validate_read_from_a_bucket(bucket, capsys):

@@ -3,7 +3,6 @@
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +71,7 @@ def test_every_figure_is_the_one_on_disk(run):
             "digest of the batch of step 7": [f"`{steps[7]['digest']}`"]}.items():
         assert found[name] == expected, name
     assert "# Run `run`: completed" in text and "train --fast" in text and f"run directory `{run}`" in text
+    assert f"`python -m scripts.page {run.name}` draws its plots" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
     assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2] and "seed" not in found
     assert text.splitlines()[2:5] == [
@@ -107,28 +107,6 @@ def test_the_outcome_of_a_run_is_that_of_its_last_launch(copied):
                            ({"event": "stopped", "step": 8, "reason": "SIGTERM"}, "stopped, saved at step 8")):
         log.write_text(f"{log.read_text()}{json.dumps(event)}\n")
         assert RunReader(training.run_dir()).outcome == outcome
-
-
-def test_the_pictures_show_the_figures_of_the_log(run, monkeypatch):
-    reader = RunReader(run)
-    for i, step in enumerate(reader.steps):
-        step |= {"tokens/a|b": i, "tokens/web": 2 * i}
-    drawn = report.pictures(reader)
-    assert list(drawn) == ["loss", "mix", "throughput"]
-    raw, smooth = drawn["loss"].axes[0].lines
-    assert raw.get_xydata().tolist() == [[step["step"], step["loss"]] for step in reader.steps]
-    assert smooth.get_ydata().tolist() == [step["smooth_loss"] for step in reader.steps]
-    assert drawn["loss"].axes[1].lines[0].get_xydata().tolist() == [
-        [event["step"], event["bpb"]] for event in training.events("val")]
-    assert drawn["throughput"].axes[0].lines[0].get_ydata().tolist() == [step["tokens_per_s"] for step in reader.steps]
-    first = drawn["mix"].axes[0].collections[0].get_paths()[0].vertices[:, 1]
-    assert first.max() == pytest.approx(1 / 3), "a third of the trained tokens, at any time"
-    report.main([f"{run}"])
-    shown = re.findall(r"!\[.*\]\((.*)\)", (run / "report.md").read_text())
-    assert shown == ["report-loss.png", "report-throughput.png"]
-    assert all((run / name).read_bytes().startswith(b"\x89PNG") for name in shown)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.main([f"{run}"]) == 0 and ".[plot]" in (run / "report.md").read_text()
 
 
 def test_tables_and_fences_stay_intact_whatever_they_contain():

@@ -1,4 +1,4 @@
-"""scripts.status, scripts.stop, and the scripts that use them: dev/run_until_done.sh, SLURM chain, Kubernetes job."""
+"""scripts.status, scripts.stop, and the scripts that use them: dev/run_until_done.sh, the SLURM chain."""
 
 import json
 import os
@@ -10,9 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
-import yaml
 
 from nanochat import run_owner, run_state
 from nanochat.run_owner import exit_code
@@ -378,7 +376,7 @@ def test_the_loop_ends_after_scripts_stop(base):
     assert exit_code(run_dir(base), state) == 10 and state["checkpoint"] == f"checkpoint-{state['step']}"
 
 
-# ---- SLURM and Kubernetes --------------------------------------------------------------------------------------------
+# ---- SLURM -----------------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def cluster(base):
@@ -427,20 +425,3 @@ def test_a_job_saves_on_a_signal_and_is_requeued_unless_it_was_cancelled_or_stop
     assert (code, is_requeued) == (0, requeued), out
     state = read_state(run_dir(cluster))
     assert (state["status"], state["reason"]) == ("stopped", number.name if number else "asked by scripts.stop")
-
-
-@pytest.mark.parametrize("name", ["train", "tok_shards"])
-def test_a_kubernetes_template_matches_the_published_schema_which_notices_a_wrong_word(name):
-    spec = yaml.safe_load((ROOT / f"dev/slurm/{name}.k8s.yaml").read_text())
-    latest = kubernetes_validate.latest_version()
-    kubernetes_validate.validate(spec, latest, strict=True)
-    pod = spec["spec"]["template"]["spec"]
-    if name == "train":
-        words = pod["containers"][0]["command"] + pod["containers"][0]["args"]
-        assert words[:4] == ["bash", "dev/run_until_done.sh", "d24", "torchrun"] and "--model-tag=d24" in words
-        [patience] = [int(word.partition("=")[2]) for word in words if word.startswith("--shutdown-timeout=")]
-        assert 60 < patience < pod["terminationGracePeriodSeconds"], "a worker has less time to exit than its pod"
-        assert spec["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [1, 3, 10]
-    pod["containers"][0]["volumeMount"] = []
-    with pytest.raises(kubernetes_validate.ValidationError, match="volumeMount"):
-        kubernetes_validate.validate(spec, latest, strict=True)

@@ -32,7 +32,7 @@ from nanochat.rows import Packed, Row
 from nanochat.sources import scan
 from nanochat.stream import Cursor, Stream, ledger
 from nanochat.token_source import TokenSource
-from nanochat.tokens import READER, new_manifest
+from nanochat.tokens import new_manifest
 from tests.token_files import write_megatron, write_pair
 from tests.toy import BOS, ByteTokenizer, digest_of_row, examples, json_copy, load_steps, row_arrays
 
@@ -359,7 +359,6 @@ def check_rows(world, run, bucket):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_law_each_document_is_used_once_an_epoch_and_stopping_changes_nothing(layout, monkeypatch):
     monkeypatch.setattr(Packed, "CHUNK", 7)  # so that these short documents are stored like long ones
-    monkeypatch.setenv(READER, "pread" if layout in ("split", "binned") else "mmap")
     seen = Counter()
 
     @LAW

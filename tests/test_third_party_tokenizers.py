@@ -3,7 +3,6 @@ and pickles that execute nothing."""
 
 import collections
 import functools
-import io
 import json
 import os
 import pickle
@@ -17,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import sentencepiece
 import tiktoken
 import tokenizers
 from hypothesis import example, given, settings
@@ -35,17 +33,6 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 END = "<|endoftext|>"
 TEXTS = [*some_texts(40, longest=400), "The ferry left at six, an hour late, with eleven passengers. " * 9,
          "def f(x):\n    return x  # na\u00efve \u6f22\u5b57\n" * 9]
-LLAMA = {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
-         "remove_extra_whitespaces": False}
-
-
-def sentencepiece_model(**options):
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXTS), model_writer=model, minloglevel=2,
-                                             **{"vocab_size": 340, "hard_vocab_limit": False, **LLAMA, **options})
-    return model.getvalue()
-
-
 def byte_level():
     """Like GPT-2: a byte-level BPE."""
     library = tokenizers.ByteLevelBPETokenizer()
@@ -99,20 +86,16 @@ def llama():
     return tokenizers.Tokenizer.from_str(json.dumps(spec))
 
 
-KINDS = ("gpt2", "llama", "pieces", "pickle")  # like those of well-known models
+KINDS = ("gpt2", "llama", "pickle")  # like those of well-known models
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """{kind: path of a tokenizer}: KINDS, those of `other_kinds`, and two more of SentencePiece."""
+    """{kind: path of a tokenizer}: KINDS, and those of `other_kinds`."""
     folder = tmp_path_factory.mktemp("kinds")
     for name, library in {"gpt2": byte_level(), "llama": llama(), **other_kinds()}.items():
         (folder / name).mkdir()
         library.save(str(folder / name / "tokenizer.json"))
-    symbols = {"user_defined_symbols": "<|sep|>"}
-    for name, options in {"pieces": {}, "sp_unigram": {"model_type": "unigram", **symbols},
-                          "sp_no_blank": {"add_dummy_prefix": False, **symbols}}.items():
-        (folder / f"{name}.model").write_bytes(sentencepiece_model(**options))
     ranks = {bytes([b]): b for b in range(256)} | {b" t": 256, b"he": 257}
     encoding = tiktoken.Encoding("rustbpe", pat_str=r"\s?\S+|\s+", mergeable_ranks=ranks,
                                  special_tokens={"<|bos|>": 258, "<|user_start|>": 259})
@@ -124,7 +107,7 @@ def paths(tmp_path_factory):
 @pytest.fixture(scope="module")
 def opened(paths):
     """{kind: tokenizer}."""
-    ends = {name: "<|sep|>" if name.startswith("sp_") else "</s>" for name in paths if name not in KINDS}
+    ends = dict.fromkeys(paths.keys() - {*KINDS}, "</s>")
     return {name: get_tokenizer(path, eod_token=ends.get(name)) for name, path in paths.items() if name != "tokenizer"}
 
 
@@ -140,9 +123,7 @@ def real_texts():
 def test_ids_are_the_librarys_own_on_real_text(paths, opened):
     texts = [text[:2000] for text in real_texts()[:60]]
     assert sum(map(len, texts)) > 40_000
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(paths["pieces"]))
-    theirs = {"pieces": [pieces.encode(text) for text in texts],
-              "pickle": [pickle.loads(paths["pickle"].read_bytes()).encode_ordinary(text) for text in texts]}
+    theirs = {"pickle": [pickle.loads(paths["pickle"].read_bytes()).encode_ordinary(text) for text in texts]}
     for name, path in (("gpt2", paths["gpt2"] / "tokenizer.json"), ("llama", paths["llama"])):
         library = tokenizers.Tokenizer.from_file(str(path))
         theirs[name] = [library.encode(text, add_special_tokens=False).ids for text in texts]
@@ -178,7 +159,7 @@ def test_text_never_becomes_a_special_token_and_bytes_add_up_except_for_document
         assert special.isdisjoint(ids[1:].tolist()), name
         if tokenizer.knows_bytes and not any(does(what, text) for what in getattr(tokenizer, "inexact", [])):
             assert bytes_counted(tokenizer, text) == len(data), name
-        if name in ("gpt2", "pickle") or (name in ("llama", "pieces") and not {BLANK, "\x00"} & {*text}):
+        if name in ("gpt2", "pickle") or (name == "llama" and not {BLANK, "\x00"} & {*text}):
             assert tokenizer.decode(ids[1:]) == text, name
 
 
@@ -188,38 +169,35 @@ def does(what, text):
             "contain <0x41>": "<0x" in text}[what]
 
 
-def test_inexact_bytes_are_described_and_warned_about(opened, paths, tmp_path, caplog):
+def test_inexact_bytes_are_described_and_warned_about(opened, paths, caplog):
     inexact = {name: tokenizer.inexact for name, tokenizer in opened.items()
                if isinstance(tokenizer, ThirdPartyTokenizer) and tokenizer.knows_bytes}
     blank = ["contain U+2581"]
     assert inexact == {
-        "gpt2": [], "llama": blank, "pieces": blank, "sp_unigram": blank, "sp_no_blank": blank,
-        "prefix": ["begin with a space"],
+        "gpt2": [], "llama": blank, "prefix": ["begin with a space"],
         "fallback": ["begin with a space", *blank, "contain <0x41>"]}
     caplog.clear()
     assert get_tokenizer(paths["gpt2"]).token_bytes().max() > 1 and not caplog.text
     assert get_tokenizer(paths["llama"]).token_bytes().max() > 1
     assert "bits per byte are not exact for documents that contain U+2581" in caplog.text
-    (tmp_path / "nmt.model").write_bytes(sentencepiece_model(normalization_rule_name="nmt_nfkc", byte_fallback=False))
-    tokenizer = get_tokenizer(tmp_path / "nmt.model")
+    tokenizer = get_tokenizer(paths["wordpiece"], eod_token="</s>")
     assert not tokenizer.knows_bytes and set(tokenizer.token_bytes().tolist()) == {1}
-    assert "nmt.model: the tokens of a sample text of" in caplog.text and "nats" in caplog.text
+    assert "tokenizer.json: the tokens of a sample text of" in caplog.text and "nats" in caplog.text
 
 
 @pytest.mark.parametrize("kind, end", [
-    ("gpt2", "5"), ("llama", "7"), ("pieces", "6"), ("unigram", "<unk>"), ("wordlevel", "<unk>")])
+    ("gpt2", "5"), ("llama", "7"), ("unigram", "<unk>"), ("wordlevel", "<unk>")])
 def test_an_end_that_text_can_become_is_refused(paths, kind, end):
     with pytest.raises(ValueError, match=r"text can become token .*, so it cannot separate documents"):
         get_tokenizer(paths[kind], eod_token=end)
-    for name in ("llama", "pieces"):  # every character has bytes
-        assert get_tokenizer(paths[name], eod_token="<unk>").bos_token_id == 0
+    assert get_tokenizer(paths["llama"], eod_token="<unk>").bos_token_id == 0, "every character has bytes"
 
 
 # ---- the end of a document ------------------------------------------------------------------------------------------
 
 def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(paths, opened, tmp_path):
     library = tokenizers.Tokenizer.from_file(str(paths["llama"]))
-    assert [opened[name].bos_token_id for name in KINDS] == [0, 2, 2, 258]
+    assert [opened[name].bos_token_id for name in KINDS] == [0, 2, 258]
     library.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<s>"}}))
     assert get_tokenizer(tmp_path).bos_token_id == 1
@@ -257,8 +235,7 @@ def test_a_tokenizer_json_without_an_end_is_a_sentence_that_names_the_flag(bare)
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 def test_a_copy_is_the_same_tokenizer_and_a_changed_one_is_refused(paths, opened, tmp_path):
-    files = {"gpt2": "hf_tokenizer.json", "llama": "hf_tokenizer.json", "pieces": "sentencepiece.model",
-             "pickle": "ranks.tiktoken"}
+    files = {"gpt2": "hf_tokenizer.json", "llama": "hf_tokenizer.json", "pickle": "ranks.tiktoken"}
     for name in KINDS:
         opened[name].save(tmp_path / name)
         assert sorted(os.listdir(tmp_path / name)) == sorted([files[name], "tokenizer.json"])
@@ -270,9 +247,9 @@ def test_a_copy_is_the_same_tokenizer_and_a_changed_one_is_refused(paths, opened
     copy.write_text(copy.read_text().replace('"<|pad|>"', '"<|pod|>"'))
     with pytest.raises(ValueError, match=r"tokenizer\.json or hf_tokenizer\.json has changed since it was saved"):
         get_tokenizer(tmp_path / "gpt2")
-    (tmp_path / "pieces" / "sentencepiece.model").unlink()
-    with pytest.raises(FileNotFoundError, match=r"sentencepiece\.model: missing"):
-        get_tokenizer(tmp_path / "pieces")
+    copy.unlink()
+    with pytest.raises(FileNotFoundError, match=r"hf_tokenizer\.json: missing"):
+        get_tokenizer(tmp_path / "gpt2")
     with pytest.raises(ValueError, match=r"--eod-token </s>: the tokenizer in .* has its own"):
         get_tokenizer(tmp_path / "llama", eod_token="</s>")
 
@@ -291,10 +268,10 @@ def test_parts_that_do_not_decide_ids_do_not_change_the_fingerprint(paths, opene
 
 @pytest.mark.parametrize("name, content", [
     ("tokenizer.json", b"{}"), ("tokenizer.json", b"not json"), ("tokenizer.json", b'{"model": []}'),
-    ("x.model", b"garbage"), ("x.model", b""), ("tokenizer.pkl", b"")])
+    ("tokenizer.pkl", b"")])
 def test_a_broken_file_is_one_sentence_that_names_it(tmp_path, name, content):
     problem = {"tokenizer.json": "the package tokenizers .* cannot read it", "tokenizer.pkl": "not a tokenizer that "
-               "nanochat saved", "x.model": "the package sentencepiece .* cannot read it"}[name]
+               "nanochat saved"}[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path / name}: {problem}"):
         get_tokenizer(tmp_path / name)
@@ -311,11 +288,26 @@ def test_a_name_without_a_tokenizer_is_one_sentence(tmp_path, monkeypatch, name,
         get_tokenizer(name)
 
 
+@pytest.mark.parametrize("name", ["x.model", "."])
+def test_sentencepieces_model_is_refused_with_its_conversion(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.model").touch()
+    with pytest.raises(ValueError, match=r"--tokenizer x\.model: .* convert it to tokenizer\.json .*AutoTokenizer"):
+        get_tokenizer(name)
+
+
+def test_a_saved_tokenizer_of_an_unknown_kind_names_the_other_version(opened, tmp_path):
+    opened["gpt2"].save(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**saved, "kind": "sentencepiece"}))
+    with pytest.raises(ValueError, match="kind 'sentencepiece' is unknown to this code; use the version that wrote it"):
+        get_tokenizer(tmp_path)
+
+
 def test_a_package_that_is_not_installed_is_named_with_its_extra(paths, monkeypatch):
-    for package, name in (("tokenizers", "gpt2"), ("sentencepiece", "pieces")):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ValueError, match=rf"the package {package} is not installed.*\[hf\]"):
-            get_tokenizer(paths[name])
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"the package tokenizers is not installed.*\[hf\]"):
+        get_tokenizer(paths["gpt2"])
 
 
 # ---- texts that a library cannot encode -----------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from nanochat import common
 from nanochat.common import hash_file
@@ -285,12 +284,3 @@ def test_the_slurm_script_submits_all_tasks_then_the_end_with_valid_flags(tmp_pa
         args = vars(tok_shards.parse_args(flags))
         assert module == "scripts.tok_shards"
         assert args.items() >= {"input_dir": Path("in put"), "tokenizer": "gpt2", **known}.items()
-
-
-def test_the_kubernetes_job_has_valid_flags():
-    spec = yaml.safe_load((ROOT / "dev/slurm/tok_shards.k8s.yaml").read_text())["spec"]
-    container = spec["template"]["spec"]["containers"][0]
-    assert container["command"] == ["python", "-m", "scripts.tok_shards"] and spec["completionMode"] == "Indexed"
-    args = tok_shards.parse_args([a.replace("$(JOB_COMPLETION_INDEX)", "7") for a in container["args"]])
-    assert args.task_index == 7 and args.num_tasks == spec["completions"]
-    tok_shards.check_args(args)

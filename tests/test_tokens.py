@@ -1,4 +1,4 @@
-"""Token files: both formats read back what was written, with every reader; errors name the broken file; entries become
+"""Token files: both formats read back what was written; errors name the broken file; entries become
 documents of the stream."""
 
 import errno
@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import tokens
 from nanochat.common import hash_file
 from nanochat.pretokenize import MegatronWriter, ShardWriter
 from nanochat.sources import open_source, scan
-from nanochat.tokens import READER, PlainReader, TokenFile, open_tokens, read_manifest
+from nanochat.tokens import MappedReader, TokenFile, open_tokens, read_manifest
 from tests import faults
 from tests.token_files import (
     GOLDEN,
@@ -35,7 +34,6 @@ from tests.token_files import (
 from tests.toy import examples, tree
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "golden" / "megatron"
-READERS = ("mmap", "pread")
 
 
 def documents_of(pair, step=3):
@@ -86,11 +84,10 @@ def test_gpts_reads_back_what_was_written(tmp_path_factory, case):
 corpora = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=3), min_size=1, max_size=8)
 
 
-@given(corpora, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans(), st.sampled_from(READERS),
-       st.randoms())
+@given(corpora, st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<u2"]), st.booleans(), st.randoms())
 @settings(max_examples=examples(2))
-def test_megatron_documents_are_read_wherever_their_sequences_are(tmp_path_factory, documents, dtype, scattered, reader,
-                                                                  random):
+def test_megatron_documents_are_read_wherever_their_sequences_are(
+        tmp_path_factory, documents, dtype, scattered, random):
     path = tmp_path_factory.mktemp("p.q") / "a.b.bin"
     write_megatron(path.with_suffix(""), documents, dtype)
     sequences = [s for d in documents for s in d]
@@ -102,13 +99,11 @@ def test_megatron_documents_are_read_wherever_their_sequences_are(tmp_path_facto
         sequences = [sequences[i] for i in order]
     edges = np.cumsum([0, *map(len, documents)]).tolist()
     expected = [[i for s in sequences[a:b] for i in s] for a, b in pairwise(edges)]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(tokens.READER, reader)
-        pair = open_tokens(path)
-        for first in range(len(expected)):
-            for last in range(first, len(expected) + 1):
-                assert [ids.tolist() for ids in pair.read(first, last)] == expected[first:last]
-        assert pair.lengths(0, len(pair)).tolist() == list(map(len, expected))
+    pair = open_tokens(path)
+    for first in range(len(expected)):
+        for last in range(first, len(expected) + 1):
+            assert [ids.tolist() for ids in pair.read(first, last)] == expected[first:last]
+    assert pair.lengths(0, len(pair)).tolist() == list(map(len, expected))
     assert pair.prefixes(0, len(pair)).tolist() == [0] * len(expected) and pair.dtype == np.dtype(dtype)
 
 
@@ -157,20 +152,18 @@ def test_files_of_megatron_are_read_and_written_identically(tmp_path, name):
 
 # ---- documents ------------------------------------------------------------------------------------------------------
 
-@given(windowed(), st.integers(1, 5), st.integers(1, 4), st.sampled_from(READERS))
+@given(windowed(), st.integers(1, 5), st.integers(1, 4))
 @settings(max_examples=examples(3))
-def test_documents_are_entries_without_eod_with_or_without_manifest(tmp_path_factory, case, step, group, reader):
+def test_documents_are_entries_without_eod_with_or_without_manifest(tmp_path_factory, case, step, group):
     entries, prefixes, overlap = case
     folder = tmp_path_factory.mktemp("web")
     sizes = [min(group, len(entries) - i) for i in range(0, len(entries), group)]
     write_folder(folder, {"a": (entries, prefixes)}, max_length=6, overlap_size=overlap, groups=sizes)
     expected = [e[:-1] if e[-1:] == [E] else e for e in entries]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(tokens.READER, reader)
-        assert open_tokens(folder / "a.bin").pin("a")["groups"] == sizes
-        assert documents_of(open_tokens(folder / "a.bin"), step) == expected
-        (folder / "manifest.json").unlink()
-        assert documents_of(open_tokens(folder / "a.bin"), step) == expected
+    assert open_tokens(folder / "a.bin").pin("a")["groups"] == sizes
+    assert documents_of(open_tokens(folder / "a.bin"), step) == expected
+    (folder / "manifest.json").unlink()
+    assert documents_of(open_tokens(folder / "a.bin"), step) == expected
 
 
 def test_entries_of_eod_only_and_empty_entries(tmp_path):
@@ -196,24 +189,6 @@ def test_mapped_ids_are_views_that_outlive_the_pair_and_its_files(tmp_path):
     assert view.tolist() == [1, 2, 3, E]
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-def test_with_pread_nothing_is_mapped_and_a_truncated_file_is_an_error(tmp_path, monkeypatch, suffix):
-    write_megatron(tmp_path / "a", [[[i, 2, E]] for i in range(5000)])
-    path = tmp_path / f"a{suffix}"
-    monkeypatch.setenv(tokens.READER, "pread")
-    monkeypatch.setattr(tokens, "MappedReader", None)
-    pair, maps = open_tokens(path), Path("/proc/self/maps")
-    assert pair.read(4000, 4001)[0].tolist() == [4000, 2, E]
-    assert not maps.exists() or str(tmp_path) not in maps.read_text()
-    os.truncate(path, 6000)
-    with pytest.raises(ValueError, match=rf"a\{suffix}: the file was truncated or changed while it was in use"):
-        pair.read(4000, 4001)
-    write_pair(tmp_path / "b", [[1]])
-    monkeypatch.setenv(tokens.READER, "fast")
-    with pytest.raises(ValueError, match="NANOCHAT_READER=fast: expected mmap or pread"):
-        open_tokens(tmp_path / "b.bin")
-
-
 # ---- damage ---------------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -226,10 +201,9 @@ def whole_pairs(tmp_path_factory):
 
 
 @given(st.sampled_from(["gpts", "megatron"]), st.sampled_from([".bin", ".idx"]),
-       st.lists(st.tuples(st.integers(0, 400), st.none() | st.binary(min_size=1, max_size=8)), min_size=1, max_size=2),
-       st.sampled_from(READERS))
+       st.lists(st.tuples(st.integers(0, 400), st.none() | st.binary(min_size=1, max_size=8)), min_size=1, max_size=2))
 @settings(max_examples=examples(12))
-def test_any_damaged_pair_is_read_or_named(tmp_path_factory, whole_pairs, name, suffix, damages, reader):
+def test_any_damaged_pair_is_read_or_named(tmp_path_factory, whole_pairs, name, suffix, damages):
     """A damage (at, data) overwrites bytes, beyond the end, too; without data it truncates the file there."""
     folder = tmp_path_factory.mktemp("bad")
     for ending in (".bin", ".idx"):
@@ -239,21 +213,19 @@ def test_any_damaged_pair_is_read_or_named(tmp_path_factory, whole_pairs, name, 
     for at, new in damages:
         data = data[:at] if new is None else data[:at] + new + data[at + len(new):]
     path.write_bytes(data)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(tokens.READER, reader)
-        try:
-            pair = open_tokens(folder / "a.bin", vocab_size=300)
-            for first in range(0, len(pair), 5):
-                last = min(first + 5, len(pair))
-                got, prefixes = pair.read(first, last), pair.prefixes(first, last)
-                assert [len(ids) for ids in got] == pair.lengths(first, last).tolist()
-                assert all(len(ids) >= prefix for ids, prefix in zip(got, prefixes))
-                assert all(ids.max(initial=0) < 300 and ids.min(initial=0) >= 0 for ids in got)
-                pair.documents(first, last, E)
-            pair.pin("a")
-            assert len(data) >= len(whole), "missing bytes were not noticed"
-        except (ValueError, FileNotFoundError) as e:
-            assert str(e).startswith(str(folder / "a.")), str(e)
+    try:
+        pair = open_tokens(folder / "a.bin", vocab_size=300)
+        for first in range(0, len(pair), 5):
+            last = min(first + 5, len(pair))
+            got, prefixes = pair.read(first, last), pair.prefixes(first, last)
+            assert [len(ids) for ids in got] == pair.lengths(first, last).tolist()
+            assert all(len(ids) >= prefix for ids, prefix in zip(got, prefixes))
+            assert all(ids.max(initial=0) < 300 and ids.min(initial=0) >= 0 for ids in got)
+            pair.documents(first, last, E)
+        pair.pin("a")
+        assert len(data) >= len(whole), "missing bytes were not noticed"
+    except (ValueError, FileNotFoundError) as e:
+        assert str(e).startswith(str(folder / "a.")), str(e)
 
 
 @pytest.mark.parametrize("damage, message", [
@@ -433,15 +405,14 @@ def test_a_source_reads_only_the_documents_that_are_asked_for(tmp_path, monkeypa
     """Regression: it also read all documents between them. In a small bucket, they are most of a group."""
     documents = [[i] * (i + 1) for i in range(9)]
     write_folder(tmp_path, {"a": ([[*ids, E] for ids in documents], None)})
-    monkeypatch.setenv(READER, "pread")
     source = open_source(scan(tmp_path, [tmp_path / "a.bin"]), Tokenizer())
-    plain_read, num_read = PlainReader.read, []
+    mapped_read, num_read = MappedReader.read, []
 
     def read(self, begin, end):
         num_read.append(end - begin if self.path.suffix == ".bin" else 0)
-        return plain_read(self, begin, end)
+        return mapped_read(self, begin, end)
 
-    monkeypatch.setattr(PlainReader, "read", read)
+    monkeypatch.setattr(MappedReader, "read", read)
     read = source.read(0, np.array(rows))
     assert [(d.ids.tolist(), d.context) for d in read] == [([E, *documents[row]], 0) for row in rows]
     assert sum(num_read) == sum(len(documents[row]) + 1 for row in set(rows))

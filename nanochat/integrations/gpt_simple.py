@@ -29,7 +29,7 @@ FLAGS = {  # names whose values are passed on
     "optimizer.warmup_steps": "warmup-steps", "optimizer.min_lr_ratio": "final-lr-frac",
     "training.per_device_batch_size": "device-batch-size", "training.max_steps": "num-iterations",
     "training.seed": "seed", "training.eval_steps": "eval-every", "training.save_steps": "save-every",
-    "training.logging_steps": "log-every", "training.resume": "resume", "training.keep_last_k": "keep-last-k",
+    "training.resume": "resume", "training.keep_last_k": "keep-last-k",
     "training.keep_milestone_every": "keep-milestone-every",
     "training.max_runtime_seconds": "max-runtime-seconds",
     "training.walltime_reserve_seconds": "walltime-reserve-seconds"}
@@ -51,6 +51,7 @@ NOTES = {  # names without a flag, and why
     "optimizer.learning_rate": "each kind of parameter has its own rate: --matrix-lr, --embedding-lr, "
                                "--unembedding-lr, --scalar-lr",
     **dict.fromkeys(("optimizer.beta1", "optimizer.beta2", "optimizer.eps"), "the optimizer is nanochat's MuonAdamW"),
+    "training.logging_steps": "every step is printed",
     "optimizer.decay_steps": "rates fall over the last part of the run, see --warmdown-ratio"}
 OTHERS = ("data.format", "data.packing", "data.curriculum", "data.allow_bucket_exhaustion",
           "data.allow_budget_mismatch", "model.n_embd", "model.n_head", "training.gradient_accumulation_steps",

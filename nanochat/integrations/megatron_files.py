@@ -20,7 +20,7 @@ import numpy as np
 
 from nanochat.common import LAUNCH, is_remote
 from nanochat.pretokenize import MegatronWriter
-from nanochat.tokens import TokenFile, pair_paths
+from nanochat.tokens import MappedReader, Reader, TokenFile, pair_paths
 
 COPIED_IDS = 1 << 22  # ids that `add_index` holds in memory at once
 
@@ -101,10 +101,31 @@ class Index(NamedTuple):
         return len(self.document_indices)
 
 
+class FileReader(Reader):
+    """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
+    modification time must not change while the reader exists."""
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.path, self.dtype = path, dtype
+        self.version = self._version()
+
+    def _version(self) -> tuple[int, int]:
+        stat = self.path.stat()
+        return stat.st_size, stat.st_mtime_ns
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=begin * self.dtype.itemsize)
+        if len(elements) < end - begin or self._version() != self.version:
+            raise ValueError(f"{self.path}: the file was truncated or changed while it was in use; restore the old "
+                             f"file, or start a new run (--model-tag)")
+        elements.flags.writeable = False
+        return elements
+
+
 class IndexedDataset:
     """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, a read-only array of `dtype`;
-    `dataset[a:b]` is a list of them. With `multimodal`, they are (sequence, its mode) and (list, modes). ValueError or
-    FileNotFoundError names a bad or missing file."""
+    `dataset[a:b]` is a list of them. With `multimodal`, they are (sequence, its mode) and (list, modes). `mmap`: map
+    local files into memory instead of reading them. ValueError or FileNotFoundError names a bad or missing file."""
 
     def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
                  object_storage_config: ObjectStorageConfig | None = None):
@@ -114,7 +135,7 @@ class IndexedDataset:
         if not self.exists(path_prefix):
             missing = " and ".join(str(path) for path in pair_paths(path_prefix) if not path.is_file())
             raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
-        self.file = TokenFile(pair_paths(path_prefix)[0], mapped=mmap)
+        self.file = TokenFile(pair_paths(path_prefix)[0], open_local=MappedReader if mmap else FileReader)
         if self.file.format != "megatron":
             raise ValueError(f"{self.file.idx_path}: expected a pair in Megatron's format, got --data-format "
                              f"{self.file.format}; convert it with python -m scripts.convert_shards")

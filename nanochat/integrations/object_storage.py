@@ -94,7 +94,6 @@ class Patience:
 
     connect_s: float = 5.0
     silence_s: float = 15.0  # until the next byte of an answer
-    upload_s: float = 300.0  # until a part is sent and acknowledged
     first_answer_s: float = 9.0  # how long to retry until the bucket first answers
     give_up_s: float = 300.0  # how long to retry after that
     log_every_s: float = 15.0
@@ -361,12 +360,6 @@ class Msc:
         data = self.client.read(key, byte_range=self.span(offset=begin, size=end - begin))
         return SimpleNamespace(bytes=lambda: data, range=(begin, end), meta=self.head(None, key))
 
-    def put(self, _: Any, key: str, file: Path, **options: Any) -> None:
-        self.client.upload_file(key, str(file))
-
-    def delete(self, _: Any, key: str) -> None:
-        self.client.delete(key)
-
 
 # ---- requests -------------------------------------------------------------------------------------------------------
 
@@ -374,7 +367,7 @@ ANSWERED: set[tuple[str, str]] = set()  # (scheme, bucket) of every bucket that 
 _last_warning = [-math.inf]  # time of the last warning about a wait
 
 
-def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", upload: bool = False) -> T:
+def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T:
     """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the caller waits here.
     StopAsked if a stop is requested meanwhile. `what` names the request in messages."""
     scheme, name, key = split(path)
@@ -382,7 +375,7 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "", uplo
 
     def call_until_valid(_: None) -> T:
         """Call up to TRIES times until the answer fits the request."""
-        bucket = open_bucket(scheme, name, PATIENCE.upload_s if upload else PATIENCE.silence_s,
+        bucket = open_bucket(scheme, name, PATIENCE.silence_s,
                              PATIENCE.give_up_s if bucket_name in ANSWERED else PATIENCE.first_answer_s)
         for attempt in range(TRIES):
             try:
@@ -425,17 +418,6 @@ def find(path: str) -> Stat | None:
 def list_objects(path: str) -> list[Stat]:
     """All objects below a path. FileNotFoundError if the bucket does not exist."""
     return request(path, lambda bucket, key: bucket.list_below(key.rstrip("/")))
-
-
-def upload(path: str, file: Path, *, part_bytes: int = 4 * REQUEST_BYTES) -> None:
-    """Write a file to an object atomically."""
-    request(path, lambda bucket, key: bucket.obs.put(bucket.store, key, file, chunk_size=part_bytes), upload=True)
-
-
-def delete(path: str) -> None:
-    """Delete an object if it exists."""
-    with contextlib.suppress(FileNotFoundError):
-        request(path, lambda bucket, key: bucket.obs.delete(bucket.store, key))
 
 
 def read_range(stat: Stat, begin: int, end: int) -> memoryview:

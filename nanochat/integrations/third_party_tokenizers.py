@@ -4,7 +4,6 @@ module for any tokenizer that is not in our own format.
 
     --tokenizer=                     read by             copied into a run's tokenizer/ as
     FOLDER, FOLDER/tokenizer.json    tokenizers          hf_tokenizer.json
-    FILE.model                       sentencepiece       sentencepiece.model
     gpt2, cl100k_base, ...           tiktoken            ranks.tiktoken, in our format
     tokenizer.pkl (nanochat's)       `read_pickle`       ranks.tiktoken, in our format
     ids:SIZE:EOD_ID                  nothing             no file: it cannot encode text
@@ -20,10 +19,10 @@ would make ids random.
 
 **The end of a document.** These programs have a BOS and an EOS; the stream has one id between documents, and files that
 other programs tokenized have EOS there. So we use EOS if the files name one (tokenizer_config.json or
-special_tokens_map.json beside tokenizer.json, or the header of a .model), then BOS, then a special token with a usual
-name. --eod-token overrides all of these.
+special_tokens_map.json beside tokenizer.json), then BOS, then a special token with a usual name. --eod-token overrides
+all of these.
 
-**Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. SentencePiece writes a space
+**Bytes.** A byte-level vocabulary writes each byte as one character of an alphabet of 256. Others write a space
 as U+2581 and a byte without a piece of its own as <0xE6>. It also begins every text with a space that is not in the
 text. That space is one byte too many, so BOS, which precedes it, counts -1:
 
@@ -36,7 +35,6 @@ nats per token. If only rare texts do not add up (`PROBES`), a warning names the
 only to texts that do not begin with one, "a" and " a" have the same ids.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -47,6 +45,7 @@ from functools import cached_property
 from io import BytesIO
 from itertools import chain, product
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-BLANK = "\u2581"  # how SentencePiece writes a space
+BLANK = "\u2581"  # how vocabularies that are not byte-level write a space
 SAMPLE = "Two words, a  tab\t1.\nNa\u00efve \u6f22\u5b57 \U0001f642"
 PROBES = {  # {description of rare documents: an example whose bytes some tokenizers miscount}
     "begin with a space": " x", "end with a space": "x ", "are empty": "", f"contain U+{ord(BLANK):X}": f"x{BLANK}x",
@@ -85,38 +84,17 @@ NO_END = "{}: does not name the token that ends a document; set --eod-token to i
 # ---- one class per format ------------------------------------------------------------------------------------------
 
 class ThirdPartyTokenizer(Tokenizer):
-    """A tokenizer of another program. `data`: the bytes of its file; `name`: its name in messages. The
-    caller sets `bos_token_id` (see `find_end`). ValueError if the library is not installed or cannot read the file."""
+    """A tokenizer of another program. The caller sets `bos_token_id` (see `find_end`)."""
 
     kind: ClassVar[str]
-    package: ClassVar[str]  # the library, in the extra `hf`
-    library: Any  # the library's own object
     vocab: Mapping[str, int]  # {text of a token: id}
     size: int
     unknown: int | None = None  # the id of unknown characters; None: every character has an encoding
     ends: list[str | int]  # candidates for the end of a document, by text or id, the likeliest first
 
     def __init__(self, data: bytes, name: str):
+        """`data`: the bytes of its file; `name`: its name in messages. ValueError if they cannot be read."""
         self.data, self.name = data, name
-        try:
-            package = importlib.import_module(self.package)
-        except ImportError:
-            raise ValueError(f"--tokenizer {name}: the package {self.package} is not installed; pip install -e "
-                             f"'.[hf]'") from None
-        try:
-            self.load(package)
-            assert 0 < self.size <= MAX_IDS
-            self.batch([TRIAL])
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as e:  # a panic in Rust is not an Exception
-            raise ValueError(f"{name}: the package {self.package} {package.__version__} cannot read it "
-                             f"({type(e).__name__}: {str(e)[:200]}); download it again") from None
-
-    def load(self, package: Any) -> None:
-        """Read `data` with the library, and set `library`, `vocab`, `size`, `special_tokens`, `unknown` and `ends`. May
-        raise any exception for a broken file."""
-        raise NotImplementedError
 
     def batch(self, texts: list[str]) -> list[list[int]]:
         """The library's ids of some texts, without special tokens around them."""
@@ -182,8 +160,7 @@ class ThirdPartyTokenizer(Tokenizer):
     @cached_property
     def inexact(self) -> list[str]:
         """Descriptions of the documents for which `token_bytes` is not exact."""
-        probes = PROBES | {"contain names of special tokens": f"x{'x'.join(self.special_tokens)}x"}
-        return [description for description, text in probes.items() if self._miscounted(text)]
+        return [description for description, text in PROBES.items() if self._miscounted(text)]
 
     @cached_property
     def knows_bytes(self) -> bool:  # type: ignore[override]
@@ -220,10 +197,28 @@ def _flat(lists: list[list[int]]) -> Encoded:
 class HuggingFaceTokenizer(ThirdPartyTokenizer):
     """A tokenizer.json, read by the package `tokenizers`."""
 
-    kind, package, file = "huggingface", "tokenizers", "hf_tokenizer.json"
+    kind, file = "huggingface", "hf_tokenizer.json"
 
-    def load(self, package: Any) -> None:
-        """Read tokenizer.json with truncation, padding and dropout switched off."""
+    def __init__(self, data: bytes, name: str):
+        super().__init__(data, name)
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(f"--tokenizer {name}: the package tokenizers is not installed; pip install -e "
+                             f"'.[hf]'") from None
+        try:
+            self._load(tokenizers)
+            assert 0 < self.size <= MAX_IDS
+            self.batch([TRIAL])
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as e:  # a panic in Rust is not an Exception
+            raise ValueError(f"{name}: the package tokenizers {tokenizers.__version__} cannot read it "
+                             f"({type(e).__name__}: {str(e)[:200]}); download it again") from None
+
+    def _load(self, package: ModuleType) -> None:
+        """Read tokenizer.json with truncation, padding and dropout switched off. May raise any exception for a broken
+        file."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # our callers start threads themselves
         self.spec = json.loads(self.data) | {"truncation": None, "padding": None}
         self.spec["model"]["dropout"] = None
@@ -285,48 +280,6 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
         return bool(self.spec["model"].get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token))
 
 
-class SentencePieceTokenizer(ThirdPartyTokenizer):
-    """A .model, read by the package `sentencepiece`."""
-
-    kind, package, file = "sentencepiece", "sentencepiece", "sentencepiece.model"
-
-    def load(self, package: Any) -> None:
-        """Read a .model. Its header names the ids of EOS, BOS and unknown characters."""
-        self.library = package.SentencePieceProcessor(model_proto=self.data)
-        self.size = self.library.vocab_size()
-        self.vocab = {self.library.id_to_piece(i): i for i in range(self.size)}
-        self.special_tokens = {piece: i for piece, i in self.vocab.items()
-                               if self.library.is_control(i) or self.library.is_unknown(i)}
-        has_bytes = any(self.library.is_byte(i) for i in range(self.size))
-        self.unknown = None if has_bytes else self.library.unk_id()
-        self.ends = [i for i in (self.library.eos_id(), self.library.bos_id()) if i >= 0]
-
-    def batch(self, texts: list[str]) -> list[list[int]]:
-        return self.library.encode(texts, num_threads=1)
-
-    def decode(self, ids: Any) -> str:
-        return self.library.decode([int(i) for i in ids])
-
-    def sizes(self) -> Iterator[tuple[int, int]]:
-        """Yield (id, bytes): 1 for a byte piece, else the piece's UTF-8 with U+2581 read as a space."""
-        for piece, i in self.vocab.items():
-            if self.library.is_byte(i):
-                yield i, 1
-            elif piece not in self.special_tokens and not self.library.is_unused(i):
-                yield i, len(piece.replace(BLANK, " ").encode())
-
-    def spell(self, token: int) -> list[int]:
-        """Look up each character of a piece, or the byte pieces of a character that has none."""
-        if self.library.is_byte(token):
-            return [token]
-        ids: list[int] = []
-        for character in self.library.id_to_piece(token):
-            alone = self.library.piece_to_id(character)
-            in_bytes = [self.library.piece_to_id(f"<0x{byte:02X}>") for byte in character.encode()]
-            ids += in_bytes if alone == self.library.unk_id() and self.unknown is None else [alone]
-        return ids
-
-
 class IdsTokenizer(ThirdPartyTokenizer):
     """Stands for a tokenizer that is not available. `data` is the number of ids, and one of them ends documents. It
     cannot encode text, and decodes ids to numbers."""
@@ -334,7 +287,8 @@ class IdsTokenizer(ThirdPartyTokenizer):
     kind, file, knows_bytes = "ids", None, False
 
     def __init__(self, data: bytes, name: str):
-        self.data, self.name, self.size = data, name, int(data)
+        super().__init__(data, name)
+        self.size = int(data)
         self.vocab, self.special_tokens, self.ends = {}, {}, []
 
     @property
@@ -350,8 +304,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
 
 # ---- opening one ---------------------------------------------------------------------------------------------------
 
-KINDS: dict[str, type[ThirdPartyTokenizer]] = {".json": HuggingFaceTokenizer, ".model": SentencePieceTokenizer}
-SAVED = {kind.kind: kind for kind in (HuggingFaceTokenizer, SentencePieceTokenizer, IdsTokenizer)}
+SAVED = {kind.kind: kind for kind in (HuggingFaceTokenizer, IdsTokenizer)}
 
 
 def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
@@ -371,9 +324,8 @@ def open_third_party(name: str, eod_token: str | None = None) -> Tokenizer:
         data = local_copy(path).read_bytes()
         if path.suffix == ".pkl":
             return read_pickle(data, str(path), eod_token)
-        tokenizer = KINDS[path.suffix](data, str(path))
-        if path.suffix == ".json":
-            tokenizer.ends = [*named_ends(path.parent), *tokenizer.ends]
+        tokenizer = HuggingFaceTokenizer(data, str(path))
+        tokenizer.ends = [*named_ends(path.parent), *tokenizer.ends]
     tokenizer.bos_token_id = find_end(tokenizer, eod_token)
     return tokenizer
 
@@ -393,12 +345,18 @@ def named_ends(folder: Path) -> list[str | int]:
 
 
 def _find_file(path: Path) -> Path:
-    """The tokenizer file at a path, or in the folder at that path. FileNotFoundError if there is none."""
-    files = [path / JSON_FILE, path / "tokenizer.pkl", *sorted(path.glob("*.model"))] if path.is_dir() else [path]
-    for file in files:
-        if file.is_file() and file.suffix in (*KINDS, ".pkl"):
+    """The tokenizer file at a path, or in the folder at that path. FileNotFoundError if there is none, ValueError if
+    there is only one of SentencePiece."""
+    is_folder = path.is_dir()
+    for file in [path / JSON_FILE, path / "tokenizer.pkl"] if is_folder else [path]:
+        if file.is_file() and file.suffix in (".json", ".pkl"):
             return file
-    raise FileNotFoundError(f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, FILE.model, "
+    for file in path.glob("*.model") if is_folder else [path]:
+        if file.is_file() and file.suffix == ".model":
+            raise ValueError(f"--tokenizer {file}: SentencePiece's format is not read; convert it to tokenizer.json "
+                             f"with transformers (AutoTokenizer.from_pretrained({str(file.parent)!r})"
+                             f".save_pretrained('converted')) and pass --tokenizer=converted")
+    raise FileNotFoundError(f"--tokenizer {path}: no tokenizer here; expected a folder, tokenizer.json, "
                             f"tokenizer.pkl or a tiktoken encoding ({', '.join(tiktoken.list_encoding_names())}); "
                             f"the Hugging Face Hub is not searched: download tokenizer.json and name that file, or "
                             f"train a tokenizer with python -m scripts.tok_train --output-dir {path}")

@@ -1,11 +1,13 @@
 """The losses of rows: their file, and the values that a run writes."""
 
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from nanochat.common import read_json, write_json
 from nanochat.run_dir import RowLosses
 from nanochat.start_run import build_model, open_run
 from nanochat.stream import open_stream
@@ -87,3 +89,14 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
     file.write_bytes(data[kept.size:] * 3)  # a valid record of another step
     with pytest.raises(ValueError, match="row losses for step 10000 are corrupt"):
         kept.read(10_000)
+
+
+def test_an_older_run_without_row_losses_resumes_and_records_them_from_there():
+    training.succeed(model_tag="old", num_iterations=2)
+    config = training.run_dir("old") / "config.json"
+    write_json(config, {**read_json(config), "row_losses": False, "log_every": 10})
+    shutil.rmtree(training.run_dir("old") / "logs" / "rows")
+    training.succeed(model_tag="old", config=config)
+    with pytest.raises(FileNotFoundError, match=r"no row losses for step 1: .* with --no-row-losses"):
+        losses("old").read(1)
+    assert losses("old").read(2)[1].sum() > 0

@@ -193,19 +193,14 @@ class Bucket:
             return None
 
     def list_below(self, prefix: str) -> list[Stat]:
-        """All objects that a path can name below a prefix. A warning gives the number of others."""
-        try:
-            stats = self._list(prefix)
-            keys = list(stats)
-        except Exception as e:
-            if type(e).__name__ != "InvalidPathError" or self.scheme != "s3":
-                raise
-            stats, keys = {}, self._all_keys(prefix)
-        usable = [key for key in keys if not UNUSABLE_KEY.search(key.rstrip("/"))]
-        if len(usable) < len(keys):
+        """All objects that a path can name below a prefix. A warning gives the number of others; but obstore refuses a
+        whole listing for one key with an empty part, '.' or '..'."""
+        stats = self._list(prefix)
+        usable = [stat for key, stat in stats.items() if not UNUSABLE_KEY.search(key.rstrip("/"))]
+        if len(usable) < len(stats):
             log.warning("%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
-                        "or might be a secret)", self.name, prefix, len(keys) - len(usable))
-        return [stat for key in usable if (stat := stats.get(key) or self.head(key))]
+                        "or might be a secret)", self.name, prefix, len(stats) - len(usable))
+        return usable
 
     def _list(self, prefix: str) -> dict[str, Stat]:
         """{key: description} of all objects below a prefix. Programs mark folders by empty objects whose keys end with
@@ -221,19 +216,6 @@ class Bucket:
         alone = [key for key in empty if key not in folders and PurePosixPath(key).suffix]
         missing = {key for key, stat in zip(alone, each(self.head, alone)) if stat is None}
         return {key: stat for key, stat in stats.items() if key not in missing and (stat.size or key not in folders)}
-
-    def _all_keys(self, prefix: str) -> list[str]:
-        """All keys below a prefix, listed by pyarrow: obstore refuses a listing that contains one unusable key."""
-        from pyarrow import fs
-
-        scheme, _, host = self.endpoint.rpartition("://")
-        s3 = fs.S3FileSystem(
-            endpoint_override=host or None, scheme=scheme or "https",
-            anonymous=bool(os.environ.get("AWS_SKIP_SIGNATURE")),
-            connect_timeout=PATIENCE.connect_s, request_timeout=PATIENCE.silence_s)
-        below = fs.FileSelector(f"{self.bucket}/{prefix}".rstrip("/"), recursive=True)
-        return [info.path.removeprefix(f"{self.bucket}/") for info in s3.get_file_info(below)
-                if info.type == fs.FileType.File]
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes begin .. end - 1 of the pinned version of an object."""

@@ -427,6 +427,37 @@ class SamplePiece(NamedTuple):
     stop: int
 
 
+def _ids_before(part: GPTDataset, document: int, sequence: int) -> int:
+    """Ids of a document in front of one of its sequences."""
+    first = part.dataset.document_indices[document]
+    lengths = part.dataset.sequence_lengths[first:sequence]
+    return int(lengths.sum(dtype=np.int64))
+
+
+def _pieces_in_stream(part: GPTDataset, document: int, T: int) -> list[SamplePiece]:
+    """The pieces of a document in the stream of epochs of a data set, whose sample k has tokens kT .. kT + T."""
+    first, end = part.dataset.document_indices[document:document + 2].tolist()
+    lengths = np.asarray(part.dataset.sequence_lengths)
+    sequences = part.document_index
+    begins = to_offsets(lengths[sequences])  # where each place of document_index begins in the stream
+    of_document = (sequences >= first) & (sequences < end)
+    epochs = Counter[int]()
+    pieces = []
+    for place in np.flatnonzero(of_document).tolist():
+        sequence = int(sequences[place])
+        begin = int(begins[place])
+        length = int(lengths[sequence])
+        before = _ids_before(part, document, sequence)
+        first_sample = max(0, (begin - 1) // T)
+        last_sample = min(len(part) - 1, (begin + length - 1) // T)
+        for k in range(first_sample, last_sample + 1):
+            start = max(0, k * T - begin)
+            stop = min(length, k * T + T + 1 - begin)
+            pieces.append(SamplePiece(epochs[sequence], k, before + start, before + stop))
+        epochs[sequence] += 1
+    return pieces
+
+
 class SampleStream:
     """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. Unless it has no lanes, creating it
     shuffles, or opens the tables in the index cache. ValueError for cursors of a different stream, or data with too
@@ -555,7 +586,7 @@ class SampleStream:
         documents = []
         for sequence, offset, length in part.pieces(sample):
             document = int(np.searchsorted(edges, sequence, side="right")) - 1
-            start = self._ids_before(part, document, sequence) + offset
+            start = _ids_before(part, document, sequence) + offset
             place = {
                 "at": at,
                 "tokens": length,
@@ -569,18 +600,12 @@ class SampleStream:
             at += length
         return documents
 
-    def _ids_before(self, part: GPTDataset, document: int, sequence: int) -> int:
-        """Ids of a document in front of one of its sequences."""
-        first = part.dataset.document_indices[document]
-        lengths = part.dataset.sequence_lengths[first:sequence]
-        return int(lengths.sum(dtype=np.int64))
-
     def samples_with(self, bucket: str, document: int) -> list[SamplePiece]:
         """The pieces of a document in all samples of the run, by epoch and then in order: the inverse of `describe`,
         which counts ids in the same way."""
         number = self.buckets.index(bucket)
         part = self.samples.datasets[number]
-        in_stream = self._pieces_in_stream(part, document)
+        in_stream = _pieces_in_stream(part, document, self.config.T)
 
         # which samples of the run come from this data set, and which samples of the data set they are
         run_samples = own_samples = np.arange(self.config.num_samples)
@@ -600,33 +625,9 @@ class SampleStream:
                 pieces.append(piece._replace(sample=sample_of[piece.sample]))
         return sorted(pieces)
 
-    def _pieces_in_stream(self, part: GPTDataset, document: int) -> list[SamplePiece]:
-        """The pieces of a document in the stream of epochs of a data set, whose sample k has tokens kT .. kT + T."""
-        T = self.config.T
-        first, end = part.dataset.document_indices[document:document + 2].tolist()
-        lengths = np.asarray(part.dataset.sequence_lengths)
-        sequences = part.document_index
-        begins = to_offsets(lengths[sequences])  # where each place of document_index begins in the stream
-        of_document = (sequences >= first) & (sequences < end)
-        epochs = Counter[int]()
-        pieces = []
-        for place in np.flatnonzero(of_document).tolist():
-            sequence = int(sequences[place])
-            begin = int(begins[place])
-            length = int(lengths[sequence])
-            before = self._ids_before(part, document, sequence)
-            first_sample = max(0, (begin - 1) // T)
-            last_sample = min(len(part) - 1, (begin + length - 1) // T)
-            for k in range(first_sample, last_sample + 1):
-                start = max(0, k * T - begin)
-                stop = min(length, k * T + T + 1 - begin)
-                pieces.append(SamplePiece(epochs[sequence], k, before + start, before + stop))
-            epochs[sequence] += 1
-        return pieces
-
     def document_length(self, bucket: str, document: int) -> int:
         """Ids of a document, as `describe` counts them."""
         number = self.buckets.index(bucket)
         part = self.samples.datasets[number]
         end = part.dataset.document_indices[document + 1]
-        return self._ids_before(part, document, end)
+        return _ids_before(part, document, end)

@@ -166,7 +166,7 @@ def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
         "code": "abc", "torch": torch.__version__, "gpu": None, "cudnn": None}.items()
     assert "previous launch ran" not in succeed(num_iterations=2, save_every=-1).out
     monkeypatch.setattr(run_journal, "code_version", lambda: "def+")
-    for module in (trainer, start_run):
+    for module in (run_journal, start_run):
         monkeypatch.setattr(module, "versions", lambda device: {"torch": "2.99", "gpu": "H100"})
     out = succeed(num_iterations=3, save_every=-1).out
     for words in ("code abc, this one runs def+", f"torch {torch.__version__}, this one runs 2.99",

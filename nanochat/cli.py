@@ -148,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         try:
             if Path(path).suffix.lower() == ".toml":
                 values: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
-                _check_size(values)
+                _check_plain(values)
             else:
                 values = read_yaml(path)  # also JSON, which is YAML
         except OSError as e:
@@ -227,7 +227,7 @@ def read_yaml(path: Path | str) -> Any:
     data = _read_small(path, MAX_BYTES)
     try:
         value = yaml.safe_load(data)
-        _check_size(value)
+        _check_plain(value)
     except RecursionError:
         raise ValueError(f"not valid YAML ({TOO_DEEP})") from None
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:  # of tags, too
@@ -247,9 +247,9 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
     return data
 
 
-def _check_size(value: Any) -> None:
-    """ValueError if lists and mappings are nested more than MAX_LEVELS deep in a value, or hold more than MAX_VALUES
-    values, as aliases of YAML within aliases do in a few hundred bytes."""
+def _check_plain(value: Any) -> None:
+    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), is nested more than MAX_LEVELS
+    deep, or holds more than MAX_VALUES values, as aliases of YAML within aliases do in a few hundred bytes."""
     todo, seen = [(value, 1)], 0
     while todo:
         value, level = todo.pop()
@@ -258,7 +258,14 @@ def _check_size(value: Any) -> None:
             raise ValueError(TOO_DEEP)
         if seen > MAX_VALUES:
             raise ValueError(f"more than {MAX_VALUES:,} values")
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        inner: list[Any] = []
+        if isinstance(value, dict):
+            inner = [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            inner = value
+        elif value is not None and not isinstance(value, str | int | float):
+            raise ValueError(f"{value!s:.60} is a {type(value).__name__}, which is "
+                             f"not plain text or a number; put it in quotes")
         todo += [(each, level + 1) for each in inner]
 
 

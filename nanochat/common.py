@@ -80,7 +80,7 @@ def refuse_secrets(word: str) -> None:
 #
 # Code that only some runs need enters through a table that names it: kinds of data files (`sources.SOURCES`), packers
 # (`packing.LAYOUTS`), orders (`order.ORDERS`), tokenizers (`tokenizer.TOKENIZERS`), and what receives the log's values
-# (`trainer.SINKS`). The rest of the program does not know what is behind a door.
+# (`run_journal.SINKS`). The rest of the program does not know what is behind a door.
 
 def open_door(entry: str) -> Any:
     """The part that an entry "module:attribute" of such a table names, imported now. ModuleNotFoundError if there is

@@ -159,8 +159,10 @@ def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = Fals
     bucket."""
     found = list_files(root, data_format)
     data, ignored = drop_empty(root, found.data), dict(found.ignored)
-    divide = _by_folders if is_folder(root / "train") else _by_names
-    splits, tests = divide(root, data, data_format, by_bucket)
+    if is_folder(root / "train"):
+        splits, tests = _by_folders(root, data, data_format, by_bucket)
+    else:
+        splits, tests = _by_names(root, data, by_bucket)
     if splits.stray:
         used = sorted({"train", *(folder.name for folder in val_folders(root)[:1])})
         ignored[f"outside {' and '.join(f'{name}/' for name in used)}"] = splits.stray
@@ -179,7 +181,7 @@ def _by_folders(root: Path, data: Sequence[Path], data_format: str, by_bucket: b
         below[file.relative_to(root).parts[0]].append(file)
     for folder in folders:
         if not below[folder.name]:
-            find_files(folder, data_format)  # raises, unless
+            find_files(folder, data_format)  # raises an error of its own if there are no files at all
             raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
 
     train = group_by_bucket(below.pop("train"), folders[0], merge=not by_bucket)
@@ -193,7 +195,7 @@ def _by_folders(root: Path, data: Sequence[Path], data_format: str, by_bucket: b
     return Splits(train, val, stray), tests
 
 
-def _by_names(root: Path, data: Sequence[Path], data_format: str, by_bucket: bool) -> tuple[Splits, list[Path]]:
+def _by_names(root: Path, data: Sequence[Path], by_bucket: bool) -> tuple[Splits, list[Path]]:
     """(splits, files for testing) of files whose names may state a split. Names of files that a --data-path lists one
     by one state none."""
     uses: dict[Path, str] = {}

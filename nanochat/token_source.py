@@ -56,6 +56,7 @@ class TokenSource(Source):
 
     @staticmethod
     def is_empty(path: Path) -> bool:
+        """See `Source.is_empty`. A pair whose files contradict each other is not empty: opening it gives the reason."""
         return path.stat().st_size == 0 and len(TokenFile(path)) == 0
 
     def _open(self, number: int) -> TokenFile:
@@ -79,6 +80,7 @@ class TokenSource(Source):
         return self._pair(file), runs, positions.tolist()
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
+        """See `Source.read`."""
         pair, runs, positions = self._runs(group, rows)
         documents: list[Document] = []
         for first, end in runs:
@@ -87,6 +89,7 @@ class TokenSource(Source):
         return [documents[position] for position in positions]
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
+        """See `Source.lengths`. Reads no ids unless the index does not show where documents end."""
         pair, runs, positions = self._runs(group, rows)
         lengths: list[int] = []
         contexts: list[int] = []

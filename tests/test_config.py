@@ -167,11 +167,14 @@ BAD_YAML = [
     ("depth: !!bool x", "not valid YAML"), ("depth: !!float", "not valid YAML"),
     ('run: "\\UFFFFFFFF"', "not valid YAML"), ("a: &a [x]\nb: *a", "--a: unknown flag"),
     ("[" * 100_000, "lists and mappings nested more than 20"), ("a" * 2**20, "more than 524,288 bytes"),
-    (LAUGHS, "values"), (f"depth: 3\n{LAUGHS}", "values"), ("- " + LAUGHS.replace("\n", "\n  "), "values"),
+    ("curriculum: {a: 2024-01-01}", "2024-01-01 is a date, which is not plain text or a number; put it in quotes"),
+    ("curriculum: {2024-01-01: 3}", "2024-01-01 is a date"), ("curriculum: {a: !!set {x}}", "is a set, which is not"),
+    ("curriculum: [!!binary aGk=]", "is a bytes"), (LAUGHS, "values"), (f"depth: 3\n{LAUGHS}", "values"), ("- " + LAUGHS.replace("\n", "\n  "), "values"),
     (None, "No such file or directory; expected a file of flags")]
 BAD_TOML = [
     ("depth" + ".a" * 3000 + " = 1", "lists and mappings nested more than 20"), ("depth = " + "[" * 9000, "recursion"),
-    ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"), ("depth = 2020-01-01", "invalid int value"),
+    ("depth" + ".a" * 20_000 + " = 1", "more than 32,768 bytes"), ("depth = 2020-01-01", "is a date, which is not"),
+    ("curriculum.a = 2020-01-01", "2020-01-01 is a date, which is not plain text"),
     ("depth 3", "expected YAML, or TOML in a .toml file"), ("depth.a.a = 1", "--depth: invalid int value")]
 
 

@@ -159,7 +159,7 @@ MIX = ONE + "- duration_tokens: 1\n  mix: "
     (FOR + "0\n", "phase 2: duration_tokens: got 0, expected a whole number >= 1"),
     (FOR + "0.5\n", "duration_tokens: got 0.5"), (FOR + "1e19\n", "duration_tokens: got"),
     (FOR + ".inf\n", "got inf"), (FOR + "true\n", "got true or false"),
-    (FOR + "2020-01-01\n", "duration_tokens: expected a whole number"),
+    (FOR + "2020-01-01\n", "2020-01-01 is a date, which is not plain text or a number; put it in quotes"),
     *((FOR + "9" * digits, "got a whole number of more than 300 digits, expected") for digits in (400, 4300)),
     (FOR + "'" + "9" * 5000 + "'", r"got .{57}\.\.\., expected"),
     (MIX + "{" + "w" * 900 + ": -1}", "weight of 'w{56}[.]{3}: got -1"),

@@ -80,6 +80,13 @@ def test_no_core_module_but_the_download_command_imports_an_integration():
     assert ring == {("nanochat.dataset", "nanochat.integrations.download")}
 
 
+def test_an_integration_imports_nothing_at_or_above_the_trainer():
+    ring = {name for name in FILES if ".integrations." in name}
+    high = {(name, imported) for name in ring for imported, _ in IMPORTS[name]
+            if LAYERS.get(imported, 0) >= LAYERS["nanochat.trainer"]}
+    assert len(ring) > 10 and high == set()
+
+
 def test_no_module_imports_a_command():
     """A command may use another one."""
     assert [name for name in FILES if name.startswith("nanochat.")

@@ -169,7 +169,8 @@ BAD_YAML = [
     ("[" * 100_000, "lists and mappings nested more than 20"), ("a" * 2**20, "more than 524,288 bytes"),
     ("curriculum: {a: 2024-01-01}", "2024-01-01 is a date, which is not plain text or a number; put it in quotes"),
     ("curriculum: {2024-01-01: 3}", "2024-01-01 is a date"), ("curriculum: {a: !!set {x}}", "is a set, which is not"),
-    ("curriculum: [!!binary aGk=]", "is a bytes"), (LAUGHS, "values"), (f"depth: 3\n{LAUGHS}", "values"), ("- " + LAUGHS.replace("\n", "\n  "), "values"),
+    ("curriculum: [!!binary aGk=]", "is a bytes"), (LAUGHS, "values"),
+    (f"depth: 3\n{LAUGHS}", "values"), ("- " + LAUGHS.replace("\n", "\n  "), "values"),
     (None, "No such file or directory; expected a file of flags")]
 BAD_TOML = [
     ("depth" + ".a" * 3000 + " = 1", "lists and mappings nested more than 20"), ("depth = " + "[" * 9000, "recursion"),

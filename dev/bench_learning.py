@@ -1,5 +1,5 @@
-"""
-Compare what models learn from the rows of several packers, with the same model, tokenizer, tokens and seeds.
+"""Compare what models learn from the rows of several packers, with the same model, tokenizer,
+tokens and seeds.
 
     python -m dev.bench_learning --work DIR --data-path DATA --nanochat CHECKOUT     train missing runs, print the table
     python -m dev.bench_learning --work DIR --table                                  print the table only
@@ -9,9 +9,10 @@ Compare what models learn from the rows of several packers, with the same model,
     split      bestfit; the rest of a document that does not fit a row comes back later
     concat     one token stream per lane, cut at the end of every row
 
-All documents below `--data-path` are shuffled once, into shards; the last shard is held out. A seed determines the
-initial weights and the order of the rows. nanochat's loader has no seed and no shuffle, so there it determines the
-weights and the first shard. Its rows are recorded in a file once; with that file, the checkout is not needed.
+All documents below `--data-path` are shuffled once, into shards; the last shard is held out. A seed
+determines the initial weights and the order of the rows. nanochat's loader has no seed and no
+shuffle, so there it determines the weights and the first shard. Its rows are recorded in a file
+once; with that file, the checkout is not needed.
 
 Models are measured in bits per byte on held-out documents:
 
@@ -20,8 +21,9 @@ Models are measured in bits per byte on held-out documents:
     late        the tokens of `whole` that are not in `beginning`
     rows        rows of nanochat's loader
 
-All four are also reported by document length: short (below T/2 tokens), middle, long (2T or more). "Used" is the number
-of tokens that were trained on or dropped, per token that was trained on (1 means no waste); "read" adds pending tokens.
+All four are also reported by document length: short (below T/2 tokens), middle, long (2T or more).
+"Used" is the number of tokens that were trained on or dropped, per token that was trained on (1
+means no waste); "read" adds pending tokens.
 
 Finished runs are not repeated, so a kill loses at most one run.
 """
@@ -58,12 +60,16 @@ from nanochat.tokenizer import RustBPETokenizer
 from scripts.report import markdown
 
 ARMS: dict[str, dict[str, Any]] = {
-    "nanochat": {}, "crop": {"long_docs": "crop"}, "split": {"long_docs": "split"}, "concat": {"layout": "concat"}}
+    "nanochat": {},
+    "crop": {"long_docs": "crop"},
+    "split": {"long_docs": "split"},
+    "concat": {"layout": "concat"},
+}
 LENGTHS = ("short", "middle", "long")
 SHARDS = 13  # the last one is held out
 
-# For nanochat's loader. Its "tokens" are places in `Corpus.ids`, so the rows show which token of which document they
-# contain.
+# For nanochat's loader. Its "tokens" are places in `Corpus.ids`, so the rows show which token of
+# which document they contain.
 RECORD_ROWS = """
 split, T, num_rows, shard, offsets, output = sys.argv[1:]
 T, num_rows, offsets = int(T), int(num_rows), np.load(offsets).tolist()
@@ -82,7 +88,9 @@ np.save(output, rows)
 """
 
 
-# ---- the corpus ----------------------------------------------------------------------------------------------------
+# ---- the corpus
+# ----------------------------------------------------------------------------------------------------
+
 
 def shards(num: int) -> list[range]:
     """The documents of each shard."""
@@ -90,14 +98,18 @@ def shards(num: int) -> list[range]:
 
 
 class Corpus:
-    """All documents, shuffled: text in shards, the tokenizer, and the ids of every document after BOS."""
+    """All documents, shuffled: text in shards, the tokenizer, and the ids of every document after
+    BOS."""
 
     def __init__(self, work: Path, data_path: Path, vocab_size: int):
-        self.work, self.text, self.there = work, work / "text", work / "there"
+        self.work = work
+        self.text = work / "text"
+        self.there = work / "there"
         if not (work / "offsets.npy").exists():
             self._write(data_path, vocab_size)
         self.tokenizer = RustBPETokenizer.from_directory(work / "tokenizer")
-        self.ids, self.offsets = np.load(work / "ids.npy", mmap_mode="r"), np.load(work / "offsets.npy")
+        self.ids = np.load(work / "ids.npy", mmap_mode="r")
+        self.offsets = np.load(work / "offsets.npy")
         self.lengths = np.diff(self.offsets)
 
     def _write(self, data_path: Path, vocab_size: int) -> None:
@@ -107,9 +119,9 @@ class Corpus:
         for folder, documents in ((self.text, texts), (self.there / "base_data_climbmix", numbers)):
             folder.mkdir(parents=True, exist_ok=True)
             for i, shard in enumerate(shards(len(texts))):
-                table = pa.table({"text": documents[shard.start:shard.stop]})
+                table = pa.table({"text": documents[shard.start : shard.stop]})
                 pq.write_table(table, folder / f"shard_{i:05d}.parquet", row_group_size=512)
-        tokenizer = RustBPETokenizer.train_from_iterator(iter(texts[:len(texts) // 4]), vocab_size)
+        tokenizer = RustBPETokenizer.train_from_iterator(iter(texts[: len(texts) // 4]), vocab_size)
         tokenizer.save(self.work / "tokenizer", force=True)
         ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
         np.save(self.work / "ids.npy", ids)
@@ -120,21 +132,33 @@ class Corpus:
         return np.searchsorted([T // 2, 2 * T], lengths, side="right")
 
 
-# ---- rows ----------------------------------------------------------------------------------------------------------
+# ---- rows
+# ----------------------------------------------------------------------------------------------------------
 
-# tokens (N, T + 1); which are targets, (N, T + 1) bool; tokens of documents (read from disk, used up)
+# tokens (N, T + 1); which are targets, (N, T + 1) bool; tokens of documents (read from disk, used
+# up)
 Rows = tuple[np.ndarray, np.ndarray, tuple[int, ...]]
 
 
-def record_nanochat(corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int,
-                    shard: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of nanochat's loader, recorded once: (number of each token's document, tokens), both (num_rows, T + 1)."""
+def record_nanochat(
+    corpus: Corpus, checkout: Path, split: str, T: int, num_rows: int, shard: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of nanochat's loader, recorded once: (number of each token's document, tokens), both
+    (num_rows, T + 1)."""
     path = corpus.work / "rows" / f"nanochat-{split}-T{T}-{num_rows}-{shard}.npy"
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}.npy")
-        run_nanochat(RECORD_ROWS, checkout, corpus.there, split, T, num_rows, shard,
-                     *(file.resolve() for file in (corpus.work / "offsets.npy", unfinished)))
+        run_nanochat(
+            RECORD_ROWS,
+            checkout,
+            corpus.there,
+            split,
+            T,
+            num_rows,
+            shard,
+            *(file.resolve() for file in (corpus.work / "offsets.npy", unfinished)),
+        )
         unfinished.rename(path)
     places = np.load(path)
     return np.searchsorted(corpus.offsets, places, side="right") - 1, corpus.ids[places]
@@ -145,7 +169,11 @@ def nanochat_rows(corpus: Corpus, args: argparse.Namespace, T: int, seed: int) -
     shard = seed * 4 % (SHARDS - 1)
     documents, rows = record_nanochat(corpus, args.nanochat, "train", T, args.tokens // T, shard)
     used, read = np.unique(documents), np.arange(documents.min(), documents.max() + 1)
-    return rows, np.ones_like(rows, dtype=bool), tuple(int(corpus.lengths[which].sum()) for which in (read, used))
+    return (
+        rows,
+        np.ones_like(rows, dtype=bool),
+        tuple(int(corpus.lengths[which].sum()) for which in (read, used)),
+    )
 
 
 def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int) -> Rows:
@@ -153,34 +181,59 @@ def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: i
     source = open_source(scan(corpus.text, find_files(corpus.text)[:-1]), corpus.tokenizer)
     rows_per_step = args.total_batch_size // T
     config = StreamConfig(T=T, V=default_lanes(rows_per_step), seed=seed, **ARMS[arm])
-    stream = Stream(config, {"all": source}, range(config.V), tokenizer=corpus.tokenizer.fingerprint, num_threads=0)
-    rows = [row for _ in range(args.tokens // args.total_batch_size)
-            for row in stream.next_rows(rows_per_step // config.V)]
+    stream = Stream(
+        config,
+        {"all": source},
+        range(config.V),
+        tokenizer=corpus.tokenizer.fingerprint,
+        num_threads=0,
+    )
+    rows = [
+        row
+        for _ in range(args.tokens // args.total_batch_size)
+        for row in stream.next_rows(rows_per_step // config.V)
+    ]
     account = ledger(stream.cursors(), T)["all"]
     live = [np.ones(T + 1, bool) if row.live is None else row.live.astype(bool) for row in rows]
     read = account["read"] + account["bos"]
     return np.stack([row.tokens for row in rows]), np.stack(live), (read, read - account["pending"])
 
 
-# ---- training and measuring ----------------------------------------------------------------------------------------
+# ---- training and measuring
+# ----------------------------------------------------------------------------------------
 
-def train(corpus: Corpus, args: argparse.Namespace, rows: np.ndarray, live: np.ndarray, seed: int) -> GPT:
+
+def train(
+    corpus: Corpus, args: argparse.Namespace, rows: np.ndarray, live: np.ndarray, seed: int
+) -> GPT:
     """Train a model on the rows, step by step, without weight decay."""
     T = rows.shape[1] - 1
-    config = GPTConfig.from_depth(args.depth, vocab_size=corpus.tokenizer.get_vocab_size(), sequence_len=T,
-                                  aspect_ratio=args.aspect_ratio, head_dim=args.head_dim)
+    config = GPTConfig.from_depth(
+        args.depth,
+        vocab_size=corpus.tokenizer.get_vocab_size(),
+        sequence_len=T,
+        aspect_ratio=args.aspect_ratio,
+        head_dim=args.head_dim,
+    )
     per_step = args.total_batch_size // T
-    num_steps, scale = len(rows) // per_step, math.sqrt(args.total_batch_size / REFERENCE_BATCH_TOKENS)
+    num_steps = len(rows) // per_step
+    scale = math.sqrt(args.total_batch_size / REFERENCE_BATCH_TOKENS)
     model = GPT(config)
     model.init_weights(seed=seed, compute_dtype=getattr(torch, args.dtype))
-    optimizer = model.setup_optimizer(matrix_lr=args.matrix_lr * scale, embedding_lr=args.embedding_lr * scale,
-                                      unembedding_lr=args.unembedding_lr * scale, scalar_lr=0.5 * scale)
+    optimizer = model.setup_optimizer(
+        matrix_lr=args.matrix_lr * scale,
+        embedding_lr=args.embedding_lr * scale,
+        unembedding_lr=args.unembedding_lr * scale,
+        scalar_lr=0.5 * scale,
+    )
     schedule = Schedule(num_steps, warmup_steps=10)
     for step in tqdm(range(num_steps), desc="steps", disable=None):
         of_step = slice(step * per_step, (step + 1) * per_step)
         tokens = torch.from_numpy(rows[of_step].astype(np.int64))
         targets = tokens.masked_fill(~torch.from_numpy(live[of_step]), -100)[:, 1:]
-        for x, y in zip(tokens[:, :-1].split(args.device_batch_size), targets.split(args.device_batch_size)):
+        for x, y in zip(
+            tokens[:, :-1].split(args.device_batch_size), targets.split(args.device_batch_size)
+        ):
             model(x, y, loss_reduction="sum").div(args.total_batch_size).backward()
         schedule.apply(optimizer, step)
         optimizer.step(args.total_batch_size / int((targets >= 0).sum()))
@@ -193,11 +246,11 @@ Sums = np.ndarray  # (kinds, 2) float64: nats and bytes of each kind of target
 
 @torch.no_grad()
 def measure(model: GPT, corpus: Corpus, rows: np.ndarray, kinds: np.ndarray) -> Sums:
-    """Nats and bytes of each kind of target. rows: (N, T + 1); kinds: (N, T), the kind of each target, -1 if it is
-    off."""
+    """Nats and bytes of each kind of target. rows: (N, T + 1); kinds: (N, T), the kind of each
+    target, -1 if it is off."""
     sums, token_bytes = np.zeros((2 * len(LENGTHS), 2)), corpus.tokenizer.token_bytes().numpy()
     for i in range(0, len(rows), 8):
-        tokens, kind = torch.from_numpy(rows[i:i + 8].astype(np.int64)), kinds[i:i + 8]
+        tokens, kind = torch.from_numpy(rows[i : i + 8].astype(np.int64)), kinds[i : i + 8]
         nats = model(tokens[:, :-1], tokens[:, 1:], loss_reduction="none").double().numpy()
         size = token_bytes[tokens[:, 1:].numpy()]
         counted = (kind >= 0) & (size > 0)
@@ -207,20 +260,20 @@ def measure(model: GPT, corpus: Corpus, rows: np.ndarray, kinds: np.ndarray) -> 
 
 
 def windows(corpus: Corpus, T: int, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """About `num_tokens` tokens of held-out documents, for `measure`, in windows that move by T/2. A token is a target
-    in the first window that contains it. Kinds: 0, 1, 2 by length in a document's first window, 3, 4, 5 in later
-    ones."""
+    """About `num_tokens` tokens of held-out documents, for `measure`, in windows that move by T/2.
+    A token is a target in the first window that contains it. Kinds: 0, 1, 2 by length in a
+    document's first window, 3, 4, 5 in later ones."""
     rows, kinds = [], []
     for number in shards(len(corpus.lengths))[-1]:
-        document = corpus.ids[corpus.offsets[number]:corpus.offsets[number + 1]].astype(np.int64)
+        document = corpus.ids[corpus.offsets[number] : corpus.offsets[number + 1]].astype(np.int64)
         kind, done = int(corpus.kind(len(document), T)), 1  # BOS is not a target
         for start in range(0, len(document), T // 2):
             if done >= len(document):
                 break
             row, of_row = np.zeros(T + 1, np.int64), np.full(T, -1)
-            part = document[start:start + T + 1]
-            row[:len(part)] = part
-            of_row[done - start - 1:len(part) - 1] = kind + (0 if start == 0 else len(LENGTHS))
+            part = document[start : start + T + 1]
+            row[: len(part)] = part
+            of_row[done - start - 1 : len(part) - 1] = kind + (0 if start == 0 else len(LENGTHS))
             done = start + len(part)
             rows.append(row)
             kinds.append(of_row)
@@ -237,13 +290,17 @@ def bits(sums: Sums) -> dict[str, float]:
     return {name: nats / (math.log(2) * size) for name, (nats, size) in parts.items() if size}
 
 
-def evaluate(model: GPT, corpus: Corpus, args: argparse.Namespace, T: int) -> dict[str, dict[str, float]]:
+def evaluate(
+    model: GPT, corpus: Corpus, args: argparse.Namespace, T: int
+) -> dict[str, dict[str, float]]:
     """{measure: {length: bits per byte}}, with the measures in the head of this file."""
     sums = measure(model, corpus, *windows(corpus, T, args.eval_tokens))
     result = {"whole": bits(sums), "beginning": bits(sums[:3]), "late": bits(sums[3:])}
     if args.nanochat:
         documents, rows = record_nanochat(corpus, args.nanochat, "val", T, args.eval_tokens // T, 0)
-        result["rows"] = bits(measure(model, corpus, rows, corpus.kind(corpus.lengths[documents[:, 1:]], T)))
+        result["rows"] = bits(
+            measure(model, corpus, rows, corpus.kind(corpus.lengths[documents[:, 1:]], T))
+        )
     return result
 
 
@@ -251,30 +308,60 @@ def run(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int, p
     """Train and measure, and write the results to a file."""
     began, cpu = time.perf_counter(), time.process_time()
     rows, live, taken = (
-        nanochat_rows(corpus, args, T, seed) if arm == "nanochat" else our_rows(corpus, args, arm, T, seed))
+        nanochat_rows(corpus, args, T, seed)
+        if arm == "nanochat"
+        else our_rows(corpus, args, arm, T, seed)
+    )
     model = train(corpus, args, rows, live, seed)
     trained = int(live[:, 1:].sum())
-    write_json(path, {
-        "arm": arm, "T": T, "seed": seed, "trained_tokens": trained,
-        "read": taken[0] / trained, "used": taken[1] / trained, "bpb": evaluate(model, corpus, args, T),
-        "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu,
-        "parameters": model.num_scaling_params()["total"],
-        "settings": {name: value for name, value in vars(args).items() if isinstance(value, (int, float, str))}})
+    write_json(
+        path,
+        {
+            "arm": arm,
+            "T": T,
+            "seed": seed,
+            "trained_tokens": trained,
+            "read": taken[0] / trained,
+            "used": taken[1] / trained,
+            "bpb": evaluate(model, corpus, args, T),
+            "seconds": time.perf_counter() - began,
+            "cpu_seconds": time.process_time() - cpu,
+            "parameters": model.num_scaling_params()["total"],
+            "settings": {
+                name: value
+                for name, value in vars(args).items()
+                if isinstance(value, (int, float, str))
+            },
+        },
+    )
 
 
-# ---- the table -----------------------------------------------------------------------------------------------------
+# ---- the table
+# -----------------------------------------------------------------------------------------------------
+
 
 def print_tables(work: Path) -> list[dict[str, Any]]:
-    """Print a table of the finished runs for each T: mean and standard deviation over seeds. Returns the records."""
+    """Print a table of the finished runs for each T: mean and standard deviation over seeds.
+    Returns the records."""
     records = [json.loads(path.read_text()) for path in sorted(work.glob("runs/*.json"))]
     for T in sorted({record["T"] for record in records}):
         of_arm = {arm: [r for r in records if r["T"] == T and r["arm"] == arm] for arm in ARMS}
         of_arm = {arm: runs for arm, runs in of_arm.items() if runs}
-        rows = [(f"{name} tokens per trained token", *(spread([r[name] for r in runs]) for runs in of_arm.values()))
-                for name in ("read", "used")]
+        rows = [
+            (
+                f"{name} tokens per trained token",
+                *(spread([r[name] for r in runs]) for runs in of_arm.values()),
+            )
+            for name in ("read", "used")
+        ]
         for name, by_length in next(iter(of_arm.values()))[0]["bpb"].items():
-            rows += [(f"{name}, {length}", *(spread([r["bpb"][name][length] for r in runs])
-                                             for runs in of_arm.values())) for length in by_length]
+            rows += [
+                (
+                    f"{name}, {length}",
+                    *(spread([r["bpb"][name][length] for r in runs]) for runs in of_arm.values()),
+                )
+                for length in by_length
+            ]
         heads = [f"{arm} ({len(runs)} seeds)" for arm, runs in of_arm.items()]
         print(*markdown((f"T = {T}, bits per byte", *heads), rows), sep="\n", flush=True)
     return records
@@ -290,8 +377,12 @@ def new_arguments() -> Parser:
     p = Parser(description=__doc__)
     p.add_argument("--work", type=Path, required=True, help="folder for corpus, rows and results")
     p.add_argument("--data-path", type=Path, default=SHARED, help="folder of text")
-    p.add_argument("--nanochat", type=Path, help="a checkout of nanochat (any path if its rows are already "
-                   "recorded); without it, its arm and its rows are skipped")
+    p.add_argument(
+        "--nanochat",
+        type=Path,
+        help="a checkout of nanochat (any path if its rows are already "
+        "recorded); without it, its arm and its rows are skipped",
+    )
     p.add_argument("--table", action="store_true", help="only print the table")
     p.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     p.add_argument("--lengths", nargs="+", type=int, default=[512, 1024], help="T")

@@ -8,12 +8,13 @@ Measure the loader's throughput and memory beside tiktoken and megatron-core, on
     tokens    tokens per second of processor time from Megatron's files: megatron-core's GPTDataset behind a DataLoader
               without workers, and our lanes with their digests, bestfit and concat
 
-`tokens` needs the Python of an environment with megatron-core and our packages, which `dev/compare_megatron.sh`
-creates. Without it, only our layouts are measured. Token files are in /dev/shm, because some machines drop the page
-cache. Both sides make batches of 16 rows of 2,048 inputs and targets, int64, on the CPU. Megatron's batches also have a
-loss mask and position ids. Ours pack whole documents, copy the state at each step and come from a thread, all on the
-same core. Long documents need the most memory, so measure it with `--part text --data-path=FOLDER_OF_CODE`. Each part
-runs in its own process on one core. The last line is one JSON object.
+`tokens` needs the Python of an environment with megatron-core and our packages, which
+`dev/compare_megatron.sh` creates. Without it, only our layouts are measured. Token files are in
+/dev/shm, because some machines drop the page cache. Both sides make batches of 16 rows of 2,048
+inputs and targets, int64, on the CPU. Megatron's batches also have a loss mask and position ids.
+Ours pack whole documents, copy the state at each step and come from a thread, all on the same core.
+Long documents need the most memory, so measure it with `--part text --data-path=FOLDER_OF_CODE`.
+Each part runs in its own process on one core. The last line is one JSON object.
 """
 
 import argparse
@@ -53,19 +54,28 @@ from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import tok_shards
 
-T, B, LANES = 2048, 16, 64
+T = 2048
+B = 16
+LANES = 64
 STEP = 16  # micro-batches per step from token files
 COPIES = 8  # of the corpus in token files
 LAYOUTS: dict[str, dict[str, Any]] = {"bestfit": {}, "concat": {"layout": "concat"}}
 
 
-def open_loader(args: argparse.Namespace, path: Path, data_format: str, *, micro: int = STEP,
-                **settings: Any) -> DataLoader:
+def open_loader(
+    args: argparse.Namespace, path: Path, data_format: str, *, micro: int = STEP, **settings: Any
+) -> DataLoader:
     """The loader on all files below a folder, with `micro` micro-batches per step."""
     tokenizer = RustBPETokenizer.from_directory(args.tokenizer_dir)
     source = open_source(scan(path, find_files(path, data_format)), tokenizer)
-    return DataLoader(StreamConfig(T=T, V=LANES, **settings), {"data": source}, tokenizer=tokenizer,
-                      rows_per_step=micro * B, device_batch_size=B, num_threads=1)
+    return DataLoader(
+        StreamConfig(T=T, V=LANES, **settings),
+        {"data": source},
+        tokenizer=tokenizer,
+        rows_per_step=micro * B,
+        device_batch_size=B,
+        num_threads=1,
+    )
 
 
 def take(batches: Iterator[Any], num: int) -> None:
@@ -79,8 +89,15 @@ def many_shards(args: argparse.Namespace) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as name:
         folder = Path(name)
         with contextlib.redirect_stdout(sys.stderr):
-            tok_shards.main([f"--input-dir={args.data_path}", f"--output-dir={folder / 'once'}", "--format=megatron",
-                             f"--tokenizer={args.tokenizer_dir}", "--num-workers=1"])
+            tok_shards.main(
+                [
+                    f"--input-dir={args.data_path}",
+                    f"--output-dir={folder / 'once'}",
+                    "--format=megatron",
+                    f"--tokenizer={args.tokenizer_dir}",
+                    "--num-workers=1",
+                ]
+            )
         for i, file in itertools.product(range(COPIES), sorted((folder / "once").rglob("*.*"))):
             if file.suffix in (".bin", ".idx"):
                 target = folder / "data" / f"copy{i}" / file.relative_to(folder / "once")
@@ -89,7 +106,9 @@ def many_shards(args: argparse.Namespace) -> Iterator[Path]:
         yield folder / "data"
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text
+# -----------------------------------------------------------------------------------------------------------
+
 
 def bench_text(args: argparse.Namespace) -> dict[str, Any]:
     one_core()
@@ -103,7 +122,9 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(8):
         take(loader, 20 * micro)
         marks.append(anonymous_mb() - bare)
-    result: dict[str, Any] = {"memory_mb": print_figure("memory over the bare process", marks, "MB")}
+    result: dict[str, Any] = {
+        "memory_mb": print_figure("memory over the bare process", marks, "MB")
+    }
     texts = [text for file in find_files(args.data_path) for text in read_texts(file)]
     batch = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))[:1500]]
     num_tokens = len(tokenizer.encode_flat(batch, num_threads=1)[0])
@@ -117,29 +138,48 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
         for text in batch:
             tokenizer.enc.encode_ordinary(text)
 
-    rates = in_turns({
-        # time of this thread only: the loader's thread may still fill its queue
-        "bare tiktoken": lambda: num_tokens / seconds(bare_tiktoken, time.thread_time),
-        "loader": load}, args.rounds)
+    rates = in_turns(
+        {
+            # time of this thread only: the loader's thread may still fill its queue
+            "bare tiktoken": lambda: num_tokens / seconds(bare_tiktoken, time.thread_time),
+            "loader": load,
+        },
+        args.rounds,
+    )
     loader.close()
     return result | {"tokens_per_s": print_ratios(rates, "tokens/s")}
 
 
-# ---- token files ----------------------------------------------------------------------------------------------------
+# ---- token files
+# ----------------------------------------------------------------------------------------------------
+
 
 def megatron_batches(prefixes: Sequence[Path], cache: Path) -> Iterator[Any]:
     """An endless iterator over batches of megatron-core's data set."""
     from megatron.core.datasets import gpt_dataset as g
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
     from torch import distributed as dist
     from torch.utils.data import DataLoader as TorchLoader
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the builder needs a rank
+    # the builder needs a rank
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = g.GPTDatasetConfig(
-        random_seed=1234, sequence_length=T, split="1,0,0", blend=(list(map(str, prefixes)), None),
-        path_to_cache=str(cache), reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False, tokenizer=SimpleNamespace(eod=0, unique_identifiers={}, vocab_size=32768))
-    dataset = BlendedMegatronDatasetBuilder(g.GPTDataset, [None, None, None], lambda: True, config).build()[0]
+        random_seed=1234,
+        sequence_length=T,
+        split="1,0,0",
+        blend=(list(map(str, prefixes)), None),
+        path_to_cache=str(cache),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        tokenizer=SimpleNamespace(eod=0, unique_identifiers={}, vocab_size=32768),
+    )
+    dataset = BlendedMegatronDatasetBuilder(
+        g.GPTDataset, [None, None, None], lambda: True, config
+    ).build()[0]
     while True:
         yield from TorchLoader(dataset, batch_size=B, num_workers=0)
 
@@ -147,7 +187,10 @@ def megatron_batches(prefixes: Sequence[Path], cache: Path) -> Iterator[Any]:
 def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
     with many_shards(args) as folder, tempfile.TemporaryDirectory() as cache:
         one_core()
-        loaders = {layout: open_loader(args, folder, "megatron", **settings) for layout, settings in LAYOUTS.items()}
+        loaders = {
+            layout: open_loader(args, folder, "megatron", **settings)
+            for layout, settings in LAYOUTS.items()
+        }
         batches: dict[str, Iterator[Any]] = {}
         if find_spec("megatron") is not None:
             prefixes = [file.with_suffix("") for file in find_files(folder, "megatron")]
@@ -156,7 +199,9 @@ def bench_tokens(args: argparse.Namespace) -> dict[str, Any]:
 
         def rate(loader: Iterator[Any]) -> Callable[[], float]:
             take(loader, 20 * STEP)  # skip the first rows, while buffers grow
-            return lambda: 8 * STEP * B * T / seconds(lambda: take(loader, 8 * STEP), time.process_time)
+            return lambda: (
+                8 * STEP * B * T / seconds(lambda: take(loader, 8 * STEP), time.process_time)
+            )
 
         rates = {name: rate(loader) for name, loader in batches.items()}
         quiet_gc()
@@ -175,8 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts, or the one that --part names."""
     p = Parser(description=__doc__)
     p.add_argument("--data-path", type=Path, default=SHARED, help="folder of text")
-    p.add_argument("--tokenizer-dir", type=Path, help="default: train one of 32,768 tokens on the data")
-    p.add_argument("--megatron-python", default=sys.executable, help="the Python of an environment with megatron-core")
+    p.add_argument(
+        "--tokenizer-dir", type=Path, help="default: train one of 32,768 tokens on the data"
+    )
+    p.add_argument(
+        "--megatron-python",
+        default=sys.executable,
+        help="the Python of an environment with megatron-core",
+    )
     p.add_argument("--part", choices=PARTS, help="run only this part")
     p.add_argument("--rounds", type=int, default=7, help="number of rounds")
     p.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -190,9 +241,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in [args.part] if args.part else PARTS:
             print(f"{part}:", flush=True)
             result[part] = in_process(
-                "dev.bench_loader", "--inside", f"--part={part}", f"--tokenizer-dir={tokenizer_dir}",
-                f"--data-path={args.data_path}", f"--rounds={args.rounds}",
-                python=args.megatron_python if part == "tokens" else sys.executable)
+                "dev.bench_loader",
+                "--inside",
+                f"--part={part}",
+                f"--tokenizer-dir={tokenizer_dir}",
+                f"--data-path={args.data_path}",
+                f"--rounds={args.rounds}",
+                python=args.megatron_python if part == "tokens" else sys.executable,
+            )
     print(json.dumps(result))
     return 0
 

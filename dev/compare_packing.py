@@ -1,18 +1,19 @@
-"""
-Compare the tokens that `crop` and nanochat's loader drop from the same documents, and measure the loader's memory.
+"""Compare the tokens that `crop` and nanochat's loader drop from the same documents, and measure
+the loader's memory.
 
     python -m dev.compare_packing --work DIR --nanochat CHECKOUT [--data-path DATA]
 
-Every bucket below `--data-path` is a kind of text. Four mixes of them are packed at T = 512, 1024, 2048 and 4096 with
-vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for several passes. Shares are relative to
-all tokens that were read:
+Every bucket below `--data-path` is a kind of text. Four mixes of them are packed at T = 512, 1024,
+2048 and 4096 with vocabularies of 2,048 and 32,768. Both sides pack the same shuffled documents for
+several passes. Shares are relative to all tokens that were read:
 
     dropped    tokens that no row contains or can still contain; a pending document can still fill one row
     floor      tokens that no packer of whole rows can keep: all after the first T + 1 of a document
 
-nanochat's loader keeps the longest documents in its buffer of 1,000 forever, so counting only documents that left the
-buffer would flatter it. Memory is the anonymous memory of a process with 64 lanes, minus that of the bare process. The
-last line is one JSON object. The exit code is 1 if we drop over 0.2 percentage points more than nanochat.
+nanochat's loader keeps the longest documents in its buffer of 1,000 forever, so counting only
+documents that left the buffer would flatter it. Memory is the anonymous memory of a process with 64
+lanes, minus that of the bare process. The last line is one JSON object. The exit code is 1 if we
+drop over 0.2 percentage points more than nanochat.
 """
 
 import argparse
@@ -43,11 +44,13 @@ from nanochat.text_kinds import read_texts
 from nanochat.tokenizer import RustBPETokenizer
 
 VOCABULARIES, LENGTHS = (2048, 32_768), (512, 1024, 2048, 4096)
-BUFFER, LANES, STEPS = 128, 64, 40
+BUFFER = 128
+LANES = 64
+STEPS = 40
 ALLOWED = 0.002  # share of all tokens, above nanochat's
 
-# The beginning of a program that runs nanochat's loader. Files in NANOCHAT_BASE_DIR contain document numbers instead of
-# text, which the program's own tokenizer turns into ids.
+# The beginning of a program that runs nanochat's loader. Files in NANOCHAT_BASE_DIR contain
+# document numbers instead of text, which the program's own tokenizer turns into ids.
 NANOCHAT_LOADER = """
 import json, sys, types
 import numpy as np
@@ -77,10 +80,14 @@ print(json.dumps({"read": read, "emitted": rows * (T + 1), "pending": pending}))
 
 
 def run_nanochat(program: str, checkout: Path, base: Path, *flags: Any) -> str:
-    """Run a program that starts with NANOCHAT_LOADER on the files in `base`. Returns its output. ValueError if it
-    fails."""
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base.resolve()), "PYTHONPATH": str(checkout.resolve()),
-           "OMP_NUM_THREADS": "1"}
+    """Run a program that starts with NANOCHAT_LOADER on the files in `base`. Returns its output.
+    ValueError if it fails."""
+    env = {
+        **os.environ,
+        "NANOCHAT_BASE_DIR": str(base.resolve()),
+        "PYTHONPATH": str(checkout.resolve()),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", NANOCHAT_LOADER + program, *map(str, flags)]
     done = subprocess.run(command, env=env, cwd=base, capture_output=True, text=True)
     if done.returncode:
@@ -92,12 +99,16 @@ def lengths_of(work: Path, data_path: Path, vocab_size: int) -> dict[str, np.nda
     """{bucket: lengths of its documents in tokens, BOS included}, cached in `work`."""
     cache = work / f"lengths-{vocab_size}.npz"
     if not cache.exists():
-        texts = {bucket: [text for file in files for text in read_texts(file)]
-                 for bucket, files in find_buckets(data_path).items()}
+        texts = {
+            bucket: [text for file in files for text in read_texts(file)]
+            for bucket, files in find_buckets(data_path).items()
+        }
         everything = list(itertools.chain(*texts.values()))
         tokenizer = RustBPETokenizer.train_from_iterator(iter(everything[::4]), vocab_size)
         tokenizer.save(work / f"tokenizer-{vocab_size}", force=True)
-        lengths = {bucket: np.diff(tokenizer.encode_flat(some)[1]) for bucket, some in texts.items()}
+        lengths = {
+            bucket: np.diff(tokenizer.encode_flat(some)[1]) for bucket, some in texts.items()
+        }
         np.savez(cache, **lengths)  # type: ignore[arg-type]
     return dict(np.load(cache))
 
@@ -109,7 +120,9 @@ def mixes(buckets: Sequence[str]) -> list[tuple[str, ...]]:
 
 def our_share(lengths: list[int], T: int, passes: int) -> float:
     """The share of tokens that one of our lanes drops."""
-    packer, number, read = BestFit(T), 0, 0
+    packer = BestFit(T)
+    number = 0
+    read = 0
     while number < passes * len(lengths):
         while packer.wants(BUFFER):
             packer.push(number, lengths[number % len(lengths)])
@@ -138,9 +151,17 @@ def memory(args: argparse.Namespace, vocab_size: int, mix: Sequence[str], T: int
     """The loader's peak memory in MB, without that of the bare process."""
     tokenizer = RustBPETokenizer.from_directory(args.work / f"tokenizer-{vocab_size}")
     files = [file for bucket in mix for file in find_files(args.data_path / bucket)]
-    manifest, before, peak = scan(args.data_path, files), anonymous_mb(), 0.0
-    with DataLoader(StreamConfig(T=T, V=LANES), {"data": open_source(manifest, tokenizer)}, tokenizer=tokenizer,
-                    rows_per_step=LANES, device_batch_size=16, num_threads=2) as loader:
+    manifest = scan(args.data_path, files)
+    before = anonymous_mb()
+    peak = 0.0
+    with DataLoader(
+        StreamConfig(T=T, V=LANES),
+        {"data": open_source(manifest, tokenizer)},
+        tokenizer=tokenizer,
+        rows_per_step=LANES,
+        device_batch_size=16,
+        num_threads=2,
+    ) as loader:
         for _ in range(STEPS * LANES // 16):
             next(loader)
             peak = max(peak, anonymous_mb())
@@ -154,7 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--data-path", type=Path, default=SHARED, help="a folder of buckets")
     p.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
     p.add_argument("--passes", type=whole(1), default=3, help="passes over the documents")
-    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)  # vocabulary, T, buckets: measured in its own process
+    # vocabulary, T, buckets: measured in its own process
+    p.add_argument("--memory", nargs="+", help=argparse.SUPPRESS)
     args = p.parse_args(argv)
     if args.memory:
         vocab_size, T, *mix = args.memory
@@ -163,19 +185,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_setup()
     args.work.mkdir(parents=True, exist_ok=True)
     rows, worst = [], 0.0
-    cases = [(v, mix, T) for v in VOCABULARIES for mix in mixes(sorted(find_buckets(args.data_path))) for T in LENGTHS]
+    cases = [
+        (v, mix, T)
+        for v in VOCABULARIES
+        for mix in mixes(sorted(find_buckets(args.data_path)))
+        for T in LENGTHS
+    ]
     for vocab_size, mix, T in tqdm(cases, desc="mixes", disable=None):
         of = lengths_of(args.work, args.data_path, vocab_size)
-        lengths = np.random.default_rng(0).permutation(np.concatenate([of[bucket] for bucket in mix])).tolist()
+        lengths = (
+            np.random.default_rng(0)
+            .permutation(np.concatenate([of[bucket] for bucket in mix]))
+            .tolist()
+        )
         floor = sum(max(0, n - T - 1) for n in lengths) / sum(lengths)
         ours = our_share(lengths, T, args.passes)
         theirs = nanochat_share(args, lengths, T)
-        took = in_process("dev.compare_packing", f"--work={args.work}", f"--nanochat={args.nanochat}",
-                          f"--data-path={args.data_path}", "--memory", str(vocab_size), str(T), *mix)["mb"]
+        took = in_process(
+            "dev.compare_packing",
+            f"--work={args.work}",
+            f"--nanochat={args.nanochat}",
+            f"--data-path={args.data_path}",
+            "--memory",
+            str(vocab_size),
+            str(T),
+            *mix,
+        )["mb"]
         percent = [f"{100 * share:.2f}" for share in (floor, ours, theirs)]
         rows.append([vocab_size, "+".join(mix), T, *percent, f"{took:.0f}"])
         worst = max(worst, ours - theirs)
-    print("\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows)))
+    print(
+        "\n".join(table(["vocabulary", "mix", "T", "floor %", "crop %", "nanochat %", "MB"], rows))
+    )
     print(json.dumps({"worst_points": 100 * worst, "rows": rows}))
     return int(worst > ALLOWED)
 

@@ -32,19 +32,43 @@ def damage_bytes(rng: random.Random, data: bytes) -> bytes:
     if how == "cut":
         return data[:at]
     if how == "grow":
-        return data + rng.choice((b"\0", b"\xff" * size, data[:size], b"}" * size, rng.randbytes(size)))
+        return data + rng.choice(
+            (b"\0", b"\xff" * size, data[:size], b"}" * size, rng.randbytes(size))
+        )
     if how == "splice":
-        return data[:at] + data[rng.randrange(len(data)):][:size] + data[at:]
+        return data[:at] + data[rng.randrange(len(data)) :][:size] + data[at:]
     if how == "number":
-        number = rng.choice((0, 1, -1, 2**31, -2**31, 2**63 - 1, 2**40)) % 2**64
+        number = rng.choice((0, 1, -1, 2**31, -(2**31), 2**63 - 1, 2**40)) % 2**64
         width = rng.choice((1, 2, 4, 8))
-        return data[:at] + (number % 2**(8 * width)).to_bytes(width, "little") + data[at + width:]
-    return data[:at] + data[at + size:]
+        return (
+            data[:at] + (number % 2 ** (8 * width)).to_bytes(width, "little") + data[at + width :]
+        )
+    return data[:at] + data[at + size :]
 
 
 DEEP = "@deep@"
-ODD: tuple[Any, ...] = (None, True, -1, 0, 1, 10**30, 2**63, 1e308, float("nan"), "", "x" * 3000, "../../etc/passwd",
-                        "\ud800", "\0", [], {}, [[]], {"a": 1}, [None], DEEP)
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1,
+    10**30,
+    2**63,
+    1e308,
+    float("nan"),
+    "",
+    "x" * 3000,
+    "../../etc/passwd",
+    "\ud800",
+    "\0",
+    [],
+    {},
+    [[]],
+    {"a": 1},
+    [None],
+    DEEP,
+)
 
 
 def damage_json(rng: random.Random, text: str) -> str:
@@ -60,19 +84,50 @@ def damage_json(rng: random.Random, text: str) -> str:
         if how == "lose":
             del holder[key]
         elif how == "set":
-            holder[key] = copy.deepcopy(rng.choice(ODD))  # a copy, because the next damage may change it
+            # a copy, because the next damage may change it
+            holder[key] = copy.deepcopy(rng.choice(ODD))
         elif isinstance(holder, dict):
             holder[f"{key}2"] = holder[key]
         else:
             holder.append(holder[key])
-    deep = rng.choice(("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "9" * 5000))
+    deep = rng.choice(
+        ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000, "9" * 5000)
+    )
     return json.dumps(value, indent=2).replace(f'"{DEEP}"', deep)
 
 
-YAML = ("&a ", "*a", "!!float ", "!!bool ", "!!python/name:os.system ", "!x ", "? ", "- ", "<<: ", "\n---\n",
-        "[" * 3000, "{a: " * 3000, "- " * 3000, "1:30 ", "2024-01-01 ", "0x ", ".inf ", "9" * 5000,
-        '"\\UFFFFFFFF" ', '"\\ud800" ', "&a [*a, *a]\n", "%TAG ! !\n", "\t", "'", "|\n", ": ",
-        "\ufeff", "-1", "'../../../etc/passwd'", "/etc/passwd")
+YAML = (
+    "&a ",
+    "*a",
+    "!!float ",
+    "!!bool ",
+    "!!python/name:os.system ",
+    "!x ",
+    "? ",
+    "- ",
+    "<<: ",
+    "\n---\n",
+    "[" * 3000,
+    "{a: " * 3000,
+    "- " * 3000,
+    "1:30 ",
+    "2024-01-01 ",
+    "0x ",
+    ".inf ",
+    "9" * 5000,
+    '"\\UFFFFFFFF" ',
+    '"\\ud800" ',
+    "&a [*a, *a]\n",
+    "%TAG ! !\n",
+    "\t",
+    "'",
+    "|\n",
+    ": ",
+    "\ufeff",
+    "-1",
+    "'../../../etc/passwd'",
+    "/etc/passwd",
+)
 
 
 def damage_yaml(rng: random.Random, text: str) -> str:
@@ -82,7 +137,9 @@ def damage_yaml(rng: random.Random, text: str) -> str:
         at = rng.randrange(len(lines))
         key, colon, value = lines[at].partition(": ")
         odd = rng.choice(YAML)
-        lines[at] = rng.choice((f"{key}{colon}{odd}", f"{key}{colon}{odd}{value}", f"{odd}{lines[at]}", odd))
+        lines[at] = rng.choice(
+            (f"{key}{colon}{odd}", f"{key}{colon}{odd}{value}", f"{odd}{lines[at]}", odd)
+        )
         text = "\n".join(lines)
     return text
 
@@ -102,7 +159,8 @@ def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
     if rng.random() < 0.6 and ".json" in path.name and path.suffix != ".zst":
         text = plain.decode()
         lines = text.splitlines()
-        if ".jsonl" in path.name or (len(lines) > 1 and lines[1].startswith("{")):  # one object per line
+        # one object per line
+        if ".jsonl" in path.name or (len(lines) > 1 and lines[1].startswith("{")):
             at = rng.randrange(len(lines))
             lines[at] = damage_json(rng, lines[at]).replace("\n", "")
             text = "\n".join(lines) + "\n"
@@ -119,7 +177,9 @@ def damage(rng: random.Random, path: Path, data: bytes) -> bytes:
 def reseal(path: Path) -> None:
     """Update the checksums of a checkpoint to its damaged files, if its seal can be read."""
     seal_path = path / checkpoint.STATE_NAME
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
+    with contextlib.suppress(
+        ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError
+    ):
         seal = json.loads(seal_path.read_bytes())
         for name, record in seal["files"].items():
             data = (path / name).read_bytes()

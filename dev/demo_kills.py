@@ -1,26 +1,29 @@
-"""
-The table of kills: the tokens that data loaders skip or repeat after kills, or when the number of processes changes.
+""" The table of kills: the tokens that data loaders skip or repeat after kills, or when the number
+of processes changes.
 
     python -m dev.demo_kills --work=DIR --nanochat=CHECKOUT --gpt-simple=PYTHON --megatron=PYTHON --litdata=PYTHON \\
         --streaming=PYTHON
 
-Each loader reads one epoch of the same documents on two processes, as a training job would: in steps of 32 rows of
-256 tokens, with a saved state every 20 steps. All tokens of these documents differ, so the program sees which ones a
-loader skips or repeats. It compares three runs of each loader at the end of the epoch:
+Each loader reads one epoch of the same documents on two processes, as a training job would: in
+steps of 32 rows of 256 tokens, with a saved state every 20 steps. All tokens of these documents
+differ, so the program sees which ones a loader skips or repeats. It compares three runs of each
+loader at the end of the epoch:
 
     undisturbed   |----------------------------------------|
     ten kills     |----x--x-----x---x-x----x--x---x---x----|   SIGKILL to both processes at random steps
     2 -> 1        |----------------x-----------------------|   SIGKILL half-way; the rest on one process
 
-After a kill, the job restarts and resumes from the newest state, in the way that the loader's own project documents.
-Steps after that state are trained again and count once, because the weights of the killed process are lost as well.
+After a kill, the job restarts and resumes from the newest state, in the way that the loader's own
+project documents. Steps after that state are trained again and count once, because the weights of
+the killed process are lost as well.
 
     skipped       tokens of the undisturbed run that this run never trained on
     repeated      tokens that this run trained on more times than the undisturbed run
     other steps   steps whose tokens differ from those of the same step in the undisturbed run
 
-PYTHON is the interpreter of an environment with that package, and CHECKOUT is a clone of nanochat. Loaders without a
-flag are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes for each loader.
+PYTHON is the interpreter of an environment with that package, and CHECKOUT is a clone of nanochat.
+Loaders without a flag are skipped. Cost: no GPU, 500 MB below DIR. Duration: about three minutes
+for each loader.
 """
 
 import contextlib
@@ -40,28 +43,39 @@ import numpy as np
 from dev import peers
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS, SHORTEST, LONGEST = 131_072, 16, 250  # tokens
-T, ROWS, SAVE_EVERY, KILLS = 256, 32, 20, 10
+# tokens
+DOCUMENTS = 131_072
+SHORTEST = 16
+LONGEST = 250
+T = 256
+ROWS = 32
+SAVE_EVERY = 20
+KILLS = 10
 STEP_S = 0.005  # shortest time of a step
-Batches = Iterator[tuple[Any, Any]]  # (targets (rows, T) of this process, 0 or less where masked; its state)
+# (targets (rows, T) of this process, 0 or less where masked; its state)
+Batches = Iterator[tuple[Any, Any]]
 
 
 # ---- the documents -------------------------------------------------------------------------------
 
+
 def documents() -> tuple[np.ndarray, np.ndarray]:
-    """(lengths, first token of each): document i has tokens first[i], first[i] + 1, ... No token is 0."""
+    """(lengths, first token of each): document i has tokens first[i], first[i] + 1, ... No token is
+    0."""
     lengths = np.random.default_rng(0).integers(SHORTEST, LONGEST + 1, DOCUMENTS)
     return lengths, np.cumsum(lengths) - lengths + 1
 
 
 def blocks() -> np.ndarray:
-    """Concatenate the documents into (number, T) blocks, for loaders that read samples of one length."""
+    """Concatenate the documents into (number, T) blocks, for loaders that read samples of one
+    length."""
     num = int(documents()[0].sum()) // T
     return np.arange(1, num * T + 1, dtype=np.int32).reshape(num, T)
 
 
 class Numbers:
-    """A tokenizer that turns the text "FIRST LENGTH" into LENGTH consecutive ids, starting at FIRST."""
+    """A tokenizer that turns the text "FIRST LENGTH" into LENGTH consecutive ids, starting at
+    FIRST."""
 
     fingerprint, token_dtype = "numbers", np.dtype(np.uint32)
 
@@ -71,27 +85,34 @@ class Numbers:
     def get_vocab_size(self) -> int:
         return 1 << 30
 
-    def encode(self, texts: Sequence[str], prepend: Any = None, num_threads: int = 1) -> list[list[int]]:
+    def encode(
+        self, texts: Sequence[str], prepend: Any = None, num_threads: int = 1
+    ) -> list[list[int]]:
         pairs = (map(int, text.split()) for text in texts)
         return [[0, *range(first, first + length)] for first, length in pairs]
 
-    def encode_flat(self, texts: Sequence[str], *, num_threads: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def encode_flat(
+        self, texts: Sequence[str], *, num_threads: int = 1
+    ) -> tuple[np.ndarray, np.ndarray]:
         ids = self.encode(texts)
         return np.concatenate(ids).astype(self.token_dtype), np.cumsum([0, *map(len, ids)])
 
 
 def write_text(folder: Path) -> None:
-    """Write four parquet files for training and one for validation, in row groups of 1,024 documents."""
+    """Write four parquet files for training and one for validation, in row groups of 1,024
+    documents."""
     from tests.toy import write_parquet
 
     texts = [f"{first} {length}" for length, first in zip(*documents())]
     for i in range(5):
-        part = texts[i * DOCUMENTS // 4:(i + 1) * DOCUMENTS // 4] or texts[:1]
+        part = texts[i * DOCUMENTS // 4 : (i + 1) * DOCUMENTS // 4] or texts[:1]
         write_parquet(folder / f"shard_{i:05d}.parquet", part, group_size=1024)
 
 
 # ---- the loaders ---------------------------------------------------------------------------------
-# Each one takes the states that all processes saved at the same step (None at the start), and yields its batches.
+# Each one takes the states that all processes saved at the same step (None at the start), and
+# yields its batches.
+
 
 def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
     """The cursors are the same for any number of processes: docs/resuming.md."""
@@ -103,24 +124,41 @@ def ours(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
     tokenizer: Any = Numbers()
     source = open_source(scan(work / "text", find_files(work / "text")[:-1]), tokenizer)
     cursors = None if states is None else [cursor for state in states for cursor in state]
-    with DataLoader(StreamConfig(T=T, V=ROWS, max_epochs=1), {"data": source}, tokenizer=tokenizer, rank=rank,
-                    world_size=W, rows_per_step=ROWS, device_batch_size=ROWS // W, cursors=cursors) as loader:
+    with DataLoader(
+        StreamConfig(T=T, V=ROWS, max_epochs=1),
+        {"data": source},
+        tokenizer=tokenizer,
+        rank=rank,
+        world_size=W,
+        rows_per_step=ROWS,
+        device_batch_size=ROWS // W,
+        cursors=cursors,
+    ) as loader:
         with contextlib.suppress(Dry):
             for batch in loader:
                 yield batch.targets, loader.cursors()
 
 
 def nanochat(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """As in its scripts/base_train.py: rank 0 saves the next batch's state, and all ranks resume from it."""
+    """As in its scripts/base_train.py: rank 0 saves the next batch's state, and all ranks resume
+    from it."""
     import types
 
     for name in ("requests", "filelock"):  # only its downloads need them
         sys.modules.setdefault(name, types.ModuleType(name))
     sys.modules["filelock"].FileLock = None  # type: ignore[attr-defined]
-    from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit as loader
+    from nanochat.dataloader import (
+        tokenizing_distributed_data_loader_with_state_bos_bestfit as loader,
+    )
 
-    batches: Any = loader(Numbers(), ROWS // W, T, "train", device="cpu",
-                          resume_state_dict=None if states is None else states[0])
+    batches: Any = loader(
+        Numbers(),
+        ROWS // W,
+        T,
+        "train",
+        device="cpu",
+        resume_state_dict=None if states is None else states[0],
+    )
     _, y, state = next(batches)
     while state["epoch"] == 1:
         trained = y.clone()
@@ -129,14 +167,19 @@ def nanochat(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches
 
 
 def gpt_simple(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """As in its _train_loop.py: each rank saves the cursors of its workers, and every rank applies all states."""
+    """As in its _train_loop.py: each rank saves the cursors of its workers, and every rank applies
+    all states."""
     from types import SimpleNamespace
 
     from gpt_simple.config import DataConfig
     from gpt_simple.data import StreamingDataModule
 
-    module = StreamingDataModule(DataConfig(path=str(work / "gpt-simple"), max_length=T, overlap_size=0),
-                                 SimpleNamespace(pad_token_id=0, eod_token_id=0), W, per_device_batch_size=ROWS // W)
+    module = StreamingDataModule(
+        DataConfig(path=str(work / "gpt-simple"), max_length=T, overlap_size=0),
+        SimpleNamespace(pad_token_id=0, eod_token_id=0),
+        W,
+        per_device_batch_size=ROWS // W,
+    )
     module.prepare_data()
     module.apply_dataloader_state(states)
     committed = {}
@@ -155,14 +198,22 @@ def write_gpt_simple(folder: Path) -> None:
         (folder / split / "all").mkdir(parents=True)
         for i in range(16 if split == "train" else 1):
             part = range(i, DOCUMENTS, 16)
-            ids = [np.append(np.arange(firsts[k], firsts[k] + lengths[k]), 0).astype(np.uint32) for k in part]
+            ids = [
+                np.append(np.arange(firsts[k], firsts[k] + lengths[k]), 0).astype(np.uint32)
+                for k in part
+            ]
             np.concatenate(ids).tofile(folder / split / "all" / f"{i:02d}.bin")
-            write_idx(folder / split / "all" / f"{i:02d}.idx", np.cumsum([0, *map(len, ids)]),
-                      np.zeros(len(ids), np.int64), 4)
+            write_idx(
+                folder / split / "all" / f"{i:02d}.idx",
+                np.cumsum([0, *map(len, ids)]),
+                np.zeros(len(ids), np.int64),
+                4,
+            )
 
 
 def megatron(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """As its trainer does: save consumed_train_samples, resume there, and give each rank its slice of a batch."""
+    """As its trainer does: save consumed_train_samples, resume there, and give each rank its slice
+    of a batch."""
     data = megatron_dataset(work)
     consumed = 0 if states is None else states[0]
     while consumed + ROWS <= len(data):
@@ -176,13 +227,21 @@ def megatron_dataset(work: Path) -> Any:
     from types import SimpleNamespace
 
     from megatron.core.datasets import gpt_dataset as g
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder as Builder
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder as Builder,
+    )
 
     config = g.GPTDatasetConfig(
-        random_seed=1, sequence_length=T, blend=([str(work / "megatron" / "all")], None), split="1,0,0",
+        random_seed=1,
+        sequence_length=T,
+        blend=([str(work / "megatron" / "all")], None),
+        split="1,0,0",
         path_to_cache=str(work / "megatron" / "cache"),
         tokenizer=SimpleNamespace(eod=0, vocab_size=1 << 30, unique_identifiers={}),
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False)
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+    )
     return Builder(g.GPTDataset, [len(blocks()) - 1, 0, 0], lambda: True, config).build()[0]
 
 
@@ -200,10 +259,13 @@ def write_megatron(folder: Path) -> None:
 
 
 def litdata(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """As in its README, "Pause, resume data streaming": the loader's state_dict and load_state_dict."""
+    """As in its README, "Pause, resume data streaming": the loader's state_dict and
+    load_state_dict."""
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
-    data = StreamingDataset(str(work / "litdata"), item_loader=TokensLoader(T), shuffle=True, drop_last=True)
+    data = StreamingDataset(
+        str(work / "litdata"), item_loader=TokensLoader(T), shuffle=True, drop_last=True
+    )
     loader = StreamingDataLoader(data, batch_size=ROWS // W, num_workers=2)
     if states is not None:
         loader.load_state_dict(states[min(rank, len(states) - 1)])
@@ -214,8 +276,14 @@ def litdata(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
 def write_litdata(folder: Path) -> None:
     from litdata import TokensLoader, optimize
 
-    optimize(torch_rows, np.array_split(np.arange(len(blocks())), 64), str(folder), chunk_bytes="1MB", num_workers=1,
-             item_loader=TokensLoader(T))
+    optimize(
+        torch_rows,
+        np.array_split(np.arange(len(blocks())), 64),
+        str(folder),
+        chunk_bytes="1MB",
+        num_workers=1,
+        item_loader=TokensLoader(T),
+    )
 
 
 def torch_rows(numbers: np.ndarray) -> Iterator[Any]:
@@ -225,7 +293,8 @@ def torch_rows(numbers: np.ndarray) -> Iterator[Any]:
 
 
 def streaming(work: Path, rank: int, W: int, states: list[Any] | None) -> Batches:
-    """As in its README, "Instant mid-epoch resumption": the loader's state_dict (of rank 0) and load_state_dict."""
+    """As in its README, "Instant mid-epoch resumption": the loader's state_dict (of rank 0) and
+    load_state_dict."""
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
@@ -241,22 +310,35 @@ def streaming(work: Path, rank: int, W: int, states: list[Any] | None) -> Batche
 def write_streaming(folder: Path) -> None:
     from streaming import MDSWriter
 
-    with MDSWriter(out=str(folder), columns={"ids": f"ndarray:int32:{T}"}, size_limit=1 << 20) as writer:
+    with MDSWriter(
+        out=str(folder), columns={"ids": f"ndarray:int32:{T}"}, size_limit=1 << 20
+    ) as writer:
         for block in blocks():
             writer.write({"ids": block})
 
 
-LOADERS = {"ours": ours, "nanochat": nanochat, "gpt-simple": gpt_simple, "megatron": megatron, "litdata": litdata,
-           "streaming": streaming}
-WRITERS = {"gpt-simple": write_gpt_simple, "megatron": write_megatron, "litdata": write_litdata,
-           "streaming": write_streaming}
+LOADERS = {
+    "ours": ours,
+    "nanochat": nanochat,
+    "gpt-simple": gpt_simple,
+    "megatron": megatron,
+    "litdata": litdata,
+    "streaming": streaming,
+}
+WRITERS = {
+    "gpt-simple": write_gpt_simple,
+    "megatron": write_megatron,
+    "litdata": write_litdata,
+    "streaming": write_streaming,
+}
 
 
 # ---- a job: one process of a launch --------------------------------------------------------------
 
+
 def job(name: str, work: Path) -> None:
-    """Read until the epoch ends or a signal kills this process. Writes states (STEP-RANK-of-W.pt) and every batch to
-    the current folder."""
+    """Read until the epoch ends or a signal kills this process. Writes states (STEP-RANK-of-W.pt)
+    and every batch to the current folder."""
     import torch
     from torch import distributed as dist
 
@@ -288,12 +370,15 @@ def write(name: str, work: Path) -> None:
     WRITERS[name](work / name)
 
 
-STEPS = {**{f"job-{name}": partial(job, name) for name in LOADERS},
-         **{f"write-{name}": partial(write, name) for name in WRITERS}}
+STEPS = {
+    **{f"job-{name}": partial(job, name) for name in LOADERS},
+    **{f"write-{name}": partial(write, name) for name in WRITERS},
+}
 
 
 def newest(run: Path) -> tuple[int, list[Path]]:
-    """(step, state files in rank order) of the newest step that all processes saved; (0, []) at the start."""
+    """(step, state files in rank order) of the newest step that all processes saved; (0, []) at the
+    start."""
     for last in sorted(run.glob("*.pt"), reverse=True):
         step, W = last.name.split("-")[0], int(last.stem.split("-")[-1])
         files = [run / f"{step}-{rank}-of-{W}.pt" for rank in range(W)]
@@ -304,19 +389,34 @@ def newest(run: Path) -> tuple[int, list[Path]]:
 
 # ---- kills ---------------------------------------------------------------------------------------
 
+
 def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: int | None) -> int:
-    """Start the processes of a job, and kill them at a step or wait until they end. Returns the first step. ValueError
-    gives the last line of a process that failed."""
+    """Start the processes of a job, and kill them at a step or wait until they end. Returns the
+    first step. ValueError gives the last line of a process that failed."""
     start = newest(run)[0]
     port = str(random.SystemRandom().randrange(20_000, 60_000))
-    common = {**os.environ, **env, "WORLD_SIZE": str(W), "LOCAL_WORLD_SIZE": str(W), "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": port}
+    common = {
+        **os.environ,
+        **env,
+        "WORLD_SIZE": str(W),
+        "LOCAL_WORLD_SIZE": str(W),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     children = []
     for rank in range(W):
         ranks = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "GLOBAL_RANK")}
         with open(run / f"{rank}.log", "wb") as log:
-            children.append(subprocess.Popen(command, env={**common, **ranks}, stdout=log, stderr=log, cwd=run,
-                                             start_new_session=True))
+            children.append(
+                subprocess.Popen(
+                    command,
+                    env={**common, **ranks},
+                    stdout=log,
+                    stderr=log,
+                    cwd=run,
+                    start_new_session=True,
+                )
+            )
     written = run / f"{start}-0-of-{W}.tokens"
     failed: list[int] = []
     while not failed and any(child.poll() is None for child in children):
@@ -327,7 +427,8 @@ def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: 
             break
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # with its loader's workers, like a node that fails
+            # with its loader's workers, like a node that fails
+            os.killpg(child.pid, signal.SIGKILL)
         child.wait()
     if failed:
         lines = (run / f"{failed[0]}.log").read_text().strip().splitlines() or ["no output"]
@@ -337,10 +438,11 @@ def launch(command: list[str], env: dict[str, str], run: Path, W: int, kill_at: 
     return start
 
 
-def play(command: list[str], env: dict[str, str], run: Path, plan: Sequence[tuple[int, int | None]]
-         ) -> list[np.ndarray]:
-    """Run the launches of a plan: (processes, step of the kill or None) for each. Returns the tokens of each step that
-    the final weights contain."""
+def play(
+    command: list[str], env: dict[str, str], run: Path, plan: Sequence[tuple[int, int | None]]
+) -> list[np.ndarray]:
+    """Run the launches of a plan: (processes, step of the kill or None) for each. Returns the
+    tokens of each step that the final weights contain."""
     run.mkdir(parents=True)
     steps: list[np.ndarray] = []
     for W, kill_at in plan:
@@ -348,7 +450,7 @@ def play(command: list[str], env: dict[str, str], run: Path, plan: Sequence[tupl
         record = ROWS // W * T
         parts = [np.fromfile(run / f"{start}-{rank}-of-{W}.tokens", np.int32) for rank in range(W)]
         num = min(len(part) for part in parts) // record
-        of_ranks = [part[:num * record].reshape(num, record) for part in parts]
+        of_ranks = [part[: num * record].reshape(num, record) for part in parts]
         steps[start:] = [row[row > 0] for row in np.concatenate(of_ranks, axis=1)]
     return steps
 
@@ -356,17 +458,28 @@ def play(command: list[str], env: dict[str, str], run: Path, plan: Sequence[tupl
 def compare(steps: Sequence[np.ndarray], undisturbed: Sequence[np.ndarray]) -> list[str]:
     """The last three columns of the table: skipped, repeated, other steps."""
     size = int(documents()[0].sum()) + 1
-    trained, expected = (np.bincount(np.concatenate(run), minlength=size) for run in (steps, undisturbed))
+    trained, expected = (
+        np.bincount(np.concatenate(run), minlength=size) for run in (steps, undisturbed)
+    )
     same = sum(np.array_equal(np.sort(a), np.sort(b)) for a, b in zip(steps, undisturbed))
     skipped = np.maximum(expected - trained, 0).sum()
     repeated = np.maximum(trained - np.maximum(expected, 1), 0).sum()
-    return [f"{skipped:,}", f"{repeated:,}", f"{max(len(steps), len(undisturbed)) - same:,} of {len(undisturbed):,}"]
+    return [
+        f"{skipped:,}",
+        f"{repeated:,}",
+        f"{max(len(steps), len(undisturbed)) - same:,} of {len(undisturbed):,}",
+    ]
 
 
 def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) -> list[list[str]]:
     """Measure one loader, whose package may be below `path`; returns its rows of the table."""
-    env = {"PYTHONPATH": f"{path}{os.pathsep}{work / 'link'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-           "NANOCHAT_BASE_DIR": str(work / "base"), "USE_TF": "0"}
+    env = {
+        "PYTHONPATH": f"{path}{os.pathsep}{work / 'link'}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "NANOCHAT_BASE_DIR": str(work / "base"),
+        "USE_TF": "0",
+    }
 
     def command(step: str) -> list[str]:
         return [python, "-m", "dev.demo_kills", f"--step={step}-{name}", str(work)]
@@ -378,8 +491,10 @@ def measure(name: str, python: str, path: Path, work: Path, rng: random.Random) 
     last = int(0.7 * len(undisturbed))  # a loader that skips tokens ends early
     kills = sorted(rng.sample(range(SAVE_EVERY, last), KILLS))
     rows = []
-    for title, plan in ((f"{KILLS} kills", [*((2, step) for step in kills), (2, None)]),
-                        ("2 -> 1", [(2, rng.randrange(last // 2, last)), (1, None)])):
+    for title, plan in (
+        (f"{KILLS} kills", [*((2, step) for step in kills), (2, None)]),
+        ("2 -> 1", [(2, rng.randrange(last // 2, last)), (1, None)]),
+    ):
         try:
             steps = play(command("job"), env, runs / title.replace(" ", ""), plan)
             rows.append([name, title, *compare(steps, undisturbed)])
@@ -399,8 +514,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat")
     for name in WRITERS:
-        parser.add_argument(f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}")
-    parser.add_argument("--only", nargs="+", choices=LOADERS, default=[*LOADERS], help="measure only these")
+        parser.add_argument(
+            f"--{name}", metavar="PYTHON", help=f"interpreter of an environment with {name}"
+        )
+    parser.add_argument(
+        "--only", nargs="+", choices=LOADERS, default=[*LOADERS], help="measure only these"
+    )
     parser.add_argument("--seed", type=int, default=0, help="decides when the kills happen")
     args = parser.parse_args(argv)
     print_setup()
@@ -415,12 +534,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given is None:
             print(f"{name}: skipped, because --{name} is missing", flush=True)
             continue
-        python, path = (given, work / "link") if name in WRITERS else (sys.executable, Path(given).resolve())
+        python, path = (
+            (given, work / "link") if name in WRITERS else (sys.executable, Path(given).resolve())
+        )
         try:
-            rows += measure(name, str(Path(python).absolute()), path, work, random.Random(args.seed))
+            rows += measure(
+                name, str(Path(python).absolute()), path, work, random.Random(args.seed)
+            )
         except ValueError as e:
             rows.append([name, "", f"failed: {e}", "", ""])
-    print("", *table(["loader", "what happens", "skipped", "repeated", "other steps"], rows), sep="\n")
+    print(
+        "", *table(["loader", "what happens", "skipped", "repeated", "other steps"], rows), sep="\n"
+    )
     return 0
 
 

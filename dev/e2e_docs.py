@@ -7,16 +7,17 @@ Run every command in README.md and docs/ exactly as written, in the order of the
       ```sh      one command at a time     so later pages can use the results of earlier ones
       ```python  as one program
 
-If a block cannot run here, a comment right before it in the page gives the reason and names the test that runs such a
-command instead, if there is one:
+If a block cannot run here, a comment right before it in the page gives the reason and names the
+test that runs such a command instead, if there is one:
 
     <!-- not run here: two machines; tests/test_multi_node.py runs it -->
     <!-- not run here: a GPU; nothing here runs it -->
 
 The reader's text comes from the README's command.
 
-Cost: nothing. Hardware: 2 cores, 2 GB in /dev/shm. Duration: ten minutes. Exit code 1 if a command's exit code is not 0
-or the one in its comment (`# exit code 1: they differ`). The folder with the output is then kept and its path printed.
+Cost: nothing. Hardware: 2 cores, 2 GB in /dev/shm. Duration: ten minutes. Exit code 1 if a
+command's exit code is not 0 or the one in its comment (`# exit code 1: they differ`). The folder
+with the output is then kept and its path printed.
 """
 
 import os
@@ -34,7 +35,9 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import table
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"(?:^<!-- not run here: ([^>]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"(?:^<!-- not run here: ([^>]+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 LIMIT_S = 600  # per command
 
 
@@ -48,7 +51,8 @@ class Block:
     reason: str | None  # why it is not run, or None
 
     def commands(self) -> list[str]:
-        """The commands of a block: each is a line, with the lines that a backslash or a heredoc joins to it."""
+        """The commands of a block: each is a line, with the lines that a backslash or a heredoc
+        joins to it."""
         if self.language != "sh":
             return [self.text] if self.language == "python" else []
         commands, end = [""], None
@@ -74,21 +78,32 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def run(command: str, language: str, work: Path, env: dict[str, str]) -> tuple[float, int]:
-    """Run one command. Returns (seconds, exit code), with code 124 after LIMIT_S. Its output is appended to
-    work/output. Variables that it exports are kept in work/exported, for later commands."""
+    """Run one command. Returns (seconds, exit code), with code 124 after LIMIT_S. Its output is
+    appended to work/output. Variables that it exports are kept in work/exported, for later
+    commands."""
     shell = f"source {work}/exported\n{command}\ncode=$?\nexport -p >{work}/exported\nexit $code"
     words = ["bash", "-c", shell] if language == "sh" else ["python", "-c", command]
     began = time.monotonic()
     with open(work / "output", "ab") as output:
         output.write(f"\n$ {command}".encode())
         output.flush()
-        done = subprocess.run(["timeout", "--kill-after=10", str(LIMIT_S), *words], cwd=work / "checkout", env=env,
-                              stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            ["timeout", "--kill-after=10", str(LIMIT_S), *words],
+            cwd=work / "checkout",
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
     return time.monotonic() - began, done.returncode
 
 
-def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tuple[str, str, str, str]]:
-    """Run all commands of the pages. Returns (page, command, seconds, exit code or why it is not run) for each."""
+def run_pages(
+    pages: Sequence[Path], work: Path, env: dict[str, str]
+) -> list[tuple[str, str, str, str]]:
+    """Run all commands of the pages. Returns (page, command, seconds, exit code or why it is not
+    run) for each."""
     rows = []
     for page in pages:
         (work / "exported").write_text("")
@@ -100,7 +115,9 @@ def run_pages(pages: Sequence[Path], work: Path, env: dict[str, str]) -> list[tu
                     expected = re.search(r"# exit code (\d+)", command)
                     verdict = "" if code == int(expected[1] if expected else 0) else " FAILED"
                     seconds, outcome = f"{took:.1f}", f"{code}{verdict}"
-                rows.append((page.name, " ".join(command.replace("\\\n", " ").split()), seconds, outcome))
+                rows.append(
+                    (page.name, " ".join(command.replace("\\\n", " ").split()), seconds, outcome)
+                )
                 print(*rows[-1], sep=" | ", flush=True)
     return rows
 
@@ -115,16 +132,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             (work / "checkout" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, work / "checkout" / name)
     (work / "checkout" / ".venv").symlink_to(ROOT / ".venv")
-    env = {**os.environ, "HOME": str(work / "home"), "OMP_NUM_THREADS": "1",  # of a reader who has activated .venv
-           "NANOCHAT_BASE_DIR": str(work / "home/.cache/nanochat"),
-           "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}"}
+    # of a reader who has activated .venv
+    env = {
+        **os.environ,
+        "HOME": str(work / "home"),
+        "OMP_NUM_THREADS": "1",
+        "NANOCHAT_BASE_DIR": str(work / "home/.cache/nanochat"),
+        "PATH": f"{ROOT / '.venv/bin'}:{os.environ['PATH']}",
+    }
     rows = run_pages(pages(work / "checkout"), work, env)
     print(*table(("PAGE", "COMMAND", "SECONDS", "EXIT CODE"), rows), sep="\n")
     took = [float(row[2]) for row in rows if row[2]]
     failed = sum(row[3].endswith("FAILED") for row in rows)
     used = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-    print(f"{len(took)} commands ran in {sum(took):.0f} s ({used:.0f} s of processor time), {failed} failed, "
-          f"{len(rows) - len(took)} were not run")
+    print(
+        f"{len(took)} commands ran in {sum(took):.0f} s ({used:.0f} s of processor time), {failed} failed, "
+        f"{len(rows) - len(took)} were not run"
+    )
     if failed:
         print(f"e2e_docs: FAILED, see {work}/output")
         return 1

@@ -1,16 +1,18 @@
-"""
-Damage files as disks, editors and attackers do, and check that every reader reads or refuses them properly.
+"""Damage files as disks, editors and attackers do, and check that every reader reads or refuses
+them properly.
 
     python -m dev.fuzz --cases=1000 --seed=0          # a table; exit code 1 if there is a finding
     python -m dev.fuzz --only=tokenizer --cases=300
 
     good file --bytes flipped, cut, spliced; JSON with other types, missing keys, brackets--> damaged file --> reader
 
-A reader may read a damaged file or refuse it with a ValueError or an OSError whose sentence names the file. Anything
-else is a finding: another exception, a sentence without the file, no answer within LIMIT_S, the death of the process
-(readers run in a child process), or a scripts.verify that accepts a token file that differs from its manifest.json.
+A reader may read a damaged file or refuse it with a ValueError or an OSError whose sentence names
+the file. Anything else is a finding: another exception, a sentence without the file, no answer
+within LIMIT_S, the death of the process (readers run in a child process), or a scripts.verify that
+accepts a token file that differs from its manifest.json.
 
-The same seed makes the same cases. A finding is printed with the number that repeats it (--only, --case).
+The same seed makes the same cases. A finding is printed with the number that repeats it (--only,
+--case).
 """
 
 import contextlib
@@ -83,35 +85,66 @@ MEMORY_BYTES = 12 << 30  # address space of the child process, at most
 LIMIT_S = 20.0  # per case
 
 
-# ---- good files ------------------------------------------------------------------------------------------------------
+# ---- good files
+# ------------------------------------------------------------------------------------------------------
+
 
 def make_files(base: Path) -> None:
-    """Write text, token files of both formats, curricula, flags, tasks, third-party tokenizers, and a run of four steps
-    on the shards."""
+    """Write text, token files of both formats, curricula, flags, tasks, third-party tokenizers, and
+    a run of four steps on the shards."""
     with training.workplace(base), contextlib.redirect_stdout(io.StringIO()):
         texts = training.texts(60, seed=1)
         data = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
-        for name, packed in (("a.jsonl", data), ("a.jsonl.gz", gzip.compress(data)), ("a.txt", data),
-                             ("a.json.gz", gzip.compress(data)), ("a.NDJSON", data),
-                             ("a.jsonl.zst", pa.compress(data, "zstd", asbytes=True))):
+        for name, packed in (
+            ("a.jsonl", data),
+            ("a.jsonl.gz", gzip.compress(data)),
+            ("a.txt", data),
+            ("a.json.gz", gzip.compress(data)),
+            ("a.NDJSON", data),
+            ("a.jsonl.zst", pa.compress(data, "zstd", asbytes=True)),
+        ):
             (base / name).write_bytes(packed)
         table = pa.table({"text": texts})
         with pa.ipc.new_stream(base / "a.arrow", table.schema) as out:
             out.write_table(table, max_chunksize=20)
-        assert tok_shards.main([f"--input-dir={base / 'data'}", f"--output-dir={base / 'shards'}", "--num-workers=1",
-                                f"--tokenizer={base / 'tokenizer'}", "--max-length=96", "--overlap-size=8"]) == 0
-        assert convert_shards.main([str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]) == 0
+        assert (
+            tok_shards.main(
+                [
+                    f"--input-dir={base / 'data'}",
+                    f"--output-dir={base / 'shards'}",
+                    "--num-workers=1",
+                    f"--tokenizer={base / 'tokenizer'}",
+                    "--max-length=96",
+                    "--overlap-size=8",
+                ]
+            )
+            == 0
+        )
+        assert (
+            convert_shards.main(
+                [str(base / "shards/train/data"), str(base / "pairs"), "--to=megatron"]
+            )
+            == 0
+        )
         make_foreign(base, texts)
-        (base / "mix.yaml").write_text("curriculum:\n- duration_tokens: 3_000\n  mix: {web: 7, code: 0.5}\n"
-                                       "- duration_tokens: 5e3\n  mix: {web: 1}\nmax_epochs: {code: 2}\n")
-        (base / "flags.yaml").write_text("depth: 3\nmatrix-lr: 0.01\ndeterministic: no\nblend_weights: [1, 2.5]\n"
-                                         "order: megatron\ndata-format: 'megatron'\nmodel_tag: null\n")
+        (base / "mix.yaml").write_text(
+            "curriculum:\n- duration_tokens: 3_000\n  mix: {web: 7, code: 0.5}\n"
+            "- duration_tokens: 5e3\n  mix: {web: 1}\nmax_epochs: {code: 2}\n"
+        )
+        (base / "flags.yaml").write_text(
+            "depth: 3\nmatrix-lr: 0.01\ndeterministic: no\nblend_weights: [1, 2.5]\n"
+            "order: megatron\ndata-format: 'megatron'\nmodel_tag: null\n"
+        )
         make_eval_bundle(base / "bundle", num_items=10, labels=("choices", "schema", "text"))
         shutil.make_archive(str(base / "bundle"), "zip", base / "bundle")
         (base / "hf").mkdir()
-        for name, data in export.tokenizer_files(RustBPETokenizer.from_directory(base / "tokenizer"), 64).items():
+        for name, data in export.tokenizer_files(
+            RustBPETokenizer.from_directory(base / "tokenizer"), 64
+        ).items():
             (base / "hf" / name).write_bytes(data)
-        (base / "run.yaml").write_text(f"curriculum:\n- duration_tokens: {4 * training.STEP}\n  mix: {{data: 1}}\n")
+        (base / "run.yaml").write_text(
+            f"curriculum:\n- duration_tokens: {4 * training.STEP}\n  mix: {{data: 1}}\n"
+        )
         assert base_train.main(run_flags(base)) == 0
 
 
@@ -120,7 +153,9 @@ def make_foreign(base: Path, texts: list[str]) -> None:
     import tokenizers
 
     unigram = tokenizers.SentencePieceUnigramTokenizer()
-    unigram.train_from_iterator(texts, 300, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>")
+    unigram.train_from_iterator(
+        texts, 300, show_progress=False, special_tokens=["<unk>", "</s>"], unk_token="<unk>"
+    )
     (base / "foreign").mkdir()
     unigram.save(str(base / "foreign/tokenizer.json"))
     ends = {"eos_token": {"content": "</s>"}, "bos_token": None}
@@ -136,12 +171,22 @@ def read_foreign(path: Path) -> None:
 
 def run_flags(base: Path) -> list[str]:
     """The command line of the run in `base`."""
-    return training.flags(**{**training.SMALL, "data_path": base / "shards", "data_format": "shards",
-                             "num_iterations": 4, "save_every": 2, "eval_every": 4, "eval_tokens": 256,
-                             "curriculum": base / "run.yaml"})
+    return training.flags(
+        **{
+            **training.SMALL,
+            "data_path": base / "shards",
+            "data_format": "shards",
+            "num_iterations": 4,
+            "save_every": 2,
+            "eval_every": 4,
+            "eval_tokens": 256,
+            "curriculum": base / "run.yaml",
+        }
+    )
 
 
-# ---- readers ---------------------------------------------------------------------------------------------------------
+# ---- readers
+# ---------------------------------------------------------------------------------------------------------
 
 RUN = Path("runs/run")
 FINAL = RUN / "checkpoints/final"
@@ -149,12 +194,14 @@ FINAL = RUN / "checkpoints/final"
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of files: `read(base, seed)` is called after one of the `files` (patterns below base) is damaged."""
+    """A reader of files: `read(base, seed)` is called after one of the `files` (patterns below
+    base) is damaged."""
 
     read: Callable[[Path, int], Any]
     files: tuple[str, ...] = ()
     weight: float = 1.0  # its number of cases, relative to the other readers
-    after: Callable[[Path], Any] | None = None  # called in every second case: updates checksums in `folder`
+    # called in every second case: updates checksums in `folder`
+    after: Callable[[Path], Any] | None = None
     folder: Path = Path()
 
 
@@ -196,7 +243,10 @@ def read_tasks(folder: Path) -> None:
 
 
 def read_archive(base: Path, _: int) -> None:
-    with tempfile.TemporaryDirectory(dir=base) as folder, mock.patch.object(download, "BUNDLE_BYTES", 1 << 22):
+    with (
+        tempfile.TemporaryDirectory(dir=base) as folder,
+        mock.patch.object(download, "BUNDLE_BYTES", 1 << 22),
+    ):
         download.unpack(base / "bundle.zip", Path(folder) / "bundle.zip")
         read_tasks(Path(folder) / "bundle.zip")
 
@@ -205,11 +255,22 @@ def read_columns(base: Path, seed: int) -> None:
     """Read text from tables with random columns, some with equal names."""
     rng = random.Random(seed)
     strings, problems = pa.array(["a", "", "b"]), []
-    kinds = (strings, strings, strings, strings.cast(pa.large_string()), strings.dictionary_encode(), pa.nulls(3),
-             *map(pa.array, ([1, 2, 3], ["a", None, "b"], [["a"], [], ["b"]], [b"a", b"\xff", b""])),
-             *(pa.StructArray.from_arrays([strings] * n, names=["text"] * n) for n in (1, 2)))
-    names = [rng.choice(("text", "text", "a", "a.text", "", "\0", "t\u00e9xt")) for _ in range(rng.randrange(4))]
-    whole, path = pa.Table.from_arrays([rng.choice(kinds) for _ in names], names=names), base / "columns.arrow"
+    kinds = (
+        strings,
+        strings,
+        strings,
+        strings.cast(pa.large_string()),
+        strings.dictionary_encode(),
+        pa.nulls(3),
+        *map(pa.array, ([1, 2, 3], ["a", None, "b"], [["a"], [], ["b"]], [b"a", b"\xff", b""])),
+        *(pa.StructArray.from_arrays([strings] * n, names=["text"] * n) for n in (1, 2)),
+    )
+    names = [
+        rng.choice(("text", "text", "a", "a.text", "", "\0", "t\u00e9xt"))
+        for _ in range(rng.randrange(4))
+    ]
+    whole = pa.Table.from_arrays([rng.choice(kinds) for _ in names], names=names)
+    path = base / "columns.arrow"
     with pa.ipc.new_stream(path, whole.schema) as out:
         out.write_table(whole)
     for file in (path, path.with_suffix(".parquet")):
@@ -217,7 +278,9 @@ def read_columns(base: Path, seed: int) -> None:
             if file.suffix == ".parquet":
                 pa.parquet.write_table(whole, file)
         try:
-            list(text_kinds.read_texts(file, text.Selection(rng.choice(("text", "a", "a.text", "")))))
+            list(
+                text_kinds.read_texts(file, text.Selection(rng.choice(("text", "a", "a.text", ""))))
+            )
         except (ValueError, OSError) as e:
             assert str(file) in str(e), str(e)
             problems.append(str(e))
@@ -225,16 +288,47 @@ def read_columns(base: Path, seed: int) -> None:
         raise ValueError(problems[0])
 
 
-NAMES = ("a.parquet", "b.jsonl", "c.NDJSON", "d.json", "e.txt", "train-0.parquet", "test-0.parquet", "validation.jsonl",
-         "_f.parquet", "README.txt", "g.csv", "train_1.json.gz", "dev.jsonl")
-PLACES = (*[""] * 6, "web", "_temporary/0", ".git", "train", "validation", "test", "../disk", "../disk/deep")
-LINKS = (("linked", "../disk"), ("web", "../disk"), ("loop", "."), ("disk.parquet", "../gone"), ("gone", "../gone"),
-         ("twice.parquet", "a.parquet"), ("../disk/up", "../data"))
+NAMES = (
+    "a.parquet",
+    "b.jsonl",
+    "c.NDJSON",
+    "d.json",
+    "e.txt",
+    "train-0.parquet",
+    "test-0.parquet",
+    "validation.jsonl",
+    "_f.parquet",
+    "README.txt",
+    "g.csv",
+    "train_1.json.gz",
+    "dev.jsonl",
+)
+PLACES = (
+    *[""] * 6,
+    "web",
+    "_temporary/0",
+    ".git",
+    "train",
+    "validation",
+    "test",
+    "../disk",
+    "../disk/deep",
+)
+LINKS = (
+    ("linked", "../disk"),
+    ("web", "../disk"),
+    ("loop", "."),
+    ("disk.parquet", "../gone"),
+    ("gone", "../gone"),
+    ("twice.parquet", "a.parquet"),
+    ("../disk/up", "../data"),
+)
 CONTENTS: tuple[list[str | None], ...] = (*[["one", "two"]] * 6, ["one", None, "two"], [None], [])  # type: ignore
 
 
 def make_folder(folder: Path, rng: random.Random) -> None:
-    """Fill a data folder as people have them: links, hidden folders, empty files, nulls, names that state a split."""
+    """Fill a data folder as people have them: links, hidden folders, empty files, nulls, names that
+    state a split."""
     (folder / "../disk").resolve().mkdir(parents=True)
     for name in rng.sample(NAMES, rng.randrange(2, 10)):
         path, texts = folder / rng.choice(PLACES) / name, rng.choice(CONTENTS)
@@ -252,7 +346,8 @@ def make_folder(folder: Path, rng: random.Random) -> None:
 
 
 def read_folder(base: Path, seed: int) -> None:
-    """Pin a random data folder. Hidden files, files for testing and nulls are never read; every other file is."""
+    """Pin a random data folder. Hidden files, files for testing and nulls are never read; every
+    other file is."""
     with tempfile.TemporaryDirectory(dir=base) as temporary:
         folder = Path(temporary).resolve() / "data"
         make_folder(folder, random.Random(seed))
@@ -264,7 +359,9 @@ def read_folder(base: Path, seed: int) -> None:
         for split, buckets in manifests.items():
             entries = [entry for manifest in buckets.values() for entry in manifest["files"]]
             names = [PurePosixPath(entry["name"]) for entry in entries]
-            states = splits.stated_splits([name for name in names if name.parts[0] != "train"]).values()
+            states = splits.stated_splits(
+                [name for name in names if name.parts[0] != "train"]
+            ).values()
             for entry in entries:
                 texts = list(text_kinds.read_texts(folder / entry["name"]))
                 assert texts and len(texts) == sum(entry["groups"]) and None not in texts, entry
@@ -287,13 +384,19 @@ def read_short_pair(base: Path, seed: int) -> None:
 
 
 def read_prefixes(base: Path, seed: int) -> None:
-    """Find token files by lists of prefixes: some longer than any path, some with weights or odd characters."""
+    """Find token files by lists of prefixes: some longer than any path, some with weights or odd
+    characters."""
     rng = random.Random(seed)
     good = [str(path.with_suffix("")) for path in sorted((base / "pairs").glob("*.bin"))]
     odd = ("x" * 300, "", "nul\0", "70", str(base / "nowhere"), "a b", "\n")
-    words = [rng.choice(odd) if rng.random() < 0.02 else rng.choice(good) for _ in range(rng.choice((1, 3, 500)))]
+    words = [
+        rng.choice(odd) if rng.random() < 0.02 else rng.choice(good)
+        for _ in range(rng.choice((1, 3, 500)))
+    ]
     weighted = rng.random() < 0.3
-    (base / "list.txt").write_text(" ".join(f"{rng.random():.3f} {word}" if weighted else word for word in words))
+    (base / "list.txt").write_text(
+        " ".join(f"{rng.random():.3f} {word}" if weighted else word for word in words)
+    )
     listed = files.read_data_args(base / "list.txt")
     paths, weights = files.split_weights(rng.choice((listed, ",".join(words))))
     assert weights is None or len(weights) == len(paths.split(","))
@@ -307,17 +410,38 @@ def read_prefixes(base: Path, seed: int) -> None:
 def read_url(_: Path, seed: int) -> None:
     """Pass URLs with secrets to commands and functions. No output may show a secret."""
     rng = random.Random(seed)
-    scheme = "".join(rng.choice((c, c.upper())) for c in rng.choice(("s3", "gs", "az", "msc", "http", "https", "ftp")))
+    scheme = "".join(
+        rng.choice((c, c.upper()))
+        for c in rng.choice(("s3", "gs", "az", "msc", "http", "https", "ftp"))
+    )
     user = rng.choice(("", "HIDDEN@", "u:HIDDEN@", "u:HID/DEN@", ":HIDDEN@"))
     query = rng.choice(("?sig=HIDDEN", "?HIDDEN")) if not user or rng.random() < 0.3 else ""
     url = f"{scheme}:{rng.choice(('/', '//', '///'))}{user}host{rng.choice(('', ':80', '/a', '/a/b.yaml'))}{query}"
-    flag = rng.choice(("", "-n", "--data-path=", "--tokenizer=", "--config=", "--curriculum=", "--depth=", "--dpeth=",
-                       "--blend-weights=1,", "--data-path=/a,", "--model-tag="))
+    flag = rng.choice(
+        (
+            "",
+            "-n",
+            "--data-path=",
+            "--tokenizer=",
+            "--config=",
+            "--curriculum=",
+            "--depth=",
+            "--dpeth=",
+            "--blend-weights=1,",
+            "--data-path=/a,",
+            "--model-tag=",
+        )
+    )
     takers: tuple[Callable[[], object], ...] = (
-        lambda: base_train.main([f"{flag}{url}"]), lambda: tok_shards.main([f"{flag}{url}"]),
-        lambda: inspect_data.main(["rows", f"{flag}{url}"]), lambda: as_path(url), lambda: get_tokenizer(url),
-        lambda: download.main([f"--base-url={url}"]), lambda: download.make_downloader(base_url=url),
-        lambda: download.fetch_bundle(url, Path("nowhere")))
+        lambda: base_train.main([f"{flag}{url}"]),
+        lambda: tok_shards.main([f"{flag}{url}"]),
+        lambda: inspect_data.main(["rows", f"{flag}{url}"]),
+        lambda: as_path(url),
+        lambda: get_tokenizer(url),
+        lambda: download.main([f"--base-url={url}"]),
+        lambda: download.make_downloader(base_url=url),
+        lambda: download.fetch_bundle(url, Path("nowhere")),
+    )
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
@@ -330,16 +454,22 @@ def read_url(_: Path, seed: int) -> None:
 
 
 def read_store(_: Path, seed: int) -> None:
-    """Read from object storage that answers wrongly: the result is the requested bytes or an error."""
+    """Read from object storage that answers wrongly: the result is the requested bytes or an
+    error."""
     rng, whole = random.Random(seed), bytes(range(256)) * 40
 
     def odd(value: Any) -> Any:
-        return rng.choice((value, value, value, 0, value + 1 if isinstance(value, int) else "other"))
+        return rng.choice(
+            (value, value, value, 0, value + 1 if isinstance(value, int) else "other")
+        )
 
     def fail() -> None:
         if rng.random() < 0.3:
-            raise rng.choice((OSError, ValueError, PermissionError, FileNotFoundError, BaseException))(
-                f"status code: {rng.choice((200, 301, 403, 404, 412, 500))} <Code>x</Code> KEY:HIDDEN@host?sig=HIDDEN")
+            raise rng.choice(
+                (OSError, ValueError, PermissionError, FileNotFoundError, BaseException)
+            )(
+                f"status code: {rng.choice((200, 301, 403, 404, 412, 500))} <Code>x</Code> KEY:HIDDEN@host?sig=HIDDEN"
+            )
 
     def answer(_: Any, key: str, options: dict[str, Any]) -> Any:
         fail()
@@ -351,10 +481,17 @@ def read_store(_: Path, seed: int) -> None:
         fail()
         return [[{"path": odd("x/a.bin"), "size": len(whole), "e_tag": rng.choice(("tag", None))}]]
 
-    obstore = SimpleNamespace(list=listing, get=answer, head=lambda *_: listing()[0][0],
-                              store=SimpleNamespace(from_url=lambda *_, **__: None))
+    obstore = SimpleNamespace(
+        list=listing,
+        get=answer,
+        head=lambda *_: listing()[0][0],
+        store=SimpleNamespace(from_url=lambda *_, **__: None),
+    )
     patience = store.Patience(first_answer_s=0.02, give_up_s=0.02)
-    with mock.patch.object(store, "PATIENCE", patience), mock.patch.object(store, "load_obstore", lambda: obstore):
+    with (
+        mock.patch.object(store, "PATIENCE", patience),
+        mock.patch.object(store, "load_obstore", lambda: obstore),
+    ):
         begin_launch()
         try:
             store.list_objects("s3://b/x")
@@ -389,47 +526,94 @@ def script(main: Callable[[list[str]], int], *argv: str) -> Callable[[Path, int]
     return lambda base, _: main([word.format(base) for word in argv])
 
 
-RUN_FILES = (f"{RUN}/*.json", f"{RUN}/.run_state.json", f"{RUN}/.owner.json", f"{RUN}/logs/train.jsonl",
-         f"{RUN}/logs/cursors/*", f"{RUN}/tokenizer/*", f"{FINAL}/trainer_state.json", f"{FINAL}/dataloader_state/*")
+RUN_FILES = (
+    f"{RUN}/*.json",
+    f"{RUN}/.run_state.json",
+    f"{RUN}/.owner.json",
+    f"{RUN}/logs/train.jsonl",
+    f"{RUN}/logs/cursors/*",
+    f"{RUN}/tokenizer/*",
+    f"{FINAL}/trainer_state.json",
+    f"{FINAL}/dataloader_state/*",
+)
 PAIR = ("shards/train/data/*_0.bin", "shards/train/data/*_0.idx")
 READERS: dict[str, Reader] = {
     "parquet": text_reader("data/shard_0.parquet"),
-    "footer": Reader(lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)),
-    **{kind: text_reader(f"a.{kind}")
-       for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "arrow", "txt", "json.gz", "NDJSON")},
-    "shards": Reader(lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
-                     (*PAIR, "shards/train/data/manifest.json"), 2),
-    "megatron": Reader(lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2),
+    "footer": Reader(
+        lambda base, _: text.read_footer(base / "data/shard_0.parquet"), ("data/shard_0.parquet",)
+    ),
+    **{
+        kind: text_reader(f"a.{kind}")
+        for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "arrow", "txt", "json.gz", "NDJSON")
+    },
+    "shards": Reader(
+        lambda base, _: read_pair(next((base / "shards/train/data").glob("*_0.bin"))),
+        (*PAIR, "shards/train/data/manifest.json"),
+        2,
+    ),
+    "megatron": Reader(
+        lambda base, _: read_pair(base / "pairs/shard_0.bin"), ("pairs/shard_0.*",), 2
+    ),
     "verify": Reader(read_verify, (*PAIR, "shards/train/data/manifest.json"), 2),
-    "config.json": Reader(lambda base, _: config.Settings.from_json(run_dir.read_config(base / RUN)),
-                          (f"{RUN}/config.json",)),
-    "data_manifest.json": Reader(lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
-                                 (f"{RUN}/data_manifest.json",)),
-    "run state": Reader(lambda base, _: status.describe(run_reader.RunReader(base / RUN).status()),
-                        (f"{RUN}/.run_state.json",)),
+    "config.json": Reader(
+        lambda base, _: config.Settings.from_json(run_dir.read_config(base / RUN)),
+        (f"{RUN}/config.json",),
+    ),
+    "data_manifest.json": Reader(
+        lambda base, _: sources.read_manifests(base / RUN / "data_manifest.json"),
+        (f"{RUN}/data_manifest.json",),
+    ),
+    "run state": Reader(
+        lambda base, _: status.describe(run_reader.RunReader(base / RUN).status()),
+        (f"{RUN}/.run_state.json",),
+    ),
     "stop": Reader(read_stop, (f"{RUN}/.run_state.json",)),
     "owner": Reader(lambda base, _: run_owner.check_free(base / RUN), (f"{RUN}/.owner.json",), 0.3),
-    "train.jsonl": Reader(lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
-                          (f"{RUN}/logs/train.jsonl",)),
-    "cursors": Reader(lambda base, _: run_dir.read_cursors(base / RUN / "logs/cursors/step-00000002.json.gz"),
-                      (f"{RUN}/logs/cursors/step-00000002.json.gz",)),
-    "checkpoint": Reader(lambda base, _: read_checkpoint(base / FINAL), (f"{FINAL}/*", f"{FINAL}/*/*"), 2,
-                         reseal, FINAL),
-    "tokenizer": Reader(lambda base, _: RustBPETokenizer.from_directory(base / "tokenizer").encode("a text"),
-                        ("tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken"), 2, forge, Path("tokenizer")),
-    "tokenizer.json": Reader(lambda base, _: read_foreign(base / "foreign"), ("foreign/*.json",), 2),
+    "train.jsonl": Reader(
+        lambda base, _: run_dir.read_log(base / RUN / "logs/train.jsonl"),
+        (f"{RUN}/logs/train.jsonl",),
+    ),
+    "cursors": Reader(
+        lambda base, _: run_dir.read_cursors(base / RUN / "logs/cursors/step-00000002.json.gz"),
+        (f"{RUN}/logs/cursors/step-00000002.json.gz",),
+    ),
+    "checkpoint": Reader(
+        lambda base, _: read_checkpoint(base / FINAL),
+        (f"{FINAL}/*", f"{FINAL}/*/*"),
+        2,
+        reseal,
+        FINAL,
+    ),
+    "tokenizer": Reader(
+        lambda base, _: RustBPETokenizer.from_directory(base / "tokenizer").encode("a text"),
+        ("tokenizer/tokenizer.json", "tokenizer/ranks.tiktoken"),
+        2,
+        forge,
+        Path("tokenizer"),
+    ),
+    "tokenizer.json": Reader(
+        lambda base, _: read_foreign(base / "foreign"), ("foreign/*.json",), 2
+    ),
     "curriculum": Reader(lambda base, _: curriculum.load(base / "mix.yaml"), ("mix.yaml",), 2),
-    "plan.json": Reader(lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)),
+    "plan.json": Reader(
+        lambda base, _: plan.read_plan(base / RUN / "plan.json"), (f"{RUN}/plan.json",)
+    ),
     "store": Reader(read_store, weight=2),
     "flags": Reader(read_flags, ("flags.yaml",), 2),
-    "tasks": Reader(lambda base, _: read_tasks(base / "bundle"), ("bundle/*.yaml", "bundle/*.csv", "bundle/*/*/*"), 2),
+    "tasks": Reader(
+        lambda base, _: read_tasks(base / "bundle"),
+        ("bundle/*.yaml", "bundle/*.csv", "bundle/*/*/*"),
+        2,
+    ),
     "archive": Reader(read_archive, ("bundle.zip",)),
     "columns": Reader(read_columns),
     "folder": Reader(read_folder, weight=2),
     "short pair": Reader(read_short_pair),
     "prefixes": Reader(read_prefixes),
     "url": Reader(read_url, weight=2),
-    "tokenizer_config": Reader(lambda base, _: get_tokenizer(base / "hf"), ("hf/tokenizer_config.json",)),
+    "tokenizer_config": Reader(
+        lambda base, _: get_tokenizer(base / "hf"), ("hf/tokenizer_config.json",)
+    ),
     "page": Reader(script(page.main, "run", "--out={}/page.html"), RUN_FILES, 0.5),
     "status": Reader(script(status.main, "run"), RUN_FILES, 0.5),
     "report": Reader(script(report.main, "run"), RUN_FILES, 0.5),
@@ -439,7 +623,9 @@ READERS: dict[str, Reader] = {
 }
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------
+# ---- cases
+# -----------------------------------------------------------------------------------------------------------
+
 
 def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool) -> tuple[str, str]:
     """("read", "refused" or "found", details) of a case. Runs in the child process."""
@@ -451,14 +637,23 @@ def judge(name: str, base: Path, seed: int, damaged: Path | None, altered: bool)
         return "found", f"exit {e.code}"
     except (ValueError, OSError) as e:
         message = str(e)
-        named = damaged is None or damaged.name in message or damaged.stem in message or str(damaged.parent) in message
+        named = (
+            damaged is None
+            or damaged.name in message
+            or damaged.stem in message
+            or str(damaged.parent) in message
+        )
         # a changed manifest contradicts the data, so the error may name either
-        named |= damaged is not None and damaged.name == "data_manifest.json" and str(base) in message
+        named |= (
+            damaged is not None and damaged.name == "data_manifest.json" and str(base) in message
+        )
         return ("refused" if named and message else "found", f"{type(e).__name__}: {message[:300]}")
     except BaseException as e:
         last = traceback.extract_tb(e.__traceback__)[-1]
         return "found", f"{type(e).__name__}: {str(e)[:300]} at {last.filename}:{last.lineno}"
-    bad = name == "verify" and altered and damaged is not None and damaged.suffix in (".bin", ".idx")
+    bad = (
+        name == "verify" and altered and damaged is not None and damaged.suffix in (".bin", ".idx")
+    )
     return ("found", "verify passes an altered file") if bad else ("read", "")
 
 
@@ -473,7 +668,8 @@ def begin(base: Path) -> None:
 
 
 class Child:
-    """The process that runs the readers. It is restarted after it dies or does not answer in time."""
+    """The process that runs the readers. It is restarted after it dies or does not answer in
+    time."""
 
     def __init__(self, base: Path):
         self.base = base
@@ -482,7 +678,9 @@ class Child:
     def ask(self, *case: Any) -> tuple[str, str]:
         """The verdict of `judge` on a case."""
         if self.pool is None:
-            self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), begin, (self.base,))
+            self.pool = ProcessPoolExecutor(
+                1, multiprocessing.get_context("fork"), begin, (self.base,)
+            )
         try:
             return self.pool.submit(judge, *case).result(LIMIT_S)
         except TimeoutError:
@@ -508,7 +706,9 @@ def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]
         return child.ask(name, child.base, rng.randrange(2**32), None, False)
     path = rng.choice(paths)
     folder = child.base / (reader.folder if reader.after else path.parent)
-    kept = {p: p.read_bytes() for p in (folder.rglob("*") if reader.after else [path]) if p.is_file()}
+    kept = {
+        p: p.read_bytes() for p in (folder.rglob("*") if reader.after else [path]) if p.is_file()
+    }
     data = damage(rng, path, kept[path])
     path.write_bytes(data)
     if reader.after is not None and number % 2:
@@ -523,7 +723,9 @@ def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases. Exit code 1 if there is a finding."""
     parser = Parser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="a different seed makes different cases")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="a different seed makes different cases"
+    )
     parser.add_argument("--cases", type=whole(1), default=1000, help="for all readers together")
     parser.add_argument("--only", choices=READERS, help="run only this reader")
     parser.add_argument("--case", type=int, help="with --only: run only this case")
@@ -540,23 +742,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         maker.start()
         maker.join()
         assert maker.exitcode == 0, "the good files could not be written"
-        stack.enter_context(mock.patch.dict(os.environ, NANOCHAT_BASE_DIR=str(base), OMP_NUM_THREADS="1"))
+        stack.enter_context(
+            mock.patch.dict(os.environ, NANOCHAT_BASE_DIR=str(base), OMP_NUM_THREADS="1")
+        )
         child = Child(base)
         stack.callback(child.close)
         for name in names:
             verdict, details = child.ask(name, base, 2**32, None, False)
             if verdict != "read" and READERS[name].files:
                 findings.append(f"{name}: refuses the good files: {details}")
-            numbers = range(max(1, round(share * READERS[name].weight))) if args.case is None else [args.case]
+            numbers = (
+                range(max(1, round(share * READERS[name].weight)))
+                if args.case is None
+                else [args.case]
+            )
             for number in tqdm(numbers, desc=name, leave=False, disable=None):
                 verdict, details = run_case(child, name, number, args.seed)
                 counts[name][verdict] += 1
                 if verdict == "found":
                     findings.append(f"{name} --case={number}: {details}")
     counts["all"] = sum(counts.values(), Counter())
-    rows = [(name, sum(c.values()), c["refused"], c["read"], c["found"]) for name, c in counts.items()]
-    print("\n".join([*table(("reader", "cases", "refused", "read", "found"), rows), *findings,
-                     f"seed {args.seed}, {time.monotonic() - began:.0f} s"]), flush=True)
+    rows = [
+        (name, sum(c.values()), c["refused"], c["read"], c["found"]) for name, c in counts.items()
+    ]
+    print(
+        "\n".join(
+            [
+                *table(("reader", "cases", "refused", "read", "found"), rows),
+                *findings,
+                f"seed {args.seed}, {time.monotonic() - began:.0f} s",
+            ]
+        ),
+        flush=True,
+    )
     return 1 if findings else 0
 
 

@@ -5,11 +5,12 @@ Check that everything that needs a GPU works on this one, and that it is fast en
     python -m dev.gpu_check --part speed       throughput and memory of three models; nanochat's with --peer DIR
     python -m dev.gpu_check --part bits        every kind of training: killed, resumed, compared with an undisturbed run
 
-Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes on one H100, needs no network, and makes
-its data from PyTorch's sources. It ends with a table, and with exit code 1 if a figure misses its limit or
-could not be measured. With --base-dir, every run of `speed` leaves PyTorch's profile of two steps beside its log. When
-time is up, the remaining checks are "not run", which is not a failure: start the part again; it reuses compiled code.
-`--device=cpu --tiny` runs the same code on a small model, which tests this script, not a GPU.
+Run `python -m dev.gpu_smoke` first. Each part takes less than eight minutes on one H100, needs no
+network, and makes its data from PyTorch's sources. It ends with a table, and with exit code 1 if a
+figure misses its limit or could not be measured. With --base-dir, every run of `speed` leaves
+PyTorch's profile of two steps beside its log. When time is up, the remaining checks are "not run",
+which is not a failure: start the part again; it reuses compiled code. `--device=cpu --tiny` runs
+the same code on a small model, which tests this script, not a GPU.
 """
 
 import gc
@@ -71,19 +72,42 @@ LIMITS = {  # a figure without a limit is only reported
 NARROW = {"aspect_ratio": 32, "head_dim": 16}  # nanochat's models are at least 24 wide
 SMALL: dict[str, Any] = {"depth": 1, **NARROW, "device_batch_size": 2}
 GPU = SimpleNamespace(  # models, runs: flags of scripts.base_train
-    # 16 micro-batches per step: with 4, the optimizer, unsharded on one GPU, would take 6 % of a step at d24
-    models={name: {"depth": depth, "device_batch_size": B, "total_batch_size": 16 * B * 2048}
-            for name, depth, B in (("d12", 12, 32), ("d24", 24, 16))},
-    runs={"depth": 12, "max_seq_len": 1024, "device_batch_size": 8, "total_batch_size": 32 * 1024, "leaves": 4,
-          "num_iterations": 20, "save_every": 10},
-    shape={"depth": 4, "aspect_ratio": 192}, vocab_size=32768, T=2048,
+    # 16 micro-batches per step: with 4, the optimizer, unsharded on one GPU, would take 6 % of a
+    # step at d24
+    models={
+        name: {"depth": depth, "device_batch_size": B, "total_batch_size": 16 * B * 2048}
+        for name, depth, B in (("d12", 12, 32), ("d24", 24, 16))
+    },
+    runs={
+        "depth": 12,
+        "max_seq_len": 1024,
+        "device_batch_size": 8,
+        "total_batch_size": 32 * 1024,
+        "leaves": 4,
+        "num_iterations": 20,
+        "save_every": 10,
+    },
+    shape={"depth": 4, "aspect_ratio": 192},
+    vocab_size=32768,
+    T=2048,
     corpus=make_sample_corpus.Settings(min_chars=8_000_000, max_chars=12_000_000),
-    buffer=Settings().buffer_size, warm=3, timed=5, masks=("varlen", "flex"))
+    buffer=Settings().buffer_size,
+    warm=3,
+    timed=5,
+    masks=("varlen", "flex"),
+)
 TINY = SimpleNamespace(
     models={model: {**SMALL, "total_batch_size": 4 * 64} for model in ("d12", "d24")},
     runs={**SMALL, "total_batch_size": 8 * 64, "leaves": 4, "num_iterations": 6, "save_every": 3},
-    shape={"depth": 2, **NARROW}, vocab_size=512, T=64, buffer=8, warm=2, timed=3, masks=("sdpa_mask",),
-    corpus=make_sample_corpus.Settings(min_chars=300_000, max_chars=400_000, num_shards=2))
+    shape={"depth": 2, **NARROW},
+    vocab_size=512,
+    T=64,
+    buffer=8,
+    warm=2,
+    timed=3,
+    masks=("sdpa_mask",),
+    corpus=make_sample_corpus.Settings(min_chars=300_000, max_chars=400_000, num_shards=2),
+)
 
 Figure = tuple[str, str, float | None]  # measure, case, value
 
@@ -111,8 +135,11 @@ class Bench:
         return values.to(self.device, torch.bfloat16 if self.cuda else torch.float32)
 
     def model(self, dtype: str = "auto", **options: Any) -> GPT:
-        """A small model with random weights. No tensor is zero, because zeros hide the gradients of earlier layers."""
-        config = GPTConfig.from_depth(**self.sizes.shape, vocab_size=self.sizes.vocab_size, sequence_len=self.sizes.T)
+        """A small model with random weights. No tensor is zero, because zeros hide the gradients of
+        earlier layers."""
+        config = GPTConfig.from_depth(
+            **self.sizes.shape, vocab_size=self.sizes.vocab_size, sequence_len=self.sizes.T
+        )
         model = GPT(config, **options).to(self.device)
         model.init_weights(seed=0, compute_dtype=get_compute_dtype(self.device, dtype))
         with torch.no_grad():
@@ -132,7 +159,7 @@ def exact_attention(inputs: Sequence[Tensor], window: int, doc_ids: Tensor) -> T
     back = torch.arange(T, device=q.device)[:, None] - torch.arange(T, device=q.device)
     same_doc = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
     visible = same_doc & (back >= 0) & (back <= (window if window >= 0 else T))
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.size(3)**0.5
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.size(3) ** 0.5
     return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
 
@@ -142,27 +169,38 @@ def relative(actual: Tensor, exact: Tensor) -> float:
 
 
 def attention_errors(bench: Bench) -> Iterator[Figure]:
-    """Compare every kernel that `attention` may choose with float64, on whole rows and on documents."""
+    """Compare every kernel that `attention` may choose with float64, on whole rows and on
+    documents."""
     T = 1024 if bench.cuda else 512
     *inputs, out = (bench.randn(2, T, 2, 128, seed=i).requires_grad_(i < 3) for i in range(4))
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    modes = dict.fromkeys(["causal", "sdpa_mask", *bench.sizes.masks])  # flex, which takes long to compile, is last
+    # flex, which takes long to compile, is last
+    modes = dict.fromkeys(["causal", "sdpa_mask", *bench.sizes.masks])
     for mode, window in itertools.product(modes, (128, 256, -1)):
         doc_ids = bench.documents(T) * (mode != "causal")
-        mask = None if mode == "causal" else make_masks(doc_ids, [window], mode=mode).by_window[window]
+        mask = (
+            None if mode == "causal" else make_masks(doc_ids, [window], mode=mode).by_window[window]
+        )
         exact = exact_attention(wide, window, doc_ids)
         exact_gradients = torch.autograd.grad(exact, wide, out.double())
         actual = attention(*inputs, window=window, mask=mask)
         gradients = torch.autograd.grad(actual, inputs, out)
-        what = f"{mode}, window {window}"  # a window that is off by one gives an error of at least 0.05
+        # a window that is off by one gives an error of at least 0.05
+        what = f"{mode}, window {window}"
         yield "attention: forward, relative error", what, relative(actual, exact)
-        yield "attention: gradients, relative error", what, max(map(relative, gradients, exact_gradients))
+        yield (
+            "attention: gradients, relative error",
+            what,
+            max(map(relative, gradients, exact_gradients)),
+        )
 
 
 def compiled_model(bench: Bench, **options: Any) -> Iterator[Figure]:
     """Compare a model compiled as for training with the eager one, forward and backward."""
     model, T = bench.model(**options), bench.sizes.T
-    batch = (torch.arange(2 * T + 2, device=bench.device)**2 % bench.sizes.vocab_size).view(2, T + 1)
+    batch = (torch.arange(2 * T + 2, device=bench.device) ** 2 % bench.sizes.vocab_size).view(
+        2, T + 1
+    )
     masks = model.masks(bench.documents(T), num_docs=8)
 
     def loss_and_gradients(call: Any) -> tuple[float, list[Tensor]]:
@@ -172,17 +210,23 @@ def compiled_model(bench: Bench, **options: Any) -> Iterator[Figure]:
         model.zero_grad(set_to_none=True)
         return loss.item(), gradients
 
-    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="inductor" if bench.cuda else "eager")
+    compiled = torch.compile(
+        model, dynamic=False, fullgraph=True, backend="inductor" if bench.cuda else "eager"
+    )
     loss, gradients = loss_and_gradients(compiled)
     eager_loss, eager_gradients = loss_and_gradients(model)
-    cosines = [(a @ b / a.norm() / b.norm()).item() for a, b in zip(gradients, eager_gradients, strict=True)]
+    cosines = [
+        (a @ b / a.norm() / b.norm()).item()
+        for a, b in zip(gradients, eager_gradients, strict=True)
+    ]
     what = str(options or "default")
     yield "compiled model: loss, nats from eager", what, abs(loss - eager_loss)
     yield "compiled model: least cosine of a gradient", what, min(cosines)
 
 
 def optimizer_errors(bench: Bench) -> Iterator[Figure]:
-    """Compare the optimizer's first step with that of an uncompiled float32 optimizer on the CPU."""
+    """Compare the optimizer's first step with that of an uncompiled float32 optimizer on the
+    CPU."""
     for dtype, kind, name in (("auto", "muon", "Muon"), ("float32", "adamw", "AdamW")):
         model, reference = bench.model(dtype), replace(bench, device=torch.device("cpu")).model()
         reference.load_state_dict(model.state_dict())
@@ -192,24 +236,50 @@ def optimizer_errors(bench: Bench) -> Iterator[Figure]:
                 p.grad = bench.randn(*p.shape, seed=i).to(p)
             optimizer = trained.setup_optimizer()
             optimizer.step()
-        names = [n for group in optimizer.param_groups if group["kind"] == kind for n in group["names"]]
-        yield f"{name}: update, relative error", dtype, max(
-            relative(model.get_parameter(n).detach().cpu().double() - before[n],
-                     reference.get_parameter(n).detach().double() - before[n]) for n in names)
+        names = [
+            n for group in optimizer.param_groups if group["kind"] == kind for n in group["names"]
+        ]
+        yield (
+            f"{name}: update, relative error",
+            dtype,
+            max(
+                relative(
+                    model.get_parameter(n).detach().cpu().double() - before[n],
+                    reference.get_parameter(n).detach().double() - before[n],
+                )
+                for n in names
+            ),
+        )
 
 
 def child_environment(bench: Bench) -> dict[str, str]:
-    """The environment for child processes, without the variables that `compute_init` added for this process."""
+    """The environment for child processes, without the variables that `compute_init` added for this
+    process."""
     return {name: value for name, value in os.environ.items() if name not in bench.added}
 
 
-def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, dies: bool = False,
-          **flags: Any) -> list[dict[str, Any]]:
-    """Run scripts.base_train in its own process, and return the steps in its log. The process first calls `hook`;
-    `dies`: the process is expected to kill itself."""
-    given = {"device_type": bench.device.type, "data_path": bench.base / "data", "eval_every": -1, "sample_every": -1,
-             "save_every": -1, "plan": "off", "num_iterations": 1000, "max_seq_len": bench.sizes.T,
-             "buffer_size": bench.sizes.buffer, "model_tag": tag}
+def train(
+    bench: Bench,
+    tag: str,
+    *,
+    hook: Callable[[], None] | None = None,
+    dies: bool = False,
+    **flags: Any,
+) -> list[dict[str, Any]]:
+    """Run scripts.base_train in its own process, and return the steps in its log. The process first
+    calls `hook`; `dies`: the process is expected to kill itself."""
+    given = {
+        "device_type": bench.device.type,
+        "data_path": bench.base / "data",
+        "eval_every": -1,
+        "sample_every": -1,
+        "save_every": -1,
+        "plan": "off",
+        "num_iterations": 1000,
+        "max_seq_len": bench.sizes.T,
+        "buffer_size": bench.sizes.buffer,
+        "model_tag": tag,
+    }
     with mock.patch.dict(os.environ, child_environment(bench), clear=True):
         group = training.launch(base_train.main, [training.as_flags(given | flags)], [{}], hook)
     try:
@@ -224,39 +294,60 @@ def train(bench: Bench, tag: str, *, hook: Callable[[], None] | None = None, die
     return list(training.steps(tag).values())
 
 
-def figures_of(bench: Bench, what: str, tag: str, timed: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+def figures_of(
+    bench: Bench, what: str, tag: str, timed: Sequence[dict[str, Any]]
+) -> Iterator[Figure]:
     """Speed, waiting and memory of some steps of a run."""
     bench.rates[what] = statistics.median(step["tokens_per_s"] for step in timed)
     yield "tokens/s", what, bench.rates[what]
-    yield f"{what}: MFU, %", what, 100 * statistics.median(step["mfu"] for step in timed) if bench.cuda else None
+    yield (
+        f"{what}: MFU, %",
+        what,
+        100 * statistics.median(step["mfu"] for step in timed) if bench.cuda else None,
+    )
     waited, spent = (sum(step[name] for step in timed) for name in ("wait_s", "step_s"))
     yield "waiting for data, %", what, 100 * waited / spent if bench.cuda else None
     yield "memory estimate, % above reserved", what, above_reserved(bench, tag, timed[-1])
 
 
 def above_reserved(bench: Bench, tag: str, step: Mapping[str, Any]) -> float | None:
-    """By how many percent the estimate of a run's memory exceeds the memory that it has reserved by a logged step."""
+    """By how many percent the estimate of a run's memory exceeds the memory that it has reserved by
+    a logged step."""
     if (reserved := step.get("reserved_memory_bytes")) is None:
         return None
     settings = Settings.from_json(read_config(training.run_dir(tag)))
-    estimate = sum(estimate_memory(settings, device_memory(bench.device, settings.world_size)).values())
+    estimate = sum(
+        estimate_memory(settings, device_memory(bench.device, settings.world_size)).values()
+    )
     return 100 * (estimate / reserved - 1)
 
 
-def speed(bench: Bench, model: str, pattern: str, deterministic: bool, kernel: str = "wheel") -> Iterator[Figure]:
-    """Time some steps of one model, and profile two more. `kernel`: that of attention, on a GPU that has it."""
+def speed(
+    bench: Bench, model: str, pattern: str, deterministic: bool, kernel: str = "wheel"
+) -> Iterator[Figure]:
+    """Time some steps of one model, and profile two more. `kernel`: that of attention, on a GPU
+    that has it."""
     has_cudnn = bench.cuda and torch.cuda.get_device_capability()[0] in (9, 10)
     kernel = "wheel" if kernel == "cudnn" and not has_cudnn else kernel
     flags, end = bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
     what = f"{model} {pattern}{'' if deterministic else ' --no-deterministic'}"
     tag = what.replace(" ", "-")
-    steps = train(bench, tag, hook=partial(training.die_after_step, end + 2), dies=True, **flags,
-                  window_pattern=pattern, deterministic=deterministic, attention_kernel=kernel,
-                  profile_steps=f"{end}:{end + 2}")
+    steps = train(
+        bench,
+        tag,
+        hook=partial(training.die_after_step, end + 2),
+        dies=True,
+        **flags,
+        window_pattern=pattern,
+        deterministic=deterministic,
+        attention_kernel=kernel,
+        profile_steps=f"{end}:{end + 2}",
+    )
     shutil.copytree(training.run_dir(tag) / "profile", bench.out / tag, dirs_exist_ok=True)
-    yield from figures_of(bench, what, tag, steps[bench.sizes.warm:end])
+    yield from figures_of(bench, what, tag, steps[bench.sizes.warm : end])
     default = bench.rates.get(f"{model} {pattern}")
-    if not deterministic and kernel == "wheel" and default is not None:  # the same kernel as in deterministic mode
+    # the same kernel as in deterministic mode
+    if not deterministic and kernel == "wheel" and default is not None:
         slower = 100 * (1 - default / bench.rates[what])
         yield f"{model}: cost of determinism, %", what, slower if bench.cuda else None
 
@@ -264,14 +355,17 @@ def speed(bench: Bench, model: str, pattern: str, deterministic: bool, kernel: s
 def checkout(peer: Path | None) -> Path | None:
     """The value of --peer. ValueError if it is not a checkout of nanochat."""
     if peer is not None and not (peer / "scripts" / "base_train.py").is_file():
-        raise ValueError(f"--peer {peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat")
+        raise ValueError(
+            f"--peer {peer}: it has no scripts/base_train.py; clone github.com/karpathy/nanochat"
+        )
     return peer
 
 
 def isolate(source: Path, folder: Path) -> Path:
-    """Copy nanochat's packages into a folder of their own, where Python finds no other of the same names: its scripts/
-    lacks an __init__.py, so ours, installed or on PYTHONPATH, would come first. wandb, which nanochat always imports
-    but does not use without --run, is replaced by an empty module if it is not installed."""
+    """Copy nanochat's packages into a folder of their own, where Python finds no other of the same
+    names: its scripts/ lacks an __init__.py, so ours, installed or on PYTHONPATH, would come first.
+    wandb, which nanochat always imports but does not use without --run, is replaced by an empty
+    module if it is not installed."""
     shutil.rmtree(folder, ignore_errors=True)
     for package in ("nanochat", "scripts", "tasks"):
         if (source / package).is_dir():
@@ -283,28 +377,48 @@ def isolate(source: Path, folder: Path) -> Path:
 
 
 def peer(bench: Bench, model: str = "d24") -> Iterator[Figure]:
-    """Time nanochat's own training on the same data with the same shapes. To be fair, both run without determinism,
-    which nanochat does not have, and with full windows, because its others need FlashAttention 3. So on a Hopper GPU,
-    both use cuDNN's attention, which PyTorch chooses for nanochat."""
+    """Time nanochat's own training on the same data with the same shapes. To be fair, both run
+    without determinism, which nanochat does not have, and with full windows, because its others
+    need FlashAttention 3. So on a Hopper GPU, both use cuDNN's attention, which PyTorch chooses for
+    nanochat."""
     if bench.peer is None:
         return
-    base, flags, num = bench.base / "peer", bench.sizes.models[model], bench.sizes.warm + bench.sizes.timed
+    base = bench.base / "peer"
+    flags = bench.sizes.models[model]
+    num = bench.sizes.warm + bench.sizes.timed
     write_tokenizer(base / "tokenizer", RustBPETokenizer.from_directory(bench.base / "tokenizer"))
     if not (base / "base_data_climbmix").exists():
         (base / "base_data_climbmix").symlink_to(bench.base / "data")
-    given = {**flags, "max_seq_len": bench.sizes.T, "window_pattern": "L", "num_iterations": num, "eval_every": -1,
-             "core_metric_every": -1, "sample_every": -1, "save_every": -1, "device_type": bench.device.type}
+    given = {
+        **flags,
+        "max_seq_len": bench.sizes.T,
+        "window_pattern": "L",
+        "num_iterations": num,
+        "eval_every": -1,
+        "core_metric_every": -1,
+        "sample_every": -1,
+        "save_every": -1,
+        "device_type": bench.device.type,
+    }
     code = isolate(bench.peer, base / "code")
     command = [sys.executable, "-m", "scripts.base_train", *training.as_flags(given)]
     ours = os.environ.get("PYTHONPATH", "")  # may hold packages that both need
-    env = child_environment(bench) | {"NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": f"{code}{os.pathsep}{ours}"}
+    env = child_environment(bench) | {
+        "NANOCHAT_BASE_DIR": str(base),
+        "PYTHONPATH": f"{code}{os.pathsep}{ours}",
+    }
     with (bench.out / "peer.log").open("w+") as log:
         subprocess.run(command, cwd=code, env=env, stdout=log, stderr=subprocess.STDOUT)
         log.seek(0)
-        rates = [float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())]
+        rates = [
+            float(rate.replace(",", "")) for rate in re.findall(r"tok/sec: ([\d,]+)", log.read())
+        ]
     if len(rates) < num:
-        raise ValueError(f"{bench.peer}: nanochat ended after {len(rates)} of {num} steps; see peer.log")
-    theirs, own = statistics.median(rates[bench.sizes.warm:]), bench.rates.get(f"{model} L --no-deterministic")
+        raise ValueError(
+            f"{bench.peer}: nanochat ended after {len(rates)} of {num} steps; see peer.log"
+        )
+    theirs = statistics.median(rates[bench.sizes.warm :])
+    own = bench.rates.get(f"{model} L --no-deterministic")
     yield "tokens/s", f"nanochat's {model} L", theirs
     yield "tokens/s over nanochat's", f"{model} L", None if own is None else own / theirs
 
@@ -319,8 +433,10 @@ def leaves_on_host() -> None:
     base_train.is_tight = lambda *_: True
 
 
-# How the second of two compared runs differs from the first. Each function trains it, and raises ValueError if it did
-# not differ that way, so that no verdict claims more than was checked. It returns whether this device can show it.
+# How the second of two compared runs differs from the first. Each function trains it, and raises
+# ValueError if it did not differ that way, so that no verdict claims more than was checked. It
+# returns whether this device can show it.
+
 
 def same_command(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
     """Nothing differs."""
@@ -338,7 +454,9 @@ def empty_cache(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool:
     """Everything is compiled again. A CPU compiles nothing."""
     with tempfile.TemporaryDirectory(dir=bench.base) as folder:
         inductor, triton = Path(folder, "inductor"), Path(folder, "triton")
-        with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(inductor), TRITON_CACHE_DIR=str(triton)):
+        with mock.patch.dict(
+            os.environ, TORCHINDUCTOR_CACHE_DIR=str(inductor), TRITON_CACHE_DIR=str(triton)
+        ):
             train(bench, tag, **flags)
         if bench.cuda and not any(inductor.rglob("*.py")):
             raise ValueError(f"{tag}: the run has compiled nothing into its empty cache")
@@ -352,8 +470,10 @@ def killed_and_resumed(bench: Bench, tag: str, flags: Mapping[str, Any]) -> bool
     train(bench, tag, **flags)
     began = [event["step"] for event in training.events("started", tag)]
     if began != [0, flags["save_every"]]:
-        raise ValueError(f"{tag}: its launches began at steps {began}, expected [0, {flags['save_every']}]: it was not "
-                         f"killed and resumed")
+        raise ValueError(
+            f"{tag}: its launches began at steps {began}, expected [0, {flags['save_every']}]: it was not "
+            f"killed and resumed"
+        )
     return True
 
 
@@ -365,7 +485,8 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
     flags = bench.sizes.runs | way
     kind = " ".join(f"{name} {value}" for name, value in way.items())
     what = ", ".join(filter(None, (name_of(second), kind)))
-    straight, tag = f"straight {kind}".strip().replace(" ", "-"), what.replace(",", "").replace(" ", "-")
+    straight = f"straight {kind}".strip().replace(" ", "-")
+    tag = what.replace(",", "").replace(" ", "-")
     if not is_complete(straight):
         train(bench, straight, **flags)
     shutil.rmtree(training.run_dir(tag), ignore_errors=True)  # of a check that was killed
@@ -374,8 +495,10 @@ def bits(bench: Bench, second: SecondRun, **way: Any) -> Iterator[Figure]:
     a, b = (compare_runs.open_side(run, notes) for run in (straight, tag))
     parts = compare_runs.compare(a, b, notes)
     if not {"digests", "losses"} < {part.name for part in parts} or parts[-1].kind != "checkpoint":
-        raise ValueError(f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
-                         f"checkpoint; see their logs")
+        raise ValueError(
+            f"{what}: the runs have only {', '.join(part.name for part in parts)} in common, and no final "
+            f"checkpoint; see their logs"
+        )
     for part in parts:
         if part.gaps:
             print(f"  {what}: {part.describe()}", flush=True)
@@ -395,15 +518,35 @@ PARTS = "correct", "speed", "bits"
 
 def checks_of(bench: Bench) -> dict[str, list[Check]]:
     """The checks of each part, the most important ones first, in case time runs out."""
-    ways: list[dict[str, Any]] = [{"activation_checkpointing": True}, {"dtype": "float32"},
-                                  *({"attention_mode": mode} for mode in bench.sizes.masks)]
-    timed = [("d12", "SSSL", True, "wheel"), ("d24", "SSSL", True, "wheel"), ("d24", "SSSL", False, "wheel"),
-             ("d24", "L", False, "cudnn")]
+    ways: list[dict[str, Any]] = [
+        {"activation_checkpointing": True},
+        {"dtype": "float32"},
+        *({"attention_mode": mode} for mode in bench.sizes.masks),
+    ]
+    timed = [
+        ("d12", "SSSL", True, "wheel"),
+        ("d24", "SSSL", True, "wheel"),
+        ("d24", "SSSL", False, "wheel"),
+        ("d24", "L", False, "cudnn"),
+    ]
     return {
-        "correct": [attention_errors, optimizer_errors, *(partial(compiled_model, **way) for way in [{}, *ways])],
-        "speed": [*(partial(speed, model=m, pattern=p, deterministic=d, kernel=k) for m, p, d, k in timed), peer],
-        "bits": [partial(bits, second=pending_leaves_on_host),
-                 *(partial(bits, second=killed_and_resumed, **way) for way in ways)]}
+        "correct": [
+            attention_errors,
+            optimizer_errors,
+            *(partial(compiled_model, **way) for way in [{}, *ways]),
+        ],
+        "speed": [
+            *(
+                partial(speed, model=m, pattern=p, deterministic=d, kernel=k)
+                for m, p, d, k in timed
+            ),
+            peer,
+        ],
+        "bits": [
+            partial(bits, second=pending_leaves_on_host),
+            *(partial(bits, second=killed_and_resumed, **way) for way in ways),
+        ],
+    }
 
 
 def judge(figure: float | None, limit: str) -> str:
@@ -418,8 +561,11 @@ def judge(figure: float | None, limit: str) -> str:
     return "good"
 
 
-def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Run some checks, and return the rows of the table. After an error in one check, the others still run."""
+def run_checks(
+    bench: Bench, part: str, checks: Sequence[Check], limits: Mapping[str, str]
+) -> list[tuple[str, ...]]:
+    """Run some checks, and return the rows of the table. After an error in one check, the others
+    still run."""
     rows: list[tuple[str, ...]] = []
     print(f"{part}:", flush=True)
     for check in checks:
@@ -435,7 +581,9 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
         except Exception as e:
             with (bench.out / "errors.log").open("a") as file:
                 traceback.print_exc(file=file)
-            rows.append((part, name, f"{' '.join(repr(e).split())[-80:]}; see errors.log", "", "", "FAILS"))
+            rows.append(
+                (part, name, f"{' '.join(repr(e).split())[-80:]}; see errors.log", "", "", "FAILS")
+            )
         print(*("  " + " | ".join(row[1:]) for row in rows[first:]), sep="\n", flush=True)
         torch._dynamo.reset()
         if bench.cuda:
@@ -446,7 +594,8 @@ def run_checks(bench: Bench, part: str, checks: Sequence[Check], limits: Mapping
 
 
 def torch_sources() -> dict[str, Path]:
-    """{name: path} of PyTorch's Python files: text that is on every machine which can run a check."""
+    """{name: path} of PyTorch's Python files: text that is on every machine which can run a
+    check."""
     folder = Path(torch.__file__).parent
     return {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
 
@@ -465,7 +614,9 @@ def make_bench(device: str, base: Path, *, tiny: bool) -> Bench:
         multiprocessing.set_forkserver_preload(["tests.training", "dev.gpu_check"])
         forkserver.ensure_running()
     if not (base / "tokenizer" / "tokenizer.json").exists():
-        make_sample_corpus.make_sample_corpus(base / "data", bench.sizes.corpus, modules=torch_sources())
+        make_sample_corpus.make_sample_corpus(
+            base / "data", bench.sizes.corpus, modules=torch_sources()
+        )
         find_tokenizer(None, base / "data", base, vocab_size=bench.sizes.vocab_size)
     return bench
 
@@ -474,12 +625,20 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
     """Parse the flags, and prepare the device, the data and a tokenizer."""
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu needs --tiny")
     p.add_argument("--tiny", action="store_true", help="use a small model, to test this script")
-    p.add_argument("--base-dir", type=Path, help="folder for data, runs and logs (default: a temporary one)")
+    p.add_argument(
+        "--base-dir", type=Path, help="folder for data, runs and logs (default: a temporary one)"
+    )
     args = p.parse_args(argv)
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
-    bench = make_bench(args.device, args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-")), tiny=args.tiny)
-    print(*(f"{name:13s} {value}" for name, value in versions(bench.device).items()), f"logs: {bench.out}", sep="\n")
+    bench = make_bench(
+        args.device, args.base_dir or Path(tempfile.mkdtemp(prefix="gpu-")), tiny=args.tiny
+    )
+    print(
+        *(f"{name:13s} {value}" for name, value in versions(bench.device).items()),
+        f"logs: {bench.out}",
+        sep="\n",
+    )
     shutil.rmtree(bench.base / "runs", ignore_errors=True)
     return args, bench
 
@@ -487,22 +646,32 @@ def open_bench(p: Parser, argv: Sequence[str] | None) -> tuple[Any, Bench]:
 def report(args: Any, bench: Bench, rows: Sequence[tuple[str, ...]]) -> int:
     """Print the table, and return the exit code."""
     failed = sum(row[-1] == "FAILS" for row in rows)
-    print("", *table(("part", "measure", "case", "figure", "limit", "verdict"), rows), f"{failed} failed", sep="\n")
+    print(
+        "",
+        *table(("part", "measure", "case", "figure", "limit", "verdict"), rows),
+        f"{failed} failed",
+        sep="\n",
+    )
     if args.base_dir is None and not failed:  # otherwise keep the logs
         shutil.rmtree(bench.base)
     return int(failed > 0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the parts and print a table. Exit code 1 if a figure misses its limit or could not be measured."""
+    """Run the parts and print a table. Exit code 1 if a figure misses its limit or could not be
+    measured."""
     p = Parser(description=__doc__)
     p.add_argument("--part", choices=PARTS, nargs="+", default=PARTS, help="run only these parts")
-    p.add_argument("--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat")
+    p.add_argument(
+        "--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat"
+    )
     args, bench = open_bench(p, argv)
     bench.peer, rows = checkout(args.peer), []
     for part in args.part:
         bench.end = time.monotonic() + 60 * MINUTES
-        rows += run_checks(bench, part, checks_of(bench)[part], LIMITS if bench.cuda or part != "speed" else {})
+        rows += run_checks(
+            bench, part, checks_of(bench)[part], LIMITS if bench.cuda or part != "speed" else {}
+        )
     return report(args, bench, rows)
 
 

@@ -6,19 +6,20 @@ The first fifteen minutes on a GPU: the most important checks first, each with a
     python -m dev.gpu_first --check=attention    # one check in this process, to see where it fails
     python -m dev.gpu_first --device=cpu --tiny  # a rehearsal on a CPU, in half a minute
 
-The checks are those of `gpu_smoke` and `gpu_check`, and a few more. They need no network, and nothing that they share
-is lost when time runs out:
+The checks are those of `gpu_smoke` and `gpu_check`, and a few more. They need no network, and
+nothing that they share is lost when time runs out:
 
     first   machine | training | same command | curve | ... d24, killed after 240 s | d12 | time is up, 3 are skipped
     again                                                                   the 3 that were skipped | d24 once more
 
-Every figure goes to results.jsonl as soon as it is known, so a machine that is taken away loses one check at most. The
-file has three kinds of lines, and only ever grows: a call of this script; a figure, with its limit and the verdict; the
-end of a check, which is `done`, `failed`, `killed` or `skipped`, with the reason. `first` keeps older lines, but does
-not count them. There is one copy in the base directory, which `again` continues, and one in the folder for results.
+Every figure goes to results.jsonl as soon as it is known, so a machine that is taken away loses one
+check at most. The file has three kinds of lines, and only ever grows: a call of this script; a
+figure, with its limit and the verdict; the end of a check, which is `done`, `failed`, `killed` or
+`skipped`, with the reason. `first` keeps older lines, but does not count them. There is one copy in
+the base directory, which `again` continues, and one in the folder for results.
 
-Kernels run only in processes of their own, so a kernel that crashes or hangs costs one check. The exit code is 1 if a
-figure misses its limit, or if a check failed or was killed.
+Kernels run only in processes of their own, so a kernel that crashes or hangs costs one check. The
+exit code is 1 if a figure misses its limit, or if a check failed or was killed.
 """
 
 import argparse
@@ -58,12 +59,38 @@ LIMITS = gpu_smoke.LIMITS | {
     "processes that fail": "<= 0",
 }
 GPU = SimpleNamespace(
-    runs=gpu_smoke.DEFAULTS, host_leaves={"leaves": 8, "num_iterations": 4}, matrix=8192, copied=1 << 30,
-    curve={"depth": 4, "aspect_ratio": 32, "head_dim": 32, "max_seq_len": 256, "device_batch_size": 8,
-           "total_batch_size": 2048, "lanes": 8, "num_iterations": 16}, curve_vocab_size=2048)
+    runs=gpu_smoke.DEFAULTS,
+    host_leaves={"leaves": 8, "num_iterations": 4},
+    matrix=8192,
+    copied=1 << 30,
+    curve={
+        "depth": 4,
+        "aspect_ratio": 32,
+        "head_dim": 32,
+        "max_seq_len": 256,
+        "device_batch_size": 8,
+        "total_batch_size": 2048,
+        "lanes": 8,
+        "num_iterations": 16,
+    },
+    curve_vocab_size=2048,
+)
 TINY = SimpleNamespace(
-    runs=gpu_check.TINY.runs, host_leaves={}, matrix=64, copied=1 << 12, curve_vocab_size=320, warm=1, timed=1,
-    curve={**gpu_check.SMALL, "max_seq_len": 64, "total_batch_size": 256, "lanes": 4, "num_iterations": 4})
+    runs=gpu_check.TINY.runs,
+    host_leaves={},
+    matrix=64,
+    copied=1 << 12,
+    curve_vocab_size=320,
+    warm=1,
+    timed=1,
+    curve={
+        **gpu_check.SMALL,
+        "max_seq_len": 64,
+        "total_batch_size": 256,
+        "lanes": 4,
+        "num_iterations": 4,
+    },
+)
 
 Value = float | str | None  # None: not measured
 Result = tuple[str, str, Value]  # measure, case, value
@@ -88,10 +115,13 @@ class Check(NamedTuple):
     least_s: int
     most_s: int
     run: Callable[[Bench], Iterator[Result]]
-    apart: bool = False  # it runs kernels, so it needs a process of its own. Runs of training have one anyway
+    # it runs kernels, so it needs a process of its own. Runs of training have one anyway
+    apart: bool = False
 
 
-# ---- checks ----------------------------------------------------------------------------------------------------------
+# ---- checks
+# ----------------------------------------------------------------------------------------------------------
+
 
 def machine(bench: Bench) -> Iterator[Result]:
     """What this machine is, and how fast its matrix products and its memory are without us."""
@@ -103,16 +133,28 @@ def machine(bench: Bench) -> Iterator[Result]:
             yield "version", name, version
     N, num_bytes = bench.sizes.matrix, bench.sizes.copied
     matrix = bench.randn(N, N, seed=0)
-    yield "matrix product, TFLOP/s", f"{N} x {N}", 2 * N**3 / seconds_of(lambda: matrix @ matrix) / 1e12
+    yield (
+        "matrix product, TFLOP/s",
+        f"{N} x {N}",
+        2 * N**3 / seconds_of(lambda: matrix @ matrix) / 1e12,
+    )
     source = torch.ones(num_bytes, dtype=torch.uint8, device=bench.device)
     target = torch.empty_like(source)
-    yield "copy, TB/s", f"{num_bytes:,} bytes", 2 * num_bytes / seconds_of(lambda: target.copy_(source)) / 1e12
+    yield (
+        "copy, TB/s",
+        f"{num_bytes:,} bytes",
+        2 * num_bytes / seconds_of(lambda: target.copy_(source)) / 1e12,
+    )
     if not bench.cuda:
         return
     properties = torch.cuda.get_device_properties(bench.device)
     yield "memory, bytes", properties.name, properties.total_memory
     segments = torch.cuda.memory_snapshot()
-    yield "memory segments that grow", "PyTorch's allocator", sum(bool(s.get("is_expandable")) for s in segments)
+    yield (
+        "memory segments that grow",
+        "PyTorch's allocator",
+        sum(bool(s.get("is_expandable")) for s in segments),
+    )
     for kernel in ("wheel", "cudnn"):
         yield "attention kernels of full windows", kernel, kernels_of_attention(bench, kernel)
 
@@ -130,7 +172,9 @@ def kernels_of_attention(bench: Bench, kernel: str) -> str:
     try:
         activate_kernel(kernel, bench.device.type, deterministic=False)
         torch.use_deterministic_algorithms(False)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+        ) as profile:
             attention(*inputs, window=-1).sum().backward()
     except (ValueError, RuntimeError) as e:
         return f"{type(e).__name__}: {e}"
@@ -139,7 +183,8 @@ def kernels_of_attention(bench: Bench, kernel: str) -> str:
 
 
 def first_training(bench: Bench) -> Iterator[Result]:
-    """20 steps of a model of depth 12 with default settings: does it train, how fast, in how much memory?"""
+    """20 steps of a model of depth 12 with default settings: does it train, how fast, in how much
+    memory?"""
     began = time.monotonic()
     yield from gpu_smoke.first_run(bench)
     steps = training.steps("straight")
@@ -147,7 +192,11 @@ def first_training(bench: Bench) -> Iterator[Result]:
     yield "first step, s", "d12", steps[0]["step_s"]
     yield "peak memory, bytes", "d12", max(steps.items())[1].get("peak_memory_bytes")
     yield "losses", "d12", listed(step["loss"] for _, step in sorted(steps.items()))
-    yield "saves, s", "d12", listed(event["seconds"] for event in training.events("saved", "straight"))
+    yield (
+        "saves, s",
+        "d12",
+        listed(event["seconds"] for event in training.events("saved", "straight")),
+    )
 
 
 def repeated(bench: Bench, second: gpu_check.SecondRun) -> Iterator[Result]:
@@ -163,13 +212,16 @@ def listed(values: Iterator[float]) -> str:
 
 
 def curve(bench: Bench, dtype: str) -> Iterator[Result]:
-    """Train a tiny model on the GPU, and on the CPU in float32: equal rows, and losses that differ by rounding only."""
+    """Train a tiny model on the GPU, and on the CPU in float32: equal rows, and losses that differ
+    by rounding only."""
     if dtype == "bfloat16" and not bench.cuda:
         raise NotHere("a CPU is too slow in bfloat16")
     tokenizer = bench.base / "curve-tokenizer"
     if not (tokenizer / "tokenizer.json").exists():
         texts = read_texts(min((bench.base / "data").glob("*.parquet")))
-        RustBPETokenizer.train_from_iterator(itertools.islice(texts, 500), bench.sizes.curve_vocab_size).save(tokenizer)
+        RustBPETokenizer.train_from_iterator(
+            itertools.islice(texts, 500), bench.sizes.curve_vocab_size
+        ).save(tokenizer)
     flags = {**bench.sizes.curve, "leaves": 1, "tokenizer": tokenizer}
     if not gpu_check.is_complete("curve-cpu"):
         gpu_check.train(bench, "curve-cpu", device_type="cpu", dtype="float32", **flags)
@@ -222,13 +274,23 @@ CHECKS = [
     Check("curve float32", 25, 100, partial(curve, dtype="float32")),
     Check("killed and resumed", 40, 120, partial(repeated, second=gpu_check.killed_and_resumed)),
     Check("attention", 10, 100, gpu_check.attention_errors, apart=True),
-    Check("d12 as nanochat's", 60, 150, partial(SPEED, model="d12", pattern="L", deterministic=False, kernel="cudnn")),
+    Check(
+        "d12 as nanochat's",
+        60,
+        150,
+        partial(SPEED, model="d12", pattern="L", deterministic=False, kernel="cudnn"),
+    ),
     Check("nanochat", 60, 150, nanochat),
     Check("d24", 90, 240, partial(SPEED, model="d24", pattern="SSSL", deterministic=True)),
     Check("d12", 60, 150, partial(SPEED, model="d12", pattern="SSSL", deterministic=True)),
     Check("optimizer", 20, 90, gpu_check.optimizer_errors, apart=True),
     Check("compiled model", 20, 90, gpu_check.compiled_model, apart=True),
-    Check("d24 without determinism", 90, 200, partial(SPEED, model="d24", pattern="SSSL", deterministic=False)),
+    Check(
+        "d24 without determinism",
+        90,
+        200,
+        partial(SPEED, model="d24", pattern="SSSL", deterministic=False),
+    ),
     Check("curve bfloat16", 20, 100, partial(curve, dtype="bfloat16")),
     Check("generation", 10, 40, gpu_smoke.generation, apart=True),
     Check("several processes", 20, 90, several_processes),
@@ -239,7 +301,9 @@ CHECKS = [
 ]
 
 
-# ---- results ---------------------------------------------------------------------------------------------------------
+# ---- results
+# ---------------------------------------------------------------------------------------------------------
+
 
 class Results:
     """results.jsonl: one copy in the base directory, one in the folder for results."""
@@ -265,7 +329,7 @@ class Results:
             return []
         records = [json.loads(line) for line in self.kept.read_text().splitlines()]
         firsts = [i for i, record in enumerate(records) if record.get("call") == "first"]
-        return records[firsts[-1]:] if firsts else records
+        return records[firsts[-1] :] if firsts else records
 
     def ends(self) -> dict[str, Record]:
         """{check: the line with which it ended last}"""
@@ -281,7 +345,9 @@ class Results:
         for r in self.read():
             if "measure" in r:
                 value = f"{r['value']:.5g}" if isinstance(r["value"], float) else str(r["value"])
-                rows.append((r["check"], r["measure"], r["case"], value[:40], r["limit"], r["verdict"]))
+                rows.append(
+                    (r["check"], r["measure"], r["case"], value[:40], r["limit"], r["verdict"])
+                )
         for name, r in self.ends().items():
             if r["ended"] != "done":
                 verdict = "not run" if r["ended"] == "skipped" else "FAILS"
@@ -289,7 +355,9 @@ class Results:
         return rows
 
 
-# ---- running ---------------------------------------------------------------------------------------------------------
+# ---- running
+# ---------------------------------------------------------------------------------------------------------
+
 
 def missing(checks: Sequence[Check], ends: Mapping[str, Record]) -> list[Check]:
     """The checks that are not done, in order; those that failed or were killed before come last."""
@@ -310,13 +378,20 @@ def write_figures(check: Check, bench: Bench, results: Results) -> None:
         if measure == "tokens/s over nanochat's" and not bench.cuda:
             limit = ""  # a CPU's speed says nothing
         verdict = "reported" if isinstance(value, str) else gpu_check.judge(value, limit)
-        results.add(check=check.name, measure=measure, case=case, value=value, limit=limit, verdict=verdict)
+        results.add(
+            check=check.name, measure=measure, case=case, value=value, limit=limit, verdict=verdict
+        )
 
 
 def write_figures_apart(check: Check, bench: Bench, args: argparse.Namespace) -> None:
     """Run a check in a process of its own."""
-    argv = [f"--check={check.name}", f"--device={bench.device.type}", f"--base-dir={bench.base}",
-            f"--out={args.out}", *(["--tiny"] if args.tiny else [])]
+    argv = [
+        f"--check={check.name}",
+        f"--device={bench.device.type}",
+        f"--base-dir={bench.base}",
+        f"--out={args.out}",
+        *(["--tiny"] if args.tiny else []),
+    ]
     group = training.launch(main, [argv], [{}])
     try:
         [code] = group.wait()
@@ -332,6 +407,7 @@ def write_figures_apart(check: Check, bench: Bench, args: argparse.Namespace) ->
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TooLong in this block after so many seconds."""
+
     def ring(number: int, frame: FrameType | None) -> None:
         raise TooLong
 
@@ -344,9 +420,13 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
 
 
-def attempt(check: Check, bench: Bench, results: Results, args: argparse.Namespace, limit_s: float) -> None:
+def attempt(
+    check: Check, bench: Bench, results: Results, args: argparse.Namespace, limit_s: float
+) -> None:
     """Run a check for at most `limit_s`, and record how it ended."""
-    began, ended, why = time.monotonic(), "done", ""
+    began = time.monotonic()
+    ended = "done"
+    why = ""
     bench.rates.update(results.rates())
     try:
         with time_limit(limit_s):
@@ -377,23 +457,45 @@ def run_missing(bench: Bench, results: Results, args: argparse.Namespace, end: f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks and print a table. Exit code 1 if a figure misses its limit, or a check failed or was killed."""
+    """Run the checks and print a table. Exit code 1 if a figure misses its limit, or a check failed
+    or was killed."""
     p = Parser(description=__doc__)
-    p.add_argument("call", nargs="?", default="first", choices=["first", "again"],
-                   help="first: start over. again: run what is missing")
-    p.add_argument("--seconds", type=float, default=600, help="no check may run longer than this after the start")
+    p.add_argument(
+        "call",
+        nargs="?",
+        default="first",
+        choices=["first", "again"],
+        help="first: start over. again: run what is missing",
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=600,
+        help="no check may run longer than this after the start",
+    )
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu needs --tiny")
     p.add_argument("--tiny", action="store_true", help="use small models, to test this script")
-    p.add_argument("--base-dir", type=Path, help="folder for data, runs and logs (default: gpu/first; with --tiny, a "
-                   "temporary one)")
+    p.add_argument(
+        "--base-dir",
+        type=Path,
+        help="folder for data, runs and logs (default: gpu/first; with --tiny, a temporary one)",
+    )
     p.add_argument("--out", type=Path, help="folder for results.jsonl (default: --base-dir)")
-    p.add_argument("--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat")
-    p.add_argument("--check", choices=[check.name for check in CHECKS], help="run only this check, without a limit")
+    p.add_argument(
+        "--peer", type=Path, metavar="DIR", help="also time base_train of this checkout of nanochat"
+    )
+    p.add_argument(
+        "--check",
+        choices=[check.name for check in CHECKS],
+        help="run only this check, without a limit",
+    )
     args = p.parse_args(argv)
     end = time.monotonic() + args.seconds
     if args.device == "cpu" and not args.tiny:
         raise ValueError("--device cpu: this would take hours; add --tiny")
-    base = args.base_dir or (Path(tempfile.mkdtemp(prefix="gpu-")) if args.tiny else Path("gpu/first"))
+    base = args.base_dir or (
+        Path(tempfile.mkdtemp(prefix="gpu-")) if args.tiny else Path("gpu/first")
+    )
     args.out = args.out or base
     results = Results(base, args.out)
     bench = gpu_check.make_bench(args.device, base, tiny=args.tiny)
@@ -413,7 +515,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_missing(bench, results, args, end)
     rows = results.rows()
     failed = sum(row[-1] == "FAILS" for row in rows)
-    print("", *table(("check", "measure", "case", "value", "limit", "verdict"), rows), f"{failed} failed", sep="\n")
+    print(
+        "",
+        *table(("check", "measure", "case", "value", "limit", "verdict"), rows),
+        f"{failed} failed",
+        sep="\n",
+    )
     if args.tiny and args.base_dir is None and not failed:  # otherwise keep the logs
         shutil.rmtree(base)
     return int(failed > 0)

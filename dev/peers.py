@@ -1,11 +1,11 @@
-"""
-What the comparisons with other programs share. Such a program has its own environment, which can import only `dev` from
-this repository:
+"""What the comparisons with other programs share. Such a program has its own environment, which
+can import only `dev` from this repository:
 
     python -m dev.compare_x ...                       starts the steps and compares their results with ours
     THEIR_PYTHON -m dev.compare_x --step=STEP DIR     runs one step; both sides exchange files in DIR
 
-Each comparison prints a line: whether both sides are the same, by how much they differ, and what was compared.
+Each comparison prints a line: whether both sides are the same, by how much they differ, and what
+was compared.
 """
 
 import os
@@ -18,8 +18,11 @@ from typing import Any
 Step = Callable[[Path], Any]
 
 
-def run_step(python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str) -> None:
-    """Have another Python run a step of `module`. It can import `dev`, and everything below `paths`."""
+def run_step(
+    python: Path | str, module: str, step: str, work: Path, *paths: Path, **env: str
+) -> None:
+    """Have another Python run a step of `module`. It can import `dev`, and everything below
+    `paths`."""
     link = work / "ours" / "dev"
     if not link.exists():
         link.parent.mkdir()
@@ -30,10 +33,18 @@ def run_step(python: Path | str, module: str, step: str, work: Path, *paths: Pat
 
 def run(command: list[str], work: Path, **env: str) -> None:
     """Run another program without a network. ValueError with the end of its output if it fails."""
-    done = subprocess.run(command, cwd=work, env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command,
+        cwd=work,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     if done.returncode:
-        raise ValueError(f"{' '.join(command[:4])} failed with exit code {done.returncode}:\n{done.stdout[-4000:]}")
+        raise ValueError(
+            f"{' '.join(command[:4])} failed with exit code {done.returncode}:\n{done.stdout[-4000:]}"
+        )
 
 
 def prose() -> list[str]:
@@ -56,24 +67,26 @@ PROMPTS = (8, 300)  # lengths of the prompts, in tokens, which are beginnings of
 
 
 def ours(source: str, num_tokens: int) -> tuple[Any, Any, Any, Any, list[list[int]]]:
-    """Results of a run's model in float32 on the CPU: (model, tokenizer, four rows of prose (4, n) int64, the logits of
-    the rows, a continuation of `num_tokens` tokens for each of PROMPTS).
+    """Results of a run's model in float32 on the CPU: (model, tokenizer, four rows of prose (4, n)
+    int64, the logits of the rows, a continuation of `num_tokens` tokens for each of PROMPTS).
 
-    The rows are longer than sequence_len and than any prompt, so even layers with long windows do not see all of
-    them."""
+    The rows are longer than sequence_len and than any prompt, so even layers with long windows do
+    not see all of them."""
     import torch
 
     from nanochat.engine import Engine, load_model
 
     model, tokenizer, _ = load_model(source, "cpu", compute_dtype=torch.float32)
     T = max(*PROMPTS, model.config.sequence_len) + 100
-    ids = torch.tensor(tokenizer.encode("\n".join(prose())))[:4 * (T - 1)].view(4, T - 1)
+    ids = torch.tensor(tokenizer.encode("\n".join(prose())))[: 4 * (T - 1)].view(4, T - 1)
     rows = torch.cat((torch.full((4, 1), tokenizer.get_bos_token_id()), ids), dim=1)
     engine = Engine(model, tokenizer)
     engine.stop_tokens = set  # type: ignore[method-assign]  # so that no token ends the text
     prompts = [rows[0, :n].tolist() for n in PROMPTS]
-    generated = [[column[0] for column, _ in engine.generate(prompt, max_tokens=num_tokens, temperature=0.0)]
-                 for prompt in prompts]
+    generated = [
+        [column[0] for column, _ in engine.generate(prompt, max_tokens=num_tokens, temperature=0.0)]
+        for prompt in prompts
+    ]
     with torch.no_grad():
         return model, tokenizer, rows, model(rows), generated
 
@@ -88,7 +101,10 @@ class Comparison:
         """Count and print one result."""
         self.num += 1
         self.failed += not equal
-        print(f"{'same' if equal else 'DIFFERS':8} {detail + ': ' if detail else ''}{name}", flush=True)
+        print(
+            f"{'same' if equal else 'DIFFERS':8} {detail + ': ' if detail else ''}{name}",
+            flush=True,
+        )
 
     def close(self, name: str, a: Any, b: Any, limit: float = 0.0) -> None:
         """Compare tensors or numbers, which may differ by at most `limit`."""

@@ -4,15 +4,17 @@ Do two versions of the code give the same bits?
     python -m dev.same_bits --old=HEAD                           # the last commit and the working tree
     python -m dev.same_bits --old=main --only=text shards        # cases whose names begin like this
 
-Each case trains a tiny model on a CPU, once with each version, on the same text. Each version trains its own tokenizer
-and writes its own token files, so a change in either is found, too. Then `scripts.compare_runs` compares the two runs:
-every digest, loss and gradient norm that was logged, and every tensor of the last checkpoint.
+Each case trains a tiny model on a CPU, once with each version, on the same text. Each version
+trains its own tokenizer and writes its own token files, so a change in either is found, too. Then
+`scripts.compare_runs` compares the two runs: every digest, loss and gradient norm that was logged,
+and every tensor of the last checkpoint.
 
     text.crop     text.split, on 2 processes     text.concat     text.curriculum: two buckets, two phases
     shards.crop, from token files                megatron.order: Megatron's sample order
 
-The exit code is 0 if all cases are equal, else 1. Run it before and after a change that must not change results. If
-a change must change them, say so in its commit. Cost: no GPU. Duration: about 10 s for each case and version.
+The exit code is 0 if all cases are equal, else 1. Run it before and after a change that must not
+change results. If a change must change them, say so in its commit. Cost: no GPU. Duration: about 10
+s for each case and version.
 """
 
 import contextlib
@@ -29,10 +31,24 @@ from nanochat.cli import Parser, run_main
 from scripts import compare_runs
 
 ROOT = Path(__file__).parents[1]
-TINY = ("--depth=2", "--aspect-ratio=16", "--head-dim=16", "--max-seq-len=128", "--device-batch-size=2",
-        "--total-batch-size=2048", "--lanes=8", "--leaves=2", "--num-iterations=6", "--warmup-steps=2",
-        "--save-every=4", "--eval-every=3", "--eval-tokens=4096", "--sample-every=-1", "--device-type=cpu",
-        "--plan=off")
+TINY = (
+    "--depth=2",
+    "--aspect-ratio=16",
+    "--head-dim=16",
+    "--max-seq-len=128",
+    "--device-batch-size=2",
+    "--total-batch-size=2048",
+    "--lanes=8",
+    "--leaves=2",
+    "--num-iterations=6",
+    "--warmup-steps=2",
+    "--save-every=4",
+    "--eval-every=3",
+    "--eval-tokens=4096",
+    "--sample-every=-1",
+    "--device-type=cpu",
+    "--plan=off",
+)
 CURRICULUM = """\
 curriculum:
 - {duration_tokens: 6_144, mix: {code: 0.7, docs: 0.3}}
@@ -43,21 +59,46 @@ CASES = {
     "text.crop": (1, "--data-path={work}/text"),
     "text.split": (2, "--data-path={work}/text --long-docs=split --overlap=16"),
     "text.concat": (1, "--data-path={work}/text --packing=concat"),
-    "text.curriculum": (1, "--data-path={work}/text --curriculum={work}/mix.yaml --allow-bucket-exhaustion"),
+    "text.curriculum": (
+        1,
+        "--data-path={work}/text --curriculum={work}/mix.yaml --allow-bucket-exhaustion",
+    ),
     "shards.crop": (1, "--data-path={work}/shards --data-format=shards"),
-    "megatron.order": (1, "--data-path={work}/megatron/train/code/shard_00000 --data-format=megatron "
-                          "--order=megatron --split=90,10,0"),
+    "megatron.order": (
+        1,
+        "--data-path={work}/megatron/train/code/shard_00000 --data-format=megatron "
+        "--order=megatron --split=90,10,0",
+    ),
 }
 
 
 def python(version: Path, work: Path, module: str, *flags: str, processes: int = 1) -> None:
-    """Run a module of one version of the code. ValueError with the end of its output if it fails."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(work), "PYTHONPATH": str(version), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *launcher, "-m", module, *flags], cwd=version, env=env, text=True,
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    """Run a module of one version of the code. ValueError with the end of its output if it
+    fails."""
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        if processes > 1
+        else []
+    )
+    env = {
+        **os.environ,
+        "NANOCHAT_BASE_DIR": str(work),
+        "PYTHONPATH": str(version),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", module, *flags],
+        cwd=version,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     if done.returncode:
-        raise ValueError(f"{module} in {version} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}")
+        raise ValueError(
+            f"{module} in {version} ended with exit code {done.returncode}:\n{done.stdout[-2000:]}"
+        )
 
 
 def prepare(version: Path, work: Path, text: Path) -> None:
@@ -67,42 +108,82 @@ def prepare(version: Path, work: Path, text: Path) -> None:
     (work / "mix.yaml").write_text(CURRICULUM)
     python(version, work, "scripts.tok_train", f"--data-path={text}", "--vocab-size=1024")
     for folder, file_format in (("shards", "gpts"), ("megatron", "megatron")):
-        python(version, work, "scripts.tok_shards", f"--input-dir={text}", f"--output-dir={work / folder}",
-               f"--tokenizer={work / 'tokenizer'}", f"--format={file_format}", "--max-length=0", "--num-workers=1")
+        python(
+            version,
+            work,
+            "scripts.tok_shards",
+            f"--input-dir={text}",
+            f"--output-dir={work / folder}",
+            f"--tokenizer={work / 'tokenizer'}",
+            f"--format={file_format}",
+            "--max-length=0",
+            "--num-workers=1",
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train all cases with both versions and compare them; 1 if a case differs. ValueError names a run that failed."""
+    """Train all cases with both versions and compare them; 1 if a case differs. ValueError names a
+    run that failed."""
     p = Parser(description=__doc__)
-    p.add_argument("--old", required=True, metavar="COMMIT", help="the version to compare the working tree with")
-    p.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only cases whose names begin with NAME")
+    p.add_argument(
+        "--old",
+        required=True,
+        metavar="COMMIT",
+        help="the version to compare the working tree with",
+    )
+    p.add_argument(
+        "--only",
+        nargs="+",
+        default=[""],
+        metavar="NAME",
+        help="only cases whose names begin with NAME",
+    )
     args = p.parse_args(argv)
     names = [name for name in CASES if name.startswith(tuple(args.only))]
     if not names:
-        raise ValueError(f"--only: no case begins with {' or '.join(args.only)}; expected {', '.join(CASES)}")
+        raise ValueError(
+            f"--only: no case begins with {' or '.join(args.only)}; expected {', '.join(CASES)}"
+        )
     with tempfile.TemporaryDirectory(prefix="same-bits-") as folder:
         root = Path(folder)
         worktree = ["git", "-C", str(ROOT), "worktree"]
-        added = subprocess.run([*worktree, "add", "-q", "--detach", str(root / "code"), args.old],
-                               capture_output=True, text=True)
+        added = subprocess.run(
+            [*worktree, "add", "-q", "--detach", str(root / "code"), args.old],
+            capture_output=True,
+            text=True,
+        )
         if added.returncode:
-            raise ValueError(f"--old={args.old}: git cannot check it out: {added.stderr.strip().splitlines()[-1]}")
+            raise ValueError(
+                f"--old={args.old}: git cannot check it out: {added.stderr.strip().splitlines()[-1]}"
+            )
         try:
             versions = {root / "old": root / "code", root / "new": ROOT}
             text = root / "text"
-            make_sample_corpus.main([f"--output-dir={text}", "--buckets", "--max-chars=1500000", "--min-chars=100000"])
+            make_sample_corpus.main(
+                [f"--output-dir={text}", "--buckets", "--max-chars=1500000", "--min-chars=100000"]
+            )
             for work, version in versions.items():
                 prepare(version, work, text)
             failed = 0
             for name in names:
                 processes, flags = CASES[name]
                 for work, version in versions.items():
-                    python(version, work, "scripts.base_train", *TINY, f"--model-tag={name}",
-                           *flags.format(work=work).split(), processes=processes)
+                    python(
+                        version,
+                        work,
+                        "scripts.base_train",
+                        *TINY,
+                        f"--model-tag={name}",
+                        *flags.format(work=work).split(),
+                        processes=processes,
+                    )
                 with contextlib.redirect_stdout(io.StringIO()) as report:
                     same = compare_runs.main([str(work / "runs" / name) for work in versions]) == 0
                 summary = report.getvalue()
-                print(f"{name}: {summary.splitlines()[0] if same else f'DIFFERS{chr(10)}{summary}'}", flush=True)
+                print(
+                    f"{name}: {summary.splitlines()[0] if same else f'DIFFERS{chr(10)}{summary}'}",
+                    flush=True,
+                )
                 failed += not same
         finally:
             subprocess.run([*worktree, "remove", "--force", str(root / "code")], check=False)

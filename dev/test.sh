@@ -28,6 +28,7 @@ export OMP_NUM_THREADS=1 # models in tests are small: more threads would only wa
 export PYTHONDONTWRITEBYTECODE= # let the many processes of the tests share compiled bytecode
 export PYTEST_XDIST_AUTO_NUM_WORKERS=$(($(getconf _NPROCESSORS_ONLN) + 1)) # some tests only wait
 run .venv/bin/python -m ruff check
+run .venv/bin/python -m ruff format --check --quiet
 # While mypy runs, compile the tests once instead of once per pytest process. pytest reports any errors below.
 [[ -d tests/__pycache__ ]] || .venv/bin/python -m pytest -n 0 --collect-only -q > /dev/null 2>&1 &
 run .venv/bin/python -m mypy

@@ -10,12 +10,14 @@ Kill a training run again and again, and compare it bit for bit with an undistur
                        x              kill 4, during set-up                               from the newest good
                        |-----...                                        -------| final    checkpoint
 
-The runs are equal if every logged line of a step, including repeated steps, has the digest, loss and gradient norm of
-the undisturbed run; if every launch begins at the newest checkpoint that was logged as saved, or later; and if the
-final weights, optimizer state, cursors and progress have the same bits. The launch after a kill judges that kill.
+The runs are equal if every logged line of a step, including repeated steps, has the digest, loss
+and gradient norm of the undisturbed run; if every launch begins at the newest checkpoint that was
+logged as saved, or later; and if the final weights, optimizer state, cursors and progress have the
+same bits. The launch after a kill judges that kill.
 
-Processes are forked from a server that has loaded torch (tests/training.py), so a launch takes half a second. Cost: two
-CPU cores and 200 MB below $TMPDIR, which are kept if anything differs. Duration: 1 to 2 minutes for 50 kills.
+Processes are forked from a server that has loaded torch (tests/training.py), so a launch takes half
+a second. Cost: two CPU cores and 200 MB below $TMPDIR, which are kept if anything differs.
+Duration: 1 to 2 minutes for 50 kills.
 """
 
 import argparse
@@ -39,10 +41,19 @@ from nanochat.common import table
 from nanochat.run_dir import CHECKPOINT_NAME, iter_log
 from tests import training
 
-EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")  # compared in every line of a step
+# compared in every line of a step
+EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")
 SETTINGS: dict[str, Any] = {
-    "max_seq_len": 64, "total_batch_size": 64 * 8, "device_batch_size": 4, "buffer_size": 8, "overlap": 16,
-    "eval_every": 50, "eval_tokens": 64 * 8, "save_every": 3, "keep_last_k": 2}
+    "max_seq_len": 64,
+    "total_batch_size": 64 * 8,
+    "device_batch_size": 4,
+    "buffer_size": 8,
+    "overlap": 16,
+    "eval_every": 50,
+    "eval_tokens": 64 * 8,
+    "save_every": 3,
+    "keep_last_k": 2,
+}
 STEPS_PER_KILL = 7  # more than a launch trains on average before its kill
 REACH = 10  # steps at most before a kill
 SETUP_S = 0.5  # about the time from a launch to its first step
@@ -50,8 +61,8 @@ SETUP_S = 0.5  # about the time from a launch to its first step
 
 @dataclass
 class Kill:
-    """One kill: the plan and the outcome. The signal comes `after_s` after the start of the launch or, if `running`,
-    after its first step."""
+    """One kill: the plan and the outcome. The signal comes `after_s` after the start of the launch
+    or, if `running`, after its first step."""
 
     number: int
     signal: int
@@ -70,29 +81,54 @@ def at_random(number: int, step_s: float, rng: random.Random) -> list[Kill]:
     kills = []
     for i in range(1, number + 1):
         running = rng.random() > 1 / 6
-        kills.append(Kill(i, signal=rng.choices((signal.SIGKILL, signal.SIGTERM, signal.SIGINT), (8, 1, 1))[0],
-                          sync_save=rng.random() < 1 / 3, running=running,
-                          after_s=rng.uniform(0, REACH * step_s if running else SETUP_S)))
+        kills.append(
+            Kill(
+                i,
+                signal=rng.choices((signal.SIGKILL, signal.SIGTERM, signal.SIGINT), (8, 1, 1))[0],
+                sync_save=rng.random() < 1 / 3,
+                running=running,
+                after_s=rng.uniform(0, REACH * step_s if running else SETUP_S),
+            )
+        )
     return kills
 
 
 def print_kills(kills: Sequence[Kill]) -> None:
     """Print a table of the kills that were judged."""
-    rows = [(kill.number, signal.Signals(kill.signal).name, "running" if kill.running else "set-up",
-             "sync" if kill.sync_save else "async", kill.last_step, kill.resumed, kill.seconds,
-             "; ".join(kill.wrong) or "equal") for kill in kills if kill.resumed is not None or kill.wrong]
-    print(*table(["kill", "signal", "when", "saves", "step", "resumed", "seconds", "the run"], rows), sep="\n")
+    rows = [
+        (
+            kill.number,
+            signal.Signals(kill.signal).name,
+            "running" if kill.running else "set-up",
+            "sync" if kill.sync_save else "async",
+            kill.last_step,
+            kill.resumed,
+            kill.seconds,
+            "; ".join(kill.wrong) or "equal",
+        )
+        for kill in kills
+        if kill.resumed is not None or kill.wrong
+    ]
+    print(
+        *table(["kill", "signal", "when", "saves", "step", "resumed", "seconds", "the run"], rows),
+        sep="\n",
+    )
 
 
-# ---- the kills ------------------------------------------------------------------------------------------------------
+# ---- the kills
+# ------------------------------------------------------------------------------------------------------
+
 
 def launch(kill: Kill, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Start the command, kill it as planned, and record the outcome. Returns the log lines of this launch."""
+    """Start the command, kill it as planned, and record the outcome. Returns the log lines of this
+    launch."""
     known = len(list(iter_log(training.log_file())))
     began = time.monotonic()
     group = training.start(sync_save=kill.sync_save or None, **settings)
     if kill.running:
-        training.wait_for(lambda: group.processes[0].exitcode is not None or "\nstep 0" in group.text())
+        training.wait_for(
+            lambda: group.processes[0].exitcode is not None or "\nstep 0" in group.text()
+        )
     time.sleep(kill.after_s)
     if group.processes[0].exitcode is None:
         os.kill(group.processes[0].pid, kill.signal)
@@ -116,11 +152,16 @@ def first_step(lines: Sequence[dict[str, Any]]) -> int | None:
     return next((record["step"] for record in lines if record.get("event") == "started"), None)
 
 
-def judge_resume(kills: Sequence[Kill], lines: Sequence[dict[str, Any]], whole: dict[int, dict[str, Any]]) -> None:
+def judge_resume(
+    kills: Sequence[Kill], lines: Sequence[dict[str, Any]], whole: dict[int, dict[str, Any]]
+) -> None:
     """Judge `kills` by the log lines of the next launch that resumed the run."""
     began = first_step(lines)
-    wrong = [f"step {r['step']} differs" for r in lines if "event" not in r
-             and any(r[name] != whole[r["step"]][name] for name in EXACT)]
+    wrong = [
+        f"step {r['step']} differs"
+        for r in lines
+        if "event" not in r and any(r[name] != whole[r["step"]][name] for name in EXACT)
+    ]
     if began is None:
         return
     for kill in kills:
@@ -128,8 +169,11 @@ def judge_resume(kills: Sequence[Kill], lines: Sequence[dict[str, Any]], whole: 
         kill.wrong += [f"checkpoint {kill.saved} was lost"] * (began < kill.saved) + wrong
 
 
-def torture(kills: Sequence[Kill], settings: dict[str, Any], whole: dict[int, dict[str, Any]]) -> None:
-    """Execute all kills, then let the run complete. A kill is judged once a launch has resumed the run."""
+def torture(
+    kills: Sequence[Kill], settings: dict[str, Any], whole: dict[int, dict[str, Any]]
+) -> None:
+    """Execute all kills, then let the run complete. A kill is judged once a launch has resumed the
+    run."""
     pending: list[Kill] = []
     for kill in tqdm(kills, unit=" kills", disable=None):
         lines = launch(kill, settings)
@@ -147,11 +191,16 @@ def torture(kills: Sequence[Kill], settings: dict[str, Any], whole: dict[int, di
 
 def judge_final() -> list[str]:
     """The differences between the final states of the two runs."""
-    whole, killed = (training.state_of(training.run_dir(tag) / "checkpoints" / "final") for tag in ("whole", "run"))
+    whole, killed = (
+        training.state_of(training.run_dir(tag) / "checkpoints" / "final")
+        for tag in ("whole", "run")
+    )
     differs = [f"{name} differs" for name in whole if whole[name] != killed[name]]
     if training.digests("whole") != training.digests():
         differs.append("digests differ")
-    return differs + [f"{name} is left over" for name in training.checkpoints() if name.startswith(".")]
+    return differs + [
+        f"{name} is left over" for name in training.checkpoints() if name.startswith(".")
+    ]
 
 
 def compare(args: argparse.Namespace) -> bool:
@@ -163,8 +212,10 @@ def compare(args: argparse.Namespace) -> bool:
     training.finish(model_tag="whole", **settings)
     whole = training.steps("whole")
     step_s = statistics.median(record["step_s"] for record in whole.values())
-    print(f"undisturbed run: {steps} steps in {time.monotonic() - began:.1f} s, {step_s * 1000:.1f} ms per step; seed "
-          f"{args.seed}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"undisturbed run: {steps} steps in {time.monotonic() - began:.1f} s, {step_s * 1000:.1f} ms per step; seed "
+        f"{args.seed}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+    )
     kills = at_random(args.kills, step_s, rng)
     try:
         torture(kills, settings, whole)
@@ -173,8 +224,10 @@ def compare(args: argparse.Namespace) -> bool:
     final = judge_final()
     equal = sum(not kill.wrong for kill in kills) if not final else 0
     repeated = len(training.all_steps()) - steps
-    print(f"final state: {'; '.join(final) or 'equal'}; {repeated} steps were repeated; "
-          f"{time.monotonic() - began:.0f} s")
+    print(
+        f"final state: {'; '.join(final) or 'equal'}; {repeated} steps were repeated; "
+        f"{time.monotonic() - began:.0f} s"
+    )
     print(f"{equal} of {len(kills)} equal")
     return equal == len(kills)
 
@@ -183,7 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Torture a run in a temporary folder. Exit code 1 if anything differs."""
     parser = Parser(description=__doc__)
     parser.add_argument("kills", type=whole(1), nargs="?", default=50, help="number of kills")
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="repeats the random choices")
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 10**6, help="repeats the random choices"
+    )
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="torture."))
     with training.workplace(folder):

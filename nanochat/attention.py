@@ -1,5 +1,5 @@
-"""
-Causal self-attention with a sliding window and grouped query heads, and the cache of keys and values for generation.
+"""Causal self-attention with a sliding window and grouped query heads, and the cache of keys and
+values for generation.
 
 A query sees itself and at most `window` tokens before it. With T = 6 and window = 2:
 
@@ -11,34 +11,37 @@ A query sees itself and at most `window` tokens before it. With T = 6 and window
           4      x x x          a window of -1, or of T - 1 or more, is the full lower triangle
           5        x x x
 
-Document masks also restrict a query to its own document. `make_masks` builds them once per batch, outside the compiled
-model, one for each window size. Padding is a document of its own:
+Document masks also restrict a query to its own document. `make_masks` builds them once per batch,
+outside the compiled model, one for each window size. Padding is a document of its own:
 
     doc_ids  0 0 1 1 1 2      query 3 (document 1) sees keys 2 and 3, query 5 only itself
 
 A model uses one of four modes:
 
-- `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full windows, and takes
-  a boolean band for short ones. The band costs as much as the full square, which is fine on a CPU and for a few
-  decoded tokens. On CUDA, short windows use `varlen_attn` (`flash`) instead: the FlashAttention-2 kernels of the
-  PyTorch wheel. They take the window as a number and skip the blocks outside it, in bfloat16 and float16 only.
+- `causal`: no document masks. `scaled_dot_product_attention` (the `sdpa` kernel) is causal for full
+  windows, and takes a boolean band for short ones. The band costs as much as the full square, which
+  is fine on a CPU and for a few decoded tokens. On CUDA, short windows use `varlen_attn` (`flash`)
+  instead: the FlashAttention-2 kernels of the PyTorch wheel. They take the window as a number and
+  skip the blocks outside it, in bfloat16 and float16 only.
 - `sdpa_mask`: an explicit (B, 1, T, T) mask, B T^2 bytes for each window. It runs everywhere.
-- `varlen`: `varlen_attn` on documents laid end to end, which it separates by their edges, without any T x T tensor.
-  It runs on CUDA only, in bfloat16 and float16 only.
-- `flex`: FlexAttention with a block mask, which skips the blocks that no query sees. It is for CUDA; on a CPU only the
-  forward pass runs, uncompiled, for tests.
+- `varlen`: `varlen_attn` on documents laid end to end, which it separates by their edges, without
+  any T x T tensor. It runs on CUDA only, in bfloat16 and float16 only.
+- `flex`: FlexAttention with a block mask, which skips the blocks that no query sees. It is for
+  CUDA; on a CPU only the forward pass runs, uncompiled, for tests.
 
-Rejected: `flex` for everything. It is fast only when compiled, and compiling it for unusual shapes, such as those of
-generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps in one graph.
+Rejected: `flex` for everything. It is fast only when compiled, and compiling it for unusual shapes,
+such as those of generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps
+in one graph.
 
-On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel. `activate_kernel` replaces it
-with version 3 from a separate package. Left to itself, PyTorch would give full windows to cuDNN on a Hopper GPU,
-but only without deterministic mode. So cuDNN is off (`prepare_cuda`), the same kernel runs in both modes, and the price
-of determinism is not the difference between two kernels. --attention-kernel=cudnn turns cuDNN on.
+On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel.
+`activate_kernel` replaces it with version 3 from a separate package. Left to itself, PyTorch would
+give full windows to cuDNN on a Hopper GPU, but only without deterministic mode. So cuDNN is off
+(`prepare_cuda`), the same kernel runs in both modes, and the price of determinism is not the
+difference between two kernels. --attention-kernel=cudnn turns cuDNN on.
 
 Repeatability: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
-`torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the same bits
-for the same number of threads.
+`torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the
+same bits for the same number of threads.
 """
 
 import functools
@@ -57,26 +60,31 @@ KERNELS = ("wheel", "cudnn", "fa3")
 INSTALL_FA3 = 'pip install "git+https://github.com/Dao-AILab/flash-attention#subdirectory=hopper"'
 MAX_FLASH_HEAD_DIM = 256
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"  # older versions of varlen_attn accept grouped heads without it
+# older versions of varlen_attn accept grouped heads without it
+NEEDS_ENABLE_GQA = torch.__version__ >= "2.12"
 
 
 class DocMasks(NamedTuple):
     """The masks that separate the documents of a batch.
 
-    same_doc: (B, T) bool, whether the previous token belongs to the same document; False for the first token of a row.
-    by_window: the mask of each window size: (B, 1, T, T) bool, True where visible; a BlockMask; or, for `varlen`, the
-    positions among the B T tokens where documents begin, int32, followed by B T.
+    same_doc: (B, T) bool, whether the previous token belongs to the same document; False for the
+    first token of a row. by_window: the mask of each window size: (B, 1, T, T) bool, True where
+    visible; a BlockMask; or, for `varlen`, the positions among the B T tokens where documents
+    begin, int32, followed by B T.
     """
 
     same_doc: Tensor
     by_window: dict[int, Any]
 
 
-def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str, num_docs: int | None = None) -> DocMasks:
+def make_masks(
+    doc_ids: Tensor, windows: Iterable[int], *, mode: str, num_docs: int | None = None
+) -> DocMasks:
     """The masks of a batch for some window sizes, on the device of doc_ids.
 
-    doc_ids: (B, T) integers, equal inside a document and different for each document of a row. mode: sdpa_mask, varlen
-    or flex. num_docs: the number of documents in all rows; without it `varlen` counts them, which waits for the device.
+    doc_ids: (B, T) integers, equal inside a document and different for each document of a row.
+    mode: sdpa_mask, varlen or flex. num_docs: the number of documents in all rows; without it
+    `varlen` counts them, which waits for the device.
     """
     T = doc_ids.size(1)
     same_doc = F.pad(doc_ids[:, 1:] == doc_ids[:, :-1], (1, 0))
@@ -91,9 +99,10 @@ def make_masks(doc_ids: Tensor, windows: Iterable[int], *, mode: str, num_docs: 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = None) -> Tensor:
     """Softmax attention, scaled by 1/sqrt(D). Returns (B, Tq, H, D) in q's dtype.
 
-    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h // (H / Hkv)). The
-    queries are the last Tq of the Tk positions: Tk > Tq continues from a cache. window: how many earlier tokens a query
-    sees, -1 for all. mask: the mask from `make_masks` for this window; requires Tq == Tk.
+    q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h
+    // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
+    window: how many earlier tokens a query sees, -1 for all. mask: the mask from `make_masks` for
+    this window; requires Tq == Tk.
     """
     Tq, Tk = q.size(1), k.size(1)
     assert Tk >= Tq and q.size(2) % k.size(2) == 0, (q.shape, k.shape)
@@ -116,10 +125,11 @@ def _flash_fits(q: Tensor, k: Tensor, window: int) -> bool:
 
 # ---- sdpa ----------------------------------------------------------------------------------------
 
+
 def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     Tq = q.size(1)
     if window >= 0:  # drop the keys before the first query's window
-        k, v = k[:, -(window + Tq):], v[:, -(window + Tq):]
+        k, v = k[:, -(window + Tq) :], v[:, -(window + Tq) :]
     Tk = k.size(1)
     if Tq == 1:  # the query sees all remaining keys
         return _sdpa(q, k, v, None)
@@ -128,13 +138,21 @@ def _causal_sdpa(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return _sdpa(q, k, v, _band(Tq, Tk, window, q.device))
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool = False
+) -> Tensor:
     if q.is_cuda and (mask is not None or q.dtype == torch.float32):
-        # CUDA's flash kernel accepts neither masks nor float32, and the other fast kernel rejects grouped heads
+        # CUDA's flash kernel accepts neither masks nor float32, and the other fast kernel rejects
+        # grouped heads
         k, v = (x.repeat_interleave(q.size(2) // x.size(2), dim=2) for x in (k, v))
     y = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask,
-        is_causal=is_causal, enable_gqa=q.size(2) != k.size(2))
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=is_causal,
+        enable_gqa=q.size(2) != k.size(2),
+    )
     return y.transpose(1, 2)
 
 
@@ -154,14 +172,18 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 
 # ---- flash ---------------------------------------------------------------------------------------
 
+
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
-    """Apply `varlen_attn`, which needs sequences laid end to end, to rows or to the documents between `edges`."""
+    """Apply `varlen_attn`, which needs sequences laid end to end, to rows or to the documents
+    between `edges`."""
     from torch.nn.attention.varlen import varlen_attn  # lazy: it imports all of dynamo
 
     B, T, H, D = q.shape
     if edges is None:
         edges = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=q.device)
-    q, k, v = q.reshape(B * T, H, D), k.reshape(B * T, -1, D), v.reshape(B * T, -1, D)
+    q = q.reshape(B * T, H, D)
+    k = k.reshape(B * T, -1, D)
+    v = v.reshape(B * T, -1, D)
     grouped: dict[str, Any] = {"enable_gqa": True} if k.size(1) != H and NEEDS_ENABLE_GQA else {}
     y = varlen_attn(q, k, v, edges, edges, T, T, window_size=(window, 0), **grouped)
     assert isinstance(y, Tensor)
@@ -169,8 +191,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = 
 
 
 def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
-    """(documents + 1,) int32: where each document starts among the B T tokens, then B T. starts: (B, T) bool.
-    A compiled model treats this length as dynamic, so one graph serves any number of documents."""
+    """(documents + 1,) int32: where each document starts among the B T tokens, then B T. starts:
+    (B, T) bool. A compiled model treats this length as dynamic, so one graph serves any number of
+    documents."""
     num_docs = int(starts.sum()) if num_docs is None else num_docs
     flat = starts.flatten()
     edges = torch.nonzero_static(flat, size=num_docs + 1, fill_value=len(flat)).view(-1).int()
@@ -179,32 +202,42 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 
 
 def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -> None:
-    """ValueError if the kernels of this mode do not accept the device, the compute dtype or the head dimension."""
+    """ValueError if the kernels of this mode do not accept the device, the compute dtype or the
+    head dimension."""
     if mode not in ("varlen", "flex"):
         return
     if device_type != "cuda":
-        raise ValueError(f"--attention-mode={mode}: its kernels need a GPU with CUDA; use "
-                         f"--attention-mode=sdpa_mask on {'a CPU' if device_type == 'cpu' else device_type}")
+        raise ValueError(
+            f"--attention-mode={mode}: its kernels need a GPU with CUDA; use "
+            f"--attention-mode=sdpa_mask on {'a CPU' if device_type == 'cpu' else device_type}"
+        )
     if mode == "flex":
         return
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
-        raise ValueError(f"--attention-mode=varlen: its kernel needs compute capability 8.0 or higher, but "
-                         f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use "
-                         f"--attention-mode=sdpa_mask")
+        raise ValueError(
+            f"--attention-mode=varlen: its kernel needs compute capability 8.0 or higher, but "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; use "
+            f"--attention-mode=sdpa_mask"
+        )
     if dtype not in FLASH_DTYPES:
-        raise ValueError(f"--attention-mode=varlen: its kernel computes in 16 bits only, but --dtype is "
-                         f"{str(dtype).removeprefix('torch.')}; use --attention-mode=flex or sdpa_mask, or "
-                         f"--dtype=bfloat16")
+        raise ValueError(
+            f"--attention-mode=varlen: its kernel computes in 16 bits only, but --dtype is "
+            f"{str(dtype).removeprefix('torch.')}; use --attention-mode=flex or sdpa_mask, or "
+            f"--dtype=bfloat16"
+        )
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
-        raise ValueError(f"--head-dim={head_dim}: the kernel of --attention-mode=varlen needs a multiple of 8 that is "
-                         f"at most {MAX_FLASH_HEAD_DIM}; use another one, or --attention-mode=flex or sdpa_mask")
+        raise ValueError(
+            f"--head-dim={head_dim}: the kernel of --attention-mode=varlen needs a multiple of 8 that is "
+            f"at most {MAX_FLASH_HEAD_DIM}; use another one, or --attention-mode=flex or sdpa_mask"
+        )
 
 
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
-    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process; `cudnn` is for full
-    windows alone. ValueError if its package is missing, if it does not run on this GPU or, in deterministic mode, if
-    repeated backward passes give different bits (as with windows in FlashAttention-3 before September 2025)."""
+    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process;
+    `cudnn` is for full windows alone. ValueError if its package is missing, if it does not run on
+    this GPU or, in deterministic mode, if repeated backward passes give different bits (as with
+    windows in FlashAttention-3 before September 2025)."""
     if device_type != "cuda":
         if kernel != "wheel":
             raise ValueError(f"--attention-kernel={kernel}: this kernel needs a GPU; omit the flag")
@@ -212,32 +245,44 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     if kernel == "cudnn":
         if deterministic:
-            raise ValueError("--attention-kernel=cudnn: this kernel is not deterministic; add --no-deterministic, or "
-                             "omit the flag")
+            raise ValueError(
+                "--attention-kernel=cudnn: this kernel is not deterministic; add --no-deterministic, or "
+                "omit the flag"
+            )
         if not prefers_cudnn():
-            raise ValueError(f"--attention-kernel=cudnn: PyTorch does not choose this kernel on "
-                             f"{torch.cuda.get_device_name()} with cuDNN {torch.backends.cudnn.version()}; omit the "
-                             f"flag")
+            raise ValueError(
+                f"--attention-kernel=cudnn: PyTorch does not choose this kernel on "
+                f"{torch.cuda.get_device_name()} with cuDNN {torch.backends.cudnn.version()}; omit the "
+                f"flag"
+            )
         return
     capability = torch.cuda.get_device_capability()
     if kernel == "wheel":
         if deterministic and capability[0] == 9:
-            log.info("note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: we estimate "
-                     "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)", INSTALL_FA3)
+            log.info(
+                "note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: we estimate "
+                "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)",
+                INSTALL_FA3,
+            )
         return
     if capability[0] != 9:
-        raise ValueError(f"--attention-kernel=fa3: this kernel does not run on {torch.cuda.get_device_name()} "
-                         f"(compute capability {capability[0]}.{capability[1]}); omit the flag")
+        raise ValueError(
+            f"--attention-kernel=fa3: this kernel does not run on {torch.cuda.get_device_name()} "
+            f"(compute capability {capability[0]}.{capability[1]}); omit the flag"
+        )
     from torch.nn.attention import activate_flash_attention_impl
 
     try:
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, AttributeError) as e:
-        raise ValueError(f"--attention-kernel=fa3: its package is missing or too old ({e}); run "
-                         f"{INSTALL_FA3}") from e
+        raise ValueError(
+            f"--attention-kernel=fa3: its package is missing or too old ({e}); run {INSTALL_FA3}"
+        ) from e
     if deterministic and not repeats(torch.device("cuda"), torch.bfloat16):
-        raise ValueError(f"--attention-kernel=fa3: repeated backward passes give different bits, so runs are "
-                         f"not reproducible; install a newer package ({INSTALL_FA3}) or add --no-deterministic")
+        raise ValueError(
+            f"--attention-kernel=fa3: repeated backward passes give different bits, so runs are "
+            f"not reproducible; install a newer package ({INSTALL_FA3}) or add --no-deterministic"
+        )
 
 
 def prefers_cudnn() -> bool:
@@ -249,9 +294,12 @@ def prefers_cudnn() -> bool:
 
 
 def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
-    """Whether repeated forward and backward passes of attention return equal bits, with short and full windows."""
+    """Whether repeated forward and backward passes of attention return equal bits, with short and
+    full windows."""
     generator = torch.Generator().manual_seed(0)
-    *inputs, grad = (torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype) for _ in range(4))
+    *inputs, grad = (
+        torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype) for _ in range(4)
+    )
     inputs = [tensor.requires_grad_() for tensor in inputs]
     for window in (256, -1):
         first: list[Tensor] = []
@@ -274,8 +322,13 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, block_mask: Any) -> Tensor:
 
     if q.is_cuda and not torch.compiler.is_compiling():  # eager code would store all (T, T) scores
         flex_attention = _compiled(flex_attention)
-    y = flex_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), block_mask=block_mask,
-                       enable_gqa=q.size(2) != k.size(2))
+    y = flex_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        block_mask=block_mask,
+        enable_gqa=q.size(2) != k.size(2),
+    )
     return y.transpose(1, 2)
 
 
@@ -294,15 +347,18 @@ def _block_mask(doc_ids: Tensor, window: int) -> Any:
 
 # ---- the cache -----------------------------------------------------------------------------------
 
-class KVCache:
-    """The keys and values of the tokens so far, for `GPT.forward(kv_cache=...)`. All rows have the same position.
 
-        k[layer], v[layer]    (B, seq_len, kv heads, head_dim); positions [0, pos) are filled
-        prev_embedding        (B, 1, n_embd): the embedding of the previous token, for smear
+class KVCache:
+    """The keys and values of the tokens so far, for `GPT.forward(kv_cache=...)`. All rows have the
+    same position.
+
+    k[layer], v[layer]    (B, seq_len, kv heads, head_dim); positions [0, pos) are filled
+    prev_embedding        (B, 1, n_embd): the embedding of the previous token, for smear
     """
 
     def __init__(self, batch_size: int, seq_len: int, *, model: Any) -> None:
-        """Allocate batch_size rows of seq_len tokens for a `GPT`, on its device and in its compute dtype."""
+        """Allocate batch_size rows of seq_len tokens for a `GPT`, on its device and in its compute
+        dtype."""
         config = model.config
         shape = (config.n_layer, batch_size, seq_len, config.n_kv_head, config.head_dim)
         options = {"dtype": model.compute_dtype, "device": model.get_device()}
@@ -322,14 +378,16 @@ class KVCache:
         self.prev_embedding.zero_()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, T, kv heads, head_dim) to a layer, and return views of all its keys and values. Call
-        `advance` after the last layer. Raises ValueError if they do not fit."""
+        """Append k, v (B, T, kv heads, head_dim) to a layer, and return views of all its keys and
+        values. Call `advance` after the last layer. Raises ValueError if they do not fit."""
         end = self.pos + k.size(1)
         if end > self.seq_len:
-            raise ValueError(f"KVCache: {end:,} tokens do not fit into {self.seq_len:,}; create it with a larger "
-                             f"seq_len")
-        self.k[layer, :, self.pos:end] = k
-        self.v[layer, :, self.pos:end] = v
+            raise ValueError(
+                f"KVCache: {end:,} tokens do not fit into {self.seq_len:,}; create it with a larger "
+                f"seq_len"
+            )
+        self.k[layer, :, self.pos : end] = k
+        self.v[layer, :, self.pos : end] = v
         return self.k[layer, :, :end], self.v[layer, :, :end]
 
     def advance(self, num_tokens: int) -> None:
@@ -337,9 +395,12 @@ class KVCache:
         self.pos += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Copy another cache into this empty one. If the other has one row, every row becomes a copy of it."""
-        assert self.pos == 0 and self.seq_len >= other.pos and other.k.size(1) in (1, self.k.size(1))
-        self.k[:, :, :other.pos] = other.k[:, :, :other.pos]
-        self.v[:, :, :other.pos] = other.v[:, :, :other.pos]
+        """Copy another cache into this empty one. If the other has one row, every row becomes a
+        copy of it."""
+        assert (
+            self.pos == 0 and self.seq_len >= other.pos and other.k.size(1) in (1, self.k.size(1))
+        )
+        self.k[:, :, : other.pos] = other.k[:, :, : other.pos]
+        self.v[:, :, : other.pos] = other.v[:, :, : other.pos]
         self.prev_embedding[:] = other.prev_embedding
         self.pos = other.pos

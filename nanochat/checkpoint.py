@@ -1,5 +1,5 @@
-"""
-Checkpoints: written so that a crash at any instant leaves a good one, read so that a corrupt one is never used.
+"""Checkpoints: written so that a crash at any instant leaves a good one, read so that a corrupt
+one is never used.
 
     RUN/checkpoints/checkpoint-1000/
       trainer_state.json              the seal: step, progress, size and checksum of every file; written last
@@ -8,35 +8,39 @@ Checkpoints: written so that a crash at any instant leaves a good one, read so t
       model/config.json               builds the module
       optimizer.bin  scheduler.bin  rng/rank_0.pkl
 
-**The seal.** A checkpoint counts only if its seal is valid. The seal holds a BLAKE2b checksum of each file and one of
-itself, computed with zeros in place of that checksum:
+**The seal.** A checkpoint counts only if its seal is valid. The seal holds a BLAKE2b checksum of
+each file and one of itself, computed with zeros in place of that checksum:
 
     {"step": 7, "files": {...}, "checksum": "00000000"}  --BLAKE2b-->  9f3c..  -->  "checksum": "9f3c.."
 
-**Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one rename gives the
-checkpoint its name. A good checkpoint of the same step is kept, because it saw the same rows; a
-corrupt one is replaced. If a completed run is extended, its old `final` is renamed to the checkpoint of the step it was
-saved at. So a good checkpoint exists at every instant.
+**Writing.** All files go into a folder with a hidden name, each one fsynced, the seal last; one
+rename gives the checkpoint its name. A good checkpoint of the same step is kept, because it saw the
+same rows; a corrupt one is replaced. If a completed run is extended, its old `final` is renamed to
+the checkpoint of the step it was saved at. So a good checkpoint exists at every instant.
 
-**Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose every byte matches
-its checksum. States hold only tensors and plain values, and are loaded with `weights_only=True`: nothing is executed.
+**Reading.** `first_good` goes from the newest checkpoint to the oldest, and takes the first whose
+every byte matches its checksum. States hold only tensors and plain values, and are loaded with
+`weights_only=True`: nothing is executed.
 
-**While training continues.** The loop waits only for a copy of the state; one thread does the rest. The next save
-waits for the one before it, so a slow disk slows training down instead of filling memory.
+**While training continues.** The loop waits only for a copy of the state; one thread does the rest.
+The next save waits for the one before it, so a slow disk slows training down instead of filling
+memory.
 
     step 100 | copy |  step 101  |  step 102  |  step 103  | ...      the loop; all collectives
                     | write, fsync, rename, prune |                   rank 0's thread: files only
                                                   ^ the next step's reduction carries the outcome
 
-**Retention.** A save may delete older checkpoints: those that are neither among the last `keep_last_k` nor at a step
-that `keep_milestone_every` divides. Without `keep_last_k`, it deletes only checkpoints saved by the 30-minute timer,
-except the newest two. For `keep_last_k` = 2 and `keep_milestone_every` = 400, just after step 700 was saved:
+**Retention.** A save may delete older checkpoints: those that are neither among the last
+`keep_last_k` nor at a step that `keep_milestone_every` divides. Without `keep_last_k`, it deletes
+only checkpoints saved by the 30-minute timer, except the newest two. For `keep_last_k` = 2 and
+`keep_milestone_every` = 400, just after step 700 was saved:
 
     checkpoint-  100   200   300   400   500   600   700   800(corrupt)   final
                   x     x     x     M     x     L     L     ?              F
 
-x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`, which counts only good checkpoints. Files of other
-programs, `final`, and checkpoints newer than the one just written are never deleted."""
+x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`, which counts only good
+checkpoints. Files of other programs, `final`, and checkpoints newer than the one just written are
+never deleted."""
 
 import contextlib
 import errno
@@ -53,7 +57,16 @@ from typing import Any
 
 import torch
 
-from nanochat.common import check_shape, duration, fsync_dir, hash_bytes, hash_file, hash_json, parse_json, read_json
+from nanochat.common import (
+    check_shape,
+    duration,
+    fsync_dir,
+    hash_bytes,
+    hash_file,
+    hash_json,
+    parse_json,
+    read_json,
+)
 from nanochat.run_dir import (
     CHECKPOINT_NAME,
     checkpoint_folders,
@@ -81,47 +94,62 @@ MAX_ERRORS = 3  # failed saves in a row that end the run
 RETRY_S = 30.0  # for which a save is repeated before its error ends the run
 
 
-# ---- plain states ----------------------------------------------------------------------------------------------------
+# ---- plain states
+# ----------------------------------------------------------------------------------------------------
+
 
 def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A contiguous copy of tensors in host memory, which later steps do not change. The memory is not pinned: PyTorch
-    rounds pinned tensors up to powers of two and keeps them until the process ends."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-            for name, tensor in state.items()}
+    """A contiguous copy of tensors in host memory, which later steps do not change. The memory is
+    not pinned: PyTorch rounds pinned tensors up to powers of two and keeps them until the process
+    ends."""
+    return {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        for name, tensor in state.items()
+    }
 
 
 def save_plain(state: Any, name: str) -> bytes:
-    """A plain state as the bytes of a file. TypeError, which begins with `name` and lists the types, for a state that
-    `load_plain` would refuse.
+    """A plain state as the bytes of a file. TypeError, which begins with `name` and lists the
+    types, for a state that `load_plain` would refuse.
 
-    The bytes are built in memory, because the exception that a full disk raises must not interrupt torch.save's C++
-    writer; so a save holds a second copy of its largest file while it writes that file."""
+    The bytes are built in memory, because the exception that a full disk raises must not interrupt
+    torch.save's C++ writer; so a save holds a second copy of its largest file while it writes that
+    file."""
     data = io.BytesIO()
     torch.save(state, data)
     data.seek(0)
     if kinds := torch.serialization.get_unsafe_globals_in_checkpoint(data):
-        raise TypeError(f"{name}: a checkpoint holds tensors and plain values, got {', '.join(kinds)}")
+        raise TypeError(
+            f"{name}: a checkpoint holds tensors and plain values, got {', '.join(kinds)}"
+        )
     return data.getvalue()  # no copy; a getbuffer() view can crash Python 3.12's garbage collector
 
 
 def load_plain(file: Path) -> Any:
-    """Load a file from `save_plain` without executing anything. Tensors are views of the file on the CPU, read on first
-    use. ValueError for anything but tensors and plain values."""
+    """Load a file from `save_plain` without executing anything. Tensors are views of the file on
+    the CPU, read on first use. ValueError for anything but tensors and plain values."""
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as e:  # broken archives raise struct.error, EOFError, RuntimeError, and empty ones EINVAL
-        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # the disk failed, which says nothing about the file
+    except Exception as e:
+        # broken archives raise struct.error, EOFError, RuntimeError, and empty ones EINVAL
+        # the disk failed, which says nothing about the file
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:
             raise
-        raise ValueError(f"{file}: refused, because it is corrupt or holds something other than tensors and plain "
-                         f"values; use another checkpoint ({type(e).__name__})") from e
+        raise ValueError(
+            f"{file}: refused, because it is corrupt or holds something other than tensors and plain "
+            f"values; use another checkpoint ({type(e).__name__})"
+        ) from e
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing
+# ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a checkpoint stores, in host memory. All ranks collect it together (`Trainer.collect`); one
-    process writes it, without any collective. `load_checkpoint` opens what was written."""
+    """Everything that a checkpoint stores, in host memory. All ranks collect it together
+    (`Trainer.collect`); one process writes it, without any collective. `load_checkpoint` opens what
+    was written."""
 
     step: int  # steps done
     states: Mapping[str, Any]  # {file name: tensors and plain values}; see `to_host`
@@ -130,31 +158,47 @@ class Snapshot:
     trainer_state: dict[str, Any]  # JSON: further fields of the seal
 
     def write(self, run_dir: Path, name: str) -> Path:
-        """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the checkpoint's path. A
-        good checkpoint of that name and step is kept as it is. OSError with the reason if writing fails: older
-        checkpoints stay unchanged, and no partial checkpoint is left behind."""
-        assert name in (f"checkpoint-{self.step}", f"checkpoint-{self.step}-shutdown", "final"), name
-        head = {"format_version": FORMAT_VERSION, "step": self.step,
-                "architecture_hash": hash_json(self.model_config), **self.trainer_state}
+        """Write RUN/checkpoints/<name> and RUN/logs/cursors/step-<step>.json.gz, and return the
+        checkpoint's path. A good checkpoint of that name and step is kept as it is. OSError with
+        the reason if writing fails: older checkpoints stay unchanged, and no partial checkpoint is
+        left behind."""
+        assert name in (f"checkpoint-{self.step}", f"checkpoint-{self.step}-shutdown", "final"), (
+            name
+        )
+        head = {
+            "format_version": FORMAT_VERSION,
+            "step": self.step,
+            "architecture_hash": hash_json(self.model_config),
+            **self.trainer_state,
+        }
         packed = pack_cursors(self.step, self.cursors)
-        contents = {CURSORS_NAME: packed, MODEL_CONFIG_NAME: json_bytes(self.model_config), **self.states}
+        contents = {
+            CURSORS_NAME: packed,
+            MODEL_CONFIG_NAME: json_bytes(self.model_config),
+            **self.states,
+        }
         target = run_dir / "checkpoints" / name
         try:
             keep_cursors(run_dir, self.step, packed)
             remake_folder(run_dir, "checkpoints")
             write_sealed(target, head, contents)
         except OSError as e:
-            raise OSError(e.errno or errno.EIO, f"checkpoint {name} could not be written to "
-                          f"{target.parent}: {e.strerror or e}; older checkpoints are untouched") from e
+            raise OSError(
+                e.errno or errno.EIO,
+                f"checkpoint {name} could not be written to "
+                f"{target.parent}: {e.strerror or e}; older checkpoints are untouched",
+            ) from e
         return target
 
 
 def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, Any]) -> None:
-    """Write and seal a checkpoint, unless a good one of head["step"] exists. `head`: the fields of the seal other
-    than its checksums. `contents`: bytes or a plain state for each relative name. An error leaves no partial file."""
+    """Write and seal a checkpoint, unless a good one of head["step"] exists. `head`: the fields of
+    the seal other than its checksums. `contents`: bytes or a plain state for each relative name. An
+    error leaves no partial file."""
     try:
         existing_step = verify_checkpoint(target)["step"]
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # another OSError may hide a good checkpoint
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # another OSError may hide a good checkpoint
         existing_step = None
     if existing_step == head["step"]:
         log.info("%s already exists and is good; it is kept", target)
@@ -164,7 +208,9 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
         temporary.mkdir()
         files = {name: write_file(temporary, name, content) for name, content in contents.items()}
         seal = {**head, "files": files, "checksum": NO_CHECKSUM}
-        write_file(temporary, STATE_NAME, json_bytes({**seal, "checksum": hash_bytes(json_bytes(seal))}))
+        write_file(
+            temporary, STATE_NAME, json_bytes({**seal, "checksum": hash_bytes(json_bytes(seal))})
+        )
         for folder in sorted({(temporary / name).parent for name in (*files, STATE_NAME)}):
             fsync_dir(folder)
         if existing_step is not None:  # a good `final`, from before the run was extended
@@ -183,7 +229,8 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
 
 
 def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
-    """Write bytes or a plain state to a new file of a checkpoint, with an fsync. Returns its record for the seal."""
+    """Write bytes or a plain state to a new file of a checkpoint, with an fsync. Returns its record
+    for the seal."""
     data = content if isinstance(content, bytes) else save_plain(content, name)
     (folder / name).parent.mkdir(exist_ok=True)
     with open(folder / name, "xb") as file:
@@ -197,11 +244,14 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-# ---- verifying -------------------------------------------------------------------------------------------------------
+# ---- verifying
+# -------------------------------------------------------------------------------------------------------
+
 
 def read_seal(path: Path) -> dict[str, Any]:
-    """The seal of the checkpoint `path`, with a verified checksum and a well-formed list of files. FileNotFoundError
-    if it is missing, ValueError if it is corrupt or has a different format; both name the file."""
+    """The seal of the checkpoint `path`, with a verified checksum and a well-formed list of files.
+    FileNotFoundError if it is missing, ValueError if it is corrupt or has a different format; both
+    name the file."""
     file = path / STATE_NAME
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing, so this checkpoint was never finished")
@@ -210,40 +260,50 @@ def read_seal(path: Path) -> dict[str, Any]:
     if hash_bytes(raw.replace(seal["checksum"].encode(), NO_CHECKSUM.encode())) != seal["checksum"]:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in it)")
     if seal.get("format_version") != FORMAT_VERSION:
-        raise ValueError(f"{file}: format {seal.get('format_version')!r:.20}, this code reads {FORMAT_VERSION}; use "
-                         f"the code that wrote it")
+        raise ValueError(
+            f"{file}: format {seal.get('format_version')!r:.20}, this code reads {FORMAT_VERSION}; use "
+            f"the code that wrote it"
+        )
     for name, record in seal["files"].items():
         check_shape(record, {"bytes": int, "blake2b": str}, f"{file}: the checksum of {name!r}")
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{file}: not written by this program ({name!r} is outside the checkpoint)")
+            raise ValueError(
+                f"{file}: not written by this program ({name!r} is outside the checkpoint)"
+            )
     return seal
 
 
 def check_file(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Compare one file of a checkpoint with its record in the seal. FileNotFoundError for a missing file, ValueError
-    for a truncated or corrupt one; the message begins with the file's path."""
+    """Compare one file of a checkpoint with its record in the seal. FileNotFoundError for a missing
+    file, ValueError for a truncated or corrupt one; the message begins with the file's path."""
     file = path / name
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing")
     if (size := file.stat().st_size) != record["bytes"]:
-        raise ValueError(f"{file}: corrupt ({size:,} bytes on disk, {STATE_NAME} says {record['bytes']:,})")
+        raise ValueError(
+            f"{file}: corrupt ({size:,} bytes on disk, {STATE_NAME} says {record['bytes']:,})"
+        )
     if hash_file(file) != record["blake2b"]:
         raise ValueError(f"{file}: corrupt (its bytes do not match the checksum in {STATE_NAME})")
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a whole checkpoint and return its seal. Raises the errors of `read_seal` and `check_file`."""
+    """Read a whole checkpoint and return its seal. Raises the errors of `read_seal` and
+    `check_file`."""
     seal = read_seal(path)
     for name, record in seal["files"].items():
         check_file(path, name, record)
     return seal
 
 
-# ---- opening ---------------------------------------------------------------------------------------------------------
+# ---- opening
+# ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint: its small files in memory, its states on disk until they are loaded."""
+    """A verified checkpoint: its small files in memory, its states on disk until they are
+    loaded."""
 
     path: Path
     trainer_state: dict[str, Any]  # the whole seal
@@ -255,48 +315,61 @@ class Checkpoint:
         return self.trainer_state["step"]
 
     def load(self, name: str) -> Any:
-        """The state in one of its files. ValueError if the seal does not list the file, or if it holds anything but
-        tensors and plain values."""
+        """The state in one of its files. ValueError if the seal does not list the file, or if it
+        holds anything but tensors and plain values."""
         if name not in self.trainer_state["files"]:
-            raise ValueError(f"{self.path / STATE_NAME}: does not list {name}; use another checkpoint")
+            raise ValueError(
+                f"{self.path / STATE_NAME}: does not list {name}; use another checkpoint"
+            )
         return load_plain(self.path / name)
 
     def model_state(self) -> dict[str, torch.Tensor]:
         return self.load(MODEL_NAME)
 
     def load_weights(self, model: torch.nn.Module) -> None:
-        """Copy the saved weights into a model. ValueError, before any change, if names or shapes differ, because the
-        model's code was edited since the save."""
+        """Copy the saved weights into a model. ValueError, before any change, if names or shapes
+        differ, because the model's code was edited since the save."""
         saved = self.model_state()
         ours = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
         differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
         if differing:
             name = differing[0]
-            raise ValueError(f"{self.path}: its weights do not fit the model of this code: {name} is "
-                             f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the "
-                             f"model, and {len(differing) - 1} others differ; restore the code that trained it, or "
-                             f"start a new run with --model-tag=NAME")
+            raise ValueError(
+                f"{self.path}: its weights do not fit the model of this code: {name} is "
+                f"{theirs.get(name, 'missing')} in the checkpoint and {ours.get(name, 'missing')} in the "
+                f"model, and {len(differing) - 1} others differ; restore the code that trained it, or "
+                f"start a new run with --model-tag=NAME"
+            )
         model.load_state_dict(saved)
 
     def optimizer_state(self) -> dict[str, Any]:
         return self.load(OPTIMIZER_NAME)
 
     def check_architecture(self, model_config: dict[str, Any]) -> None:
-        """ValueError with a diff if `model_config` differs from the saved one. Called before weights are loaded."""
+        """ValueError with a diff if `model_config` differs from the saved one. Called before
+        weights are loaded."""
         if hash_json(model_config) != self.trainer_state["architecture_hash"]:
             saved = self.model_config
-            lines = [f"{name}: the checkpoint has {saved.get(name)!r}, the model has {model_config.get(name)!r}"
-                     for name in {**saved, **model_config} if saved.get(name) != model_config.get(name)]
-            raise ValueError(f"{self.path}: the checkpoint has a different architecture; no weights were loaded. Use "
-                             "the same settings, or --model-tag NAME for a new run.\n  " + "\n  ".join(lines))
+            lines = [
+                f"{name}: the checkpoint has {saved.get(name)!r}, the model has {model_config.get(name)!r}"
+                for name in {**saved, **model_config}
+                if saved.get(name) != model_config.get(name)
+            ]
+            raise ValueError(
+                f"{self.path}: the checkpoint has a different architecture; no weights were loaded. Use "
+                "the same settings, or --model-tag NAME for a new run.\n  " + "\n  ".join(lines)
+            )
 
     def check_tokenizer(self, fingerprint: str) -> None:
-        """ValueError if the checkpoint was trained with a different tokenizer, as its fingerprint shows."""
+        """ValueError if the checkpoint was trained with a different tokenizer, as its fingerprint
+        shows."""
         expected = self.trainer_state.get("tokenizer_fingerprint", fingerprint)
         if fingerprint != expected:
-            raise ValueError(f"{self.path}: trained with the tokenizer {expected}, got {fingerprint}; put the "
-                             "run's tokenizer/ back, or use --model-tag NAME for a new run")
+            raise ValueError(
+                f"{self.path}: trained with the tokenizer {expected}, got {fingerprint}; put the "
+                "run's tokenizer/ back, or use --model-tag NAME for a new run"
+            )
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -308,13 +381,16 @@ def open_verified(path: Path, seal: dict[str, Any]) -> Checkpoint:
     """Read the small files of a verified checkpoint. ValueError if they contradict each other."""
     step, cursors = read_cursors(path / CURSORS_NAME)
     if step != seal["step"]:
-        raise ValueError(f"{path / CURSORS_NAME}: holds cursors for step {step}, but {STATE_NAME} is for step "
-                         f"{seal['step']}")
+        raise ValueError(
+            f"{path / CURSORS_NAME}: holds cursors for step {step}, but {STATE_NAME} is for step "
+            f"{seal['step']}"
+        )
     return Checkpoint(path, seal, read_json(path / MODEL_CONFIG_NAME, dict), cursors)
 
 
 def step_of(path: Path) -> float:
-    """The step in a checkpoint's seal, or in its name if the seal cannot be read, otherwise infinity."""
+    """The step in a checkpoint's seal, or in its name if the seal cannot be read, otherwise
+    infinity."""
     try:
         return read_seal(path)["step"]
     except (OSError, ValueError):
@@ -323,15 +399,20 @@ def step_of(path: Path) -> float:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run, good or corrupt, newest step first; at the same step, `final` comes first."""
-    return sorted(checkpoint_folders(run_dir).values(), reverse=True,
-                  key=lambda path: (step_of(path), path.name == "final", path.name))
+    """All checkpoints of a run, good or corrupt, newest step first; at the same step, `final` comes
+    first."""
+    return sorted(
+        checkpoint_folders(run_dir).values(),
+        reverse=True,
+        key=lambda path: (step_of(path), path.name == "final", path.name),
+    )
 
 
 def first_good(paths: Iterable[Path]) -> Checkpoint | None:
-    """The first checkpoint that verifies; None if there are no paths. Each one before it is named in a warning with the
-    reason. ValueError, with all reasons, if there are paths and every checkpoint is corrupt. OSError if the disk fails:
-    that is not corruption, and an older checkpoint is no substitute for one that may be good."""
+    """The first checkpoint that verifies; None if there are no paths. Each one before it is named
+    in a warning with the reason. ValueError, with all reasons, if there are paths and every
+    checkpoint is corrupt. OSError if the disk fails: that is not corruption, and an older
+    checkpoint is no substitute for one that may be good."""
     reasons = []
     for path in paths:
         try:
@@ -340,17 +421,21 @@ def first_good(paths: Iterable[Path]) -> Checkpoint | None:
             log.warning("%s is skipped: %s", path.name, e)
             reasons.append(str(e))
         except OSError as e:
-            raise OSError(e.errno, f"{path}: cannot be read ({e.strerror}); nothing was changed. Fix the disk or the "
-                                   f"permissions, then run the same command again") from e
+            raise OSError(
+                e.errno,
+                f"{path}: cannot be read ({e.strerror}); nothing was changed. Fix the disk or the "
+                f"permissions, then run the same command again",
+            ) from e
     if reasons:
         raise ValueError(f"no checkpoint can be used: {'; '.join(reasons)}")
     return None
 
 
 def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
-    """The checkpoint with this path, or the newest good one of the run with this tag or directory; @STEP or @NAME
-    after a run selects one. None stands for the only run. FileNotFoundError, which lists what exists, if nothing
-    matches; ValueError if every match is corrupt, with the reasons."""
+    """The checkpoint with this path, or the newest good one of the run with this tag or directory;
+    @STEP or @NAME after a run selects one. None stands for the only run. FileNotFoundError, which
+    lists what exists, if nothing matches; ValueError if every match is corrupt, with the
+    reasons."""
     text = os.fspath(find_run(None) if tag_or_path is None else tag_or_path)
     path = Path(text).expanduser()
     if (path / STATE_NAME).is_file() or path.absolute().parent.name == "checkpoints":
@@ -359,33 +444,49 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     whole = not at or path.exists() or text in list_runs()  # an @ may be part of a name
     run_dir = find_run(text if whole else run)
     checkpoints = list_checkpoints(run_dir)
-    matches = [path for path in checkpoints if whole or selector in (path.name, f"{step_of(path):.0f}")]
+    matches = [
+        path for path in checkpoints if whole or selector in (path.name, f"{step_of(path):.0f}")
+    ]
     if not matches:
         which = "" if whole else f" {selector!r}, expected a step, final, or nothing for the newest"
-        raise FileNotFoundError(f"{run_dir}: no checkpoint{which}; existing checkpoints: "
-                                f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}")
+        raise FileNotFoundError(
+            f"{run_dir}: no checkpoint{which}; existing checkpoints: "
+            f"{', '.join(path.name for path in checkpoints) or 'none yet; train it first'}"
+        )
     checkpoint = first_good(matches)
     assert checkpoint is not None  # there are matches
     return checkpoint
 
 
-# ---- retention -------------------------------------------------------------------------------------------------------
+# ---- retention
+# -------------------------------------------------------------------------------------------------------
 
-def prune(run_dir: Path, good_step: int, known: dict[str, bool], *, keep_last_k: int | None = None,
-          keep_milestone_every: int | None = None) -> list[str]:
-    """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns their names.
-    `good_step`: the step of a checkpoint that this process has just written. `known`: {name: whether the checkpoint is
-    good}; others are verified, which reads them whole, before they count, and added. Corrupt ones do not count. With
-    `keep_last_k` None, only timed checkpoints are deleted, except the newest TIMED_KEPT of them.
 
-    Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a file of another
-    program stays. A checkpoint that cannot be deleted stays, with a warning."""
+def prune(
+    run_dir: Path,
+    good_step: int,
+    known: dict[str, bool],
+    *,
+    keep_last_k: int | None = None,
+    keep_milestone_every: int | None = None,
+) -> list[str]:
+    """Delete the numbered checkpoints of a run that retention does not keep, oldest first. Returns
+    their names. `good_step`: the step of a checkpoint that this process has just written. `known`:
+    {name: whether the checkpoint is good}; others are verified, which reads them whole, before they
+    count, and added. Corrupt ones do not count. With `keep_last_k` None, only timed checkpoints are
+    deleted, except the newest TIMED_KEPT of them.
+
+    Deletes only folders whose seal is valid and is for the step in their name: a copy, a link or a
+    file of another program stays. A checkpoint that cannot be deleted stays, with a warning."""
     numbered = list[tuple[int, str, Path]]()
     for name, path in checkpoint_folders(run_dir).items():
         with contextlib.suppress(OSError, ValueError):
             seal = read_seal(path)
             step = seal["step"]
-            own = name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown") and not path.is_symlink()
+            own = (
+                name in (f"checkpoint-{step}", f"checkpoint-{step}-shutdown")
+                and not path.is_symlink()
+            )
             if own and step <= good_step and (keep_last_k is not None or seal.get("by_time")):
                 numbered.append((step, name, path))
     older, kept = sorted(numbered), 0
@@ -411,12 +512,14 @@ def prune(run_dir: Path, good_step: int, known: dict[str, bool], *, keep_last_k:
     return deleted
 
 
-# ---- saving while training continues ---------------------------------------------------------------------------------
+# ---- saving while training continues
+# ---------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a save: a message, plus the checkpoint and the duration, or the error that must end the run,
-    or nothing if training continues after an error."""
+    """The outcome of a save: a message, plus the checkpoint and the duration, or the error that
+    must end the run, or nothing if training continues after an error."""
 
     message: str
     path: Path | None = None
@@ -425,12 +528,14 @@ class Outcome:
 
 
 class Saver:
-    """Writes checkpoints on rank 0, one at a time, in a thread, and decides whether the run continues after an error.
+    """Writes checkpoints on rank 0, one at a time, in a thread, and decides whether the run
+    continues after an error.
 
-    A full disk is no reason to lose a week while an older good checkpoint exists. So the run survives an OSError,
-    unless it is the third in a row, no good checkpoint exists, or it is in the run's last save. A save whose error
-    would end the run is first repeated for RETRY_S. Any other error is a bug, and ends the run at once. `good`: a
-    checkpoint of the run that is known to be good, if one exists."""
+    A full disk is no reason to lose a week while an older good checkpoint exists. So the run
+    survives an OSError, unless it is the third in a row, no good checkpoint exists, or it is in the
+    run's last save. A save whose error would end the run is first repeated for RETRY_S. Any other
+    error is a bug, and ends the run at once. `good`: a checkpoint of the run that is known to be
+    good, if one exists."""
 
     def __init__(self, good: Path | None) -> None:
         self._good, self._errors = good, 0  # errors in a row
@@ -438,15 +543,15 @@ class Saver:
         self._pending: Future[Outcome] | None = None
 
     def start(self, write: Callable[[], Path], *, last: bool = False) -> None:
-        """Have `write` save a checkpoint in the thread; later steps must not change what it uses. `take` must have
-        returned the outcome of the previous save. `last`: the run ends after this save, so no later one can repair an
-        error."""
+        """Have `write` save a checkpoint in the thread; later steps must not change what it uses.
+        `take` must have returned the outcome of the previous save. `last`: the run ends after this
+        save, so no later one can repair an error."""
         assert self._pending is None, "one save at a time"
         self._pending = self._pool.submit(self._save, write, last)
 
     def take(self, *, wait: bool = False) -> Outcome | None:
-        """The outcome of the save in progress; each outcome is returned only once. None if no save is in progress, or
-        if it has not finished and `wait` is off."""
+        """The outcome of the save in progress; each outcome is returned only once. None if no save
+        is in progress, or if it has not finished and `wait` is off."""
         pending = self._pending
         if pending is None or not (wait or pending.done()):
             return None
@@ -458,11 +563,13 @@ class Saver:
         self._pool.shutdown()
 
     def _save(self, write: Callable[[], Path], last: bool) -> Outcome:
-        """Write one checkpoint, repeatedly if its error would end the run but may pass. Every error becomes an outcome,
-        so that the loop sees it."""
+        """Write one checkpoint, repeatedly if its error would end the run but may pass. Every error
+        becomes an outcome, so that the loop sees it."""
         began = time.perf_counter()
         outcome = self._try(write, last, began)
-        while isinstance(outcome.fatal, OSError) and not isinstance(outcome.fatal, FileNotFoundError):
+        while isinstance(outcome.fatal, OSError) and not isinstance(
+            outcome.fatal, FileNotFoundError
+        ):
             if time.perf_counter() - began >= RETRY_S:
                 break
             time.sleep(1.0)
@@ -478,10 +585,14 @@ class Saver:
             number, reason = self._errors + 1, e.strerror or str(e)
             kept = self._good.name if self._good and (self._good / STATE_NAME).is_file() else ""
             if kept and number < MAX_ERRORS and not last:
-                return Outcome(f"{reason}; training continues, {kept} is kept (error {number} of {MAX_ERRORS} in a "
-                               f"row)")
-            reason = (f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
-                      f"permissions, then run the same command again")
+                return Outcome(
+                    f"{reason}; training continues, {kept} is kept (error {number} of {MAX_ERRORS} in a "
+                    f"row)"
+                )
+            reason = (
+                f"{reason}; {f'{kept} is kept' if kept else 'no good checkpoint is left'}. Make room or fix the "
+                f"permissions, then run the same command again"
+            )
             return Outcome(reason, fatal=OSError(e.errno or errno.EIO, reason))
         except Exception as e:
             return Outcome(str(e), fatal=e)

@@ -1,5 +1,5 @@
-"""
-The command line of every script: flags, settings, flags from a file, and how a command begins and ends.
+"""The command line of every script: flags, settings, flags from a file, and how a command begins
+and ends.
 
     Parser               argparse without abbreviations, with defaults in --help and one-line errors
     --config=FILE        flags from a YAML, TOML or JSON file; a run's config.json is such a file
@@ -39,7 +39,15 @@ from typing import Any
 
 import yaml
 
-from nanochat.common import LAUNCH, WRITABLE_BASE, StopAsked, get_dist_info, public, refuse_secrets, visible
+from nanochat.common import (
+    LAUNCH,
+    WRITABLE_BASE,
+    StopAsked,
+    get_dist_info,
+    public,
+    refuse_secrets,
+    visible,
+)
 
 EXIT_FAILED = 1  # exit code after an error that one sentence explains
 EXIT_HALTED = 3  # the user must decide how the run continues
@@ -53,12 +61,13 @@ TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"
 
 # ---- settings -----------------------------------------------------------------------------------
 
-def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
-    """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry of config.json and
-    a rule for resuming. Declare a field there, or in the module that uses it.
 
-    help: the text in --help. fixed: why a resume must not change the setting; empty if it may. note: the
-    effect of a change, printed when a resume changes the setting. Further keywords:
+def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
+    """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry
+    of config.json and a rule for resuming. Declare a field there, or in the module that uses it.
+
+    help: the text in --help. fixed: why a resume must not change the setting; empty if it may.
+    note: the effect of a change, printed when a resume changes the setting. Further keywords:
 
         flag=False                   the value follows from other settings or the machine, so it has no flag
         auto=True                    the default means "automatic": a resume keeps the run's value
@@ -73,6 +82,7 @@ def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more:
 
 # ---- flags --------------------------------------------------------------------------------------
 
+
 class _Help(argparse.RawDescriptionHelpFormatter):
     """Shows every default except empty ones and those of switches."""
 
@@ -83,11 +93,13 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """The command line of every script. Flags cannot be abbreviated; `-` and `_` are interchangeable. --help shows the
-    defaults. An error is one line; for an unknown flag, it suggests a similar one."""
+    """The command line of every script. Flags cannot be abbreviated; `-` and `_` are
+    interchangeable. --help shows the defaults. An error is one line; for an unknown flag, it
+    suggests a similar one."""
 
     instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
-    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict  # selects the flags from a run's config.json
+    # selects the flags from a run's config.json
+    of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict
     example = ""  # an example of a --config file, shown in --help
     where = ""  # beginning of every error
 
@@ -95,11 +107,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Help, **kwargs})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like argparse, but report an unknown flag before a missing one, because it may be the missing one,
-        misspelled. The parser of a subcommand checks its own flags. A URL that may hold a secret is refused before any
-        message can show it."""
-        given = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word)
-                 for word in (sys.argv[1:] if args is None else args)]
+        """Parse like argparse, but report an unknown flag before a missing one, because it may be
+        the missing one, misspelled. The parser of a subcommand checks its own flags. A URL that may
+        hold a secret is refused before any message can show it."""
+        given = [
+            re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word)
+            for word in (sys.argv[1:] if args is None else args)
+        ]
         for word in given:
             refuse_secrets(word)
         if self._subparsers is None:
@@ -113,10 +127,14 @@ class Parser(argparse.ArgumentParser):
         at = given.index("--data-path") + 1 if "--data-path" in given else len(given)
         paths = [*takewhile(lambda word: not word.startswith("-"), given[at:])]
         if rest and rest[0] in paths[1:]:
-            self.error(f"--data-path: got {len(paths)} words; separate them by commas: --data-path={','.join(paths)}")
+            self.error(
+                f"--data-path: got {len(paths)} words; separate them by commas: --data-path={','.join(paths)}"
+            )
         if rest and not rest[0].startswith("-") and "--model-tag" in self._option_string_actions:
-            self.error(f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
-                       f"to read a run's flags")
+            self.error(
+                f"{rest[0]}: not a flag; use --model-tag={rest[0]} to name a run, or --config=RUN/config.json "
+                f"to read a run's flags"
+            )
         return namespace, rest
 
     def _with_file(self, given: list[str]) -> list[str]:
@@ -124,7 +142,8 @@ class Parser(argparse.ArgumentParser):
         finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--config", nargs="?")
         if path := finder.parse_known_args(given)[0].config:
-            self.where = f"--config={path}: "  # the file is parsed alone first, so that its errors name it
+            # the file is parsed alone first, so that its errors name it
+            self.where = f"--config={path}: "
             words = self._words_of(path)
             for word in words:
                 refuse_secrets(word)
@@ -137,14 +156,19 @@ class Parser(argparse.ArgumentParser):
                 flags.required = True
             self.where = ""
             given = [*words, f"--config={path}", *given]
-        if "--config" not in self._option_string_actions:  # added only now, so that a file cannot name another file
-            self.add_argument("--config", metavar="FILE", help=f"read this command's flags from a .yaml, .toml or "
-                              f".json file{self.example}; flags on the command line take precedence")
+        # added only now, so that a file cannot name another file
+        if "--config" not in self._option_string_actions:
+            self.add_argument(
+                "--config",
+                metavar="FILE",
+                help=f"read this command's flags from a .yaml, .toml or "
+                f".json file{self.example}; flags on the command line take precedence",
+            )
         return given
 
     def _words_of(self, path: str) -> list[str]:
-        """A file of flags as command-line arguments. A null value counts as absent. Exits with one sentence if the
-        file cannot be read or names an unknown flag."""
+        """A file of flags as command-line arguments. A null value counts as absent. Exits with one
+        sentence if the file cannot be read or names an unknown flag."""
         try:
             if Path(path).suffix.lower() == ".toml":
                 values: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
@@ -158,7 +182,9 @@ class Parser(argparse.ArgumentParser):
         except (ValueError, RecursionError) as e:
             self.error(f"{' '.join(str(e).split())[:150]}; expected YAML, or TOML in a .toml file")
         if not isinstance(values, dict):
-            self.error(f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12")
+            self.error(
+                f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12"
+            )
         words: list[str] = []
         for key, value in (self.of_run(values) if "derived" in values else values).items():
             name = "--" + str(key).replace("_", "-")
@@ -167,10 +193,13 @@ class Parser(argparse.ArgumentParser):
             if value is None:
                 continue
             if isinstance(value, bool) != is_switch:
-                self.error(f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}")
+                self.error(
+                    f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}"
+                )
             if is_switch:
                 name = name if value else f"--no-{name[2:]}"
-                words += [name] if name in action.option_strings else []  # a switch that stays off needs no argument
+                # a switch that stays off needs no argument
+                words += [name] if name in action.option_strings else []
             elif isinstance(value, list) and action.nargs is not None:
                 words += [name, *map(str, value)]
             else:
@@ -190,11 +219,14 @@ class Parser(argparse.ArgumentParser):
         return known[name]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Exit with one sentence if the value of a flag, or a subcommand, is not among its choices."""
+        """Exit with one sentence if the value of a flag, or a subcommand, is not among its
+        choices."""
         if action.choices is not None and value not in action.choices:
             name = "/".join(action.option_strings) or "subcommand"
-            self.error(f"{name}: got {value!r}, expected {', '.join(map(str, action.choices))}"
-                       f"{did_you_mean(str(value), map(str, action.choices))}")
+            self.error(
+                f"{name}: got {value!r}, expected {', '.join(map(str, action.choices))}"
+                f"{did_you_mean(str(value), map(str, action.choices))}"
+            )
 
     def error(self, message: str) -> Any:
         self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
@@ -202,6 +234,7 @@ class Parser(argparse.ArgumentParser):
 
 def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
     """The type of a flag: a whole number of at least `least`, or the special value `also`."""
+
     def number(text: str) -> int:
         value = int(text)
         if value < least and value != also:
@@ -214,23 +247,33 @@ def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown name: the most similar known name, or '' if none is similar."""
+    """The end of an error about an unknown name: the most similar known name, or '' if none is
+    similar."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 # ---- small files that users write ---------------------------------------------------------------
 
+
 def read_yaml(path: Path | str) -> Any:
-    """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence without the file's
-    name, if it is too large or not YAML."""
+    """The value in a YAML file. OSError if it cannot be read. ValueError, in one short sentence
+    without the file's name, if it is too large or not YAML."""
     data = _read_small(path, MAX_BYTES)
     try:
         value = yaml.safe_load(data)
         _check_plain(value)
     except RecursionError:
         raise ValueError(f"not valid YAML ({TOO_DEEP})") from None
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:  # of tags, too
+    except (
+        yaml.YAMLError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as e:
+        # of tags, too
         mark = getattr(e, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(e, "problem", None) or " ".join(str(e).split())
@@ -239,7 +282,8 @@ def read_yaml(path: Path | str) -> Any:
 
 
 def _read_small(path: Path | str, max_bytes: int) -> bytes:
-    """The bytes of a file. OSError if it cannot be read, ValueError if it has more than `max_bytes`."""
+    """The bytes of a file. OSError if it cannot be read, ValueError if it has more than
+    `max_bytes`."""
     with open(path, "rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -248,8 +292,9 @@ def _read_small(path: Path | str, max_bytes: int) -> bytes:
 
 
 def _check_plain(value: Any) -> None:
-    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), is nested more than MAX_LEVELS
-    deep, or holds more than MAX_VALUES values, as aliases of YAML within aliases do in a few hundred bytes."""
+    """ValueError if a value of YAML or TOML is more than JSON can hold (a date, a set), is nested
+    more than MAX_LEVELS deep, or holds more than MAX_VALUES values, as aliases of YAML within
+    aliases do in a few hundred bytes."""
     todo, seen = [(value, 1)], 0
     while todo:
         value, level = todo.pop()
@@ -264,15 +309,19 @@ def _check_plain(value: Any) -> None:
         elif isinstance(value, list):
             inner = value
         elif value is not None and not isinstance(value, str | int | float):
-            raise ValueError(f"{value!s:.60} is a {type(value).__name__}, which is "
-                             f"not plain text or a number; put it in quotes")
+            raise ValueError(
+                f"{value!s:.60} is a {type(value).__name__}, which is "
+                f"not plain text or a number; put it in quotes"
+            )
         todo += [(each, level + 1) for each in inner]
 
 
 # ---- how a command begins and ends --------------------------------------------------------------
 
+
 class _Aside(logging.StreamHandler):
-    """Writes records to stderr, above the progress bar: warnings as `warning: ...`, information without a prefix."""
+    """Writes records to stderr, above the progress bar: warnings as `warning: ...`, information
+    without a prefix."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = visible(public(super().format(record)))
@@ -284,24 +333,27 @@ class _Aside(logging.StreamHandler):
 
 
 def setup_logging() -> None:
-    """Send log records to stderr: warnings and errors from every rank, information from rank 0. A process killed by a
-    signal (SIGBUS when a mapped file is truncated) also prints its stack traces. Scripts call this once."""
+    """Send log records to stderr: warnings and errors from every rank, information from rank 0. A
+    process killed by a signal (SIGBUS when a mapped file is truncated) also prints its stack
+    traces. Scripts call this once."""
     faulthandler.enable(2)
     level = logging.INFO if get_dist_info()[1] == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Aside()])
 
 
 class _LastingFile(io.FileIO):
-    """A file whose reader may leave. What it can no longer take is dropped, so that no print ends a program whose real
-    output is elsewhere."""
+    """A file whose reader may leave. What it can no longer take is dropped, so that no print ends a
+    program whose real output is elsewhere."""
 
     def write(self, data: Any) -> int:
         try:
-            while (written := super().write(data)) is None:  # full, and another program set it not to wait
+            # full, and another program set it not to wait
+            while (written := super().write(data)) is None:
                 select.select([], [self.fileno()], [])
             return written
         except OSError as e:
-            if e.errno in (errno.EPIPE, errno.EIO):  # the reader or the terminal is gone: stop trying
+            # the reader or the terminal is gone: stop trying
+            if e.errno in (errno.EPIPE, errno.EIO):
                 discard(self.fileno())
             return len(data)
 
@@ -316,7 +368,8 @@ def discard(fd: int) -> None:
 
 @contextlib.contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside the context, a closed stdout or stderr (`| head`, a closed terminal) ends only that output."""
+    """Inside the context, a closed stdout or stderr (`| head`, a closed terminal) ends only that
+    output."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_lasting, before)
     try:
@@ -329,7 +382,8 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: Any) -> Any:
-    """A stream with a `_LastingFile` below it; one without a file descriptor, such as a test's buffer, as it is."""
+    """A stream with a `_LastingFile` below it; one without a file descriptor, such as a test's
+    buffer, as it is."""
     try:
         stream.flush()
         fd = stream.fileno()
@@ -340,9 +394,9 @@ def _lasting(stream: Any) -> Any:
 
 
 def quiet_gc() -> None:
-    """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs only when there are
-    100,000 more. Call this before a loop that creates no reference cycles: the search for cycles took a tenth of the
-    loader's time."""
+    """Make Python's garbage collector run rarely: it ignores the objects that exist now, and runs
+    only when there are 100,000 more. Call this before a loop that creates no reference cycles: the
+    search for cycles took a tenth of the loader's time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
@@ -350,7 +404,8 @@ def quiet_gc() -> None:
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt, like Ctrl-C, for work that may be interrupted at any point."""
+    """Make SIGTERM raise KeyboardInterrupt, like Ctrl-C, for work that may be interrupted at any
+    point."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -359,7 +414,8 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _base_hint(e: Exception) -> str:
-    """The end of an error: a remedy if a file below the base directory cannot be written, otherwise ''."""
+    """The end of an error: a remedy if a file below the base directory cannot be written, otherwise
+    ''."""
     if not isinstance(e, OSError) or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
         return ""
     base = Path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat").expanduser().absolute()
@@ -368,14 +424,16 @@ def _base_hint(e: Exception) -> str:
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a script and exit with the code that `main()` returns. The last line of every script calls this. Bad input
-    (ValueError, OSError) becomes one sentence on stderr and exit code 1. The script exits quietly if the reader closes
-    the pipe (as with `head`), and with one line after a stop or Ctrl-C. Any other exception is a bug and keeps its
-    traceback."""
+    """Run a script and exit with the code that `main()` returns. The last line of every script
+    calls this. Bad input (ValueError, OSError) becomes one sentence on stderr and exit code 1. The
+    script exits quietly if the reader closes the pipe (as with `head`), and with one line after a
+    stop or Ctrl-C. Any other exception is a bug and keeps its traceback."""
     for fd in range(3):
         try:
             os.fstat(fd)
-        except OSError:  # closed (>&-): the next file that is opened would take its place, and receive what we print
+        except OSError:
+            # closed (>&-): the next file that is opened would take its place, and receive what we
+            # print
             discard(fd)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # escapes what the terminal cannot encode

@@ -1,10 +1,10 @@
-"""
-Helpers that many modules share: the base directory, masking of secrets, data paths, files that a crash cannot leave
-half-written, JSON, hashes, formatting of output, and random permutations.
+"""Helpers that many modules share: the base directory, masking of secrets, data paths, files that
+a crash cannot leave half-written, JSON, hashes, formatting of output, and random permutations.
 
-Importing it is fast and has no side effects. Environment variables are read when a function is called
-(`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`, `WORLD_SIZE`). Functions that need
-PyTorch are in nanochat/dist.py, because it takes seconds to import and many commands and workers do without it.
+Importing it is fast and has no side effects. Environment variables are read when a function is
+called (`NANOCHAT_BASE_DIR`, default ~/.cache/nanochat, and torchrun's `RANK`, `LOCAL_RANK`,
+`WORLD_SIZE`). Functions that need PyTorch are in nanochat/dist.py, because it takes seconds to
+import and many commands and workers do without it.
 """
 
 import contextlib
@@ -37,21 +37,27 @@ WRITABLE_BASE = "; set NANOCHAT_BASE_DIR to a folder that you can write to"
 
 # ---- places -------------------------------------------------------------------------------------
 
+
 def get_base_dir() -> Path:
-    """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat, created if it does not exist.
-    OSError if it cannot be created."""
-    base = as_local_path(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR").expanduser()
+    """The folder for data, tokenizers and runs: $NANOCHAT_BASE_DIR or ~/.cache/nanochat, created if
+    it does not exist. OSError if it cannot be created."""
+    base = as_local_path(
+        os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat", "NANOCHAT_BASE_DIR"
+    ).expanduser()
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise OSError(f"{base}: the base directory cannot be created ({e.strerror}){WRITABLE_BASE}") from None
+        raise OSError(
+            f"{base}: the base directory cannot be created ({e.strerror}){WRITABLE_BASE}"
+        ) from None
     return base
 
 
 # ---- secrets ------------------------------------------------------------------------------------
 #
-# A URL may hold credentials: in its user information, https://USER:PASSWORD@host, or in its query, ?sig=...
-# Such a URL is refused on input, so that nothing stores it, and masked in messages from libraries.
+# A URL may hold credentials: in its user information, https://USER:PASSWORD@host, or in its query,
+# ?sig=... Such a URL is refused on input, so that nothing stores it, and masked in messages from
+# libraries.
 
 SCHEME = "[A-Za-z][A-Za-z0-9+.-]*:/+"
 URL = re.compile(rf"({SCHEME})([^/\s?]*@|[^@\s?]*:[^@\s?]*@)?([^\s?]*)(\?\S*)?")
@@ -62,29 +68,35 @@ def public(text: str) -> str:
     """`text`, with the user information and queries of its URLs masked."""
     if "@" not in text and "?" not in text:
         return text
-    return URL.sub(lambda url: f"{url[1]}{'***@' * bool(url[2])}{url[3]}{'?***' * bool(url[4])}", text)
+    return URL.sub(
+        lambda url: f"{url[1]}{'***@' * bool(url[2])}{url[3]}{'?***' * bool(url[4])}", text
+    )
 
 
 def refuse_secrets(word: str) -> None:
-    """ValueError, without showing the secret, if a path or command-line word is a URL with user information or a query,
-    or has such a URL after a comma, an equals sign or a short flag."""
+    """ValueError, without showing the secret, if a path or command-line word is a URL with user
+    information or a query, or has such a URL after a comma, an equals sign or a short flag."""
     # the first test is fast, even for a word that lists a thousand paths
     if ("@" in word or "?" in word) and MAY_BE_SECRET.search(word):
         flag = re.match(r"--[\w-]+(?==)", word)
         where = f"{flag[0]}: " if flag else ""
-        raise ValueError(f"{where}a URL with user information (@) or a query (?): credentials do not belong in a path, "
-                         "which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN")
+        raise ValueError(
+            f"{where}a URL with user information (@) or a query (?): credentials do not belong in a path, "
+            "which is logged; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or HF_TOKEN"
+        )
 
 
 # ---- doors --------------------------------------------------------------------------------------
 #
-# Code that only some runs need enters through a table that names it: kinds of data files (`sources.SOURCES`), packers
-# (`packing.LAYOUTS`), orders (`order.ORDERS`), tokenizers (`tokenizer.TOKENIZERS`), and what receives the log's values
-# (`run_journal.SINKS`). The rest of the program does not know what is behind a door.
+# Code that only some runs need enters through a table that names it: kinds of data files
+# (`sources.SOURCES`), packers (`packing.LAYOUTS`), orders (`order.ORDERS`), tokenizers
+# (`tokenizer.TOKENIZERS`), and what receives the log's values (`run_journal.SINKS`). The rest of
+# the program does not know what is behind a door.
+
 
 def open_door(entry: str) -> Any:
-    """The part that an entry "module:attribute" of such a table names, imported now. ModuleNotFoundError if there is
-    no such module."""
+    """The part that an entry "module:attribute" of such a table names, imported now.
+    ModuleNotFoundError if there is no such module."""
     module, _, attribute = entry.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -93,7 +105,9 @@ def open_door(entry: str) -> Any:
 #
 # Data is in local folders or in object storage, below a path such as s3://bucket/train.
 
-STORAGE = "nanochat.integrations.object_storage:open_path"  # opened by `as_path` at the first such path
+# opened by `as_path` at the first such path
+STORAGE = "nanochat.integrations.object_storage:open_path"
+
 
 @dataclass
 class Launch:
@@ -101,7 +115,8 @@ class Launch:
 
     cache: Path | str | None = None  # for local copies; default: <base dir>/object_storage
     stop: Callable[[], object] = lambda: False  # whether a wait for object storage should end
-    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # hides a progress bar
+    # hides a progress bar
+    aside: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
 
 class StopAsked(Exception):
@@ -112,7 +127,8 @@ LAUNCH = Launch()
 
 
 def begin_launch(cache: Path | str | None = None) -> None:
-    """Begin a launch: discard cached metadata of objects, so that it is requested again. `cache`: see `Launch`."""
+    """Begin a launch: discard cached metadata of objects, so that it is requested again. `cache`:
+    see `Launch`."""
     LAUNCH.cache = cache
     if "nanochat.integrations.object_storage" in sys.modules:
         sys.modules["nanochat.integrations.object_storage"].forget()
@@ -124,8 +140,9 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
-    """A data path: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which behaves like one.
-    ValueError for a URL that may hold credentials; the error does not show them."""
+    """A data path: a pathlib.Path, or a `nanochat.integrations.object_storage.RemotePath`, which
+    behaves like one. ValueError for a URL that may hold credentials; the error does not show
+    them."""
     refuse_secrets(os.fspath(path))
     if not is_remote(path):
         return Path(path)
@@ -133,16 +150,20 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def as_local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """A local path. For a path in object storage, a ValueError that begins with `what` and shows no secret."""
+    """A local path. For a path in object storage, a ValueError that begins with `what` and shows no
+    secret."""
     refuse_secrets(os.fspath(path))
     if is_remote(path):
-        raise ValueError(f"{what} {as_path(path)}: expected a local folder; download the data first, or write "
-                         "to a local folder and upload it (docs/object_storage.md)")
+        raise ValueError(
+            f"{what} {as_path(path)}: expected a local folder; download the data first, or write "
+            "to a local folder and upload it (docs/object_storage.md)"
+        )
     return Path(path)
 
 
 def local_copy(path: Path) -> Path:
-    """The path of a file, or of a local copy of an object. FileNotFoundError if the object does not exist."""
+    """The path of a file, or of a local copy of an object. FileNotFoundError if the object does not
+    exist."""
     return path.local_copy() if is_remote(path) else path  # type: ignore[attr-defined]
 
 
@@ -153,14 +174,22 @@ def make_local_copies(paths: Iterable[Path]) -> None:
 
 
 def etag_of(path: Path) -> dict[str, str]:
-    """{"etag": ...} for an object, {} for a file. A changed object is recognized by its ETag, size or footer."""
+    """{"etag": ...} for an object, {} for a file. A changed object is recognized by its ETag, size
+    or footer."""
     return {"etag": path.pinned().etag} if is_remote(path) else {}  # type: ignore[attr-defined]
 
 
-def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,
-         poll: Callable[[], object] = lambda: None) -> Iterator[B]:
-    """The results of `call` for each item, in order, computed by up to `at_once` daemon threads. The caller wakes up
-    ten times a second to call `poll`, so that Python handles signals even if a file system or object storage hangs."""
+def each(
+    call: Callable[[A], B],
+    items: Iterable[A],
+    *,
+    at_once: int = 16,
+    poll: Callable[[], object] = lambda: None,
+) -> Iterator[B]:
+    """The results of `call` for each item, in order, computed by up to `at_once` daemon threads.
+    The caller wakes up ten times a second to call `poll`, so that Python handles signals even if a
+    file system or object storage hangs."""
+
     def work(item: A, future: "Future[B]") -> None:
         try:
             future.set_result(call(item))
@@ -171,7 +200,9 @@ def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,
     while True:
         for item in itertools.islice(rest, at_once - len(running)):
             running.append(Future())
-            threading.Thread(target=work, args=(item, running[-1]), name="each", daemon=True).start()
+            threading.Thread(
+                target=work, args=(item, running[-1]), name="each", daemon=True
+            ).start()
         if not running:
             return
         while not wait([running[0]], timeout=0.1).done:
@@ -180,6 +211,7 @@ def each(call: Callable[[A], B], items: Iterable[A], *, at_once: int = 16,
 
 
 # ---- files --------------------------------------------------------------------------------------
+
 
 def fsync_dir(path: Path) -> None:
     """Make renames and new names in a folder survive a power cut."""
@@ -192,9 +224,10 @@ def fsync_dir(path: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
-    """Open for writing a file that appears at `path` only when it is complete: temporary name in the same folder,
-    fsync, rename, fsync of the folder. An exception removes the temporary file and leaves `path` unchanged. The
-    temporary file is locked while it is written (see `remove_leftovers`)."""
+    """Open for writing a file that appears at `path` only when it is complete: temporary name in
+    the same folder, fsync, rename, fsync of the folder. An exception removes the temporary file and
+    leaves `path` unchanged. The temporary file is locked while it is written (see
+    `remove_leftovers`)."""
     path = Path(path)
     # 60 characters have at most 240 bytes, and a name may have 255
     temporary = path.with_name(f".{path.name[:60]}.{secrets.token_hex(4)}.tmp")
@@ -217,8 +250,9 @@ def atomic_open(path: Path | str) -> Iterator[BinaryIO]:
 
 
 def remove_leftovers(folder: Path, *, fresh_s: float = 5.0) -> None:
-    """Remove the temporary files that killed processes left in a folder. Locked files belong to running processes and
-    are kept, and so are files younger than `fresh_s`, which may not be locked yet."""
+    """Remove the temporary files that killed processes left in a folder. Locked files belong to
+    running processes and are kept, and so are files younger than `fresh_s`, which may not be locked
+    yet."""
     for path in folder.glob(".*.????????.tmp"):
         with contextlib.suppress(OSError), path.open("rb") as f:
             if time.time() - path.stat().st_mtime >= fresh_s:
@@ -237,16 +271,21 @@ def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode())
 
 
-def read_json(path: Path | str, shape: Any = None, *,
-              remedy: str = "delete it and rerun the command that wrote it") -> Any:
-    """The JSON value in a file. FileNotFoundError if the file does not exist. ValueError, which names the file, the
-    field and the remedy, if it is corrupt or does not have the shape (see `parse_json`)."""
+def read_json(
+    path: Path | str,
+    shape: Any = None,
+    *,
+    remedy: str = "delete it and rerun the command that wrote it",
+) -> Any:
+    """The JSON value in a file. FileNotFoundError if the file does not exist. ValueError, which
+    names the file, the field and the remedy, if it is corrupt or does not have the shape (see
+    `parse_json`)."""
     return parse_json(Path(path).read_bytes(), path, shape, remedy=remedy)
 
 
 def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, remedy: str = "") -> Any:
-    """The value of JSON that may be damaged. ValueError, which begins with `name` and ends with the remedy, if it is
-    not JSON or does not have the shape:
+    """The value of JSON that may be damaged. ValueError, which begins with `name` and ends with the
+    remedy, if it is not JSON or does not have the shape:
 
         int, float, str, bool, dict, list    a value of this type (an int counts as a float)
         int | None                           one of several types; None stands for null
@@ -257,20 +296,31 @@ def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, remedy
     ending = f"; {remedy}" if remedy else ""
     try:
         value = json.loads(data)
-    except (ValueError, RecursionError) as e:  # includes UnicodeDecodeError and nesting that is too deep
+    except (ValueError, RecursionError) as e:
+        # includes UnicodeDecodeError and nesting that is too deep
         raise ValueError(f"{name}: not valid JSON ({e}){ending}") from None
     check_shape(value, shape, name, ending=ending)
     return value
 
 
 MISSING = object()
-KINDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", float: "a number",
-         bool: "true or false", type(None): "null", object: "nothing"}
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+    object: "nothing",
+}
 
 
-def check_shape(value: Any, shape: Any, name: Path | str, *, field: str = "", ending: str = "") -> None:
-    """ValueError, which begins with `name` and the first wrong field, if a value does not have the shape (see
-    `parse_json`)."""
+def check_shape(
+    value: Any, shape: Any, name: Path | str, *, field: str = "", ending: str = ""
+) -> None:
+    """ValueError, which begins with `name` and the first wrong field, if a value does not have the
+    shape (see `parse_json`)."""
     if isinstance(shape, dict) and isinstance(value, dict):
         for key, inner in shape.items():
             below = f"{field}.{key}" if field else key
@@ -308,11 +358,15 @@ def hash_file(path: Path | str) -> str:
 
 # ---- processes ----------------------------------------------------------------------------------
 
+
 def get_dist_info() -> tuple[bool, int, int, int]:
-    """(whether torchrun started this process, rank, local rank, world size), from torchrun's environment."""
+    """(whether torchrun started this process, rank, local rank, world size), from torchrun's
+    environment."""
     if "RANK" not in os.environ:
         return False, 0, 0, 1
-    rank, local_rank, world_size = (int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local_rank, world_size = (
+        int(os.environ[k]) for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     return True, rank, local_rank, world_size
 
 
@@ -324,14 +378,22 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 
 if not typing.TYPE_CHECKING:
+
     def __getattr__(name: str) -> Any:
-        """Names that forks of nanochat import from here. They need PyTorch, so dist is imported on first use."""
-        if name not in ("autodetect_device_type", "compute_cleanup", "compute_init", "get_peak_flops"):
+        """Names that forks of nanochat import from here. They need PyTorch, so dist is imported on
+        first use."""
+        if name not in (
+            "autodetect_device_type",
+            "compute_cleanup",
+            "compute_init",
+            "get_peak_flops",
+        ):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return open_door(f"nanochat.dist:{name}")
 
 
 # ---- output -------------------------------------------------------------------------------------
+
 
 def show(value: Any) -> str:
     """A readable value: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
@@ -348,13 +410,15 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def visible(text: str) -> str:
-    """`text`, made safe to print on a terminal: control characters other than tabs and newlines, and marks that
-    reverse the direction of writing, become escapes such as \\u001b, which JSON reads as the same characters."""
+    """`text`, made safe to print on a terminal: control characters other than tabs and newlines,
+    and marks that reverse the direction of writing, become escapes such as \\u001b, which JSON
+    reads as the same characters."""
     return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A header and rows as aligned lines: columns of numbers are right-aligned, columns with text left-aligned."""
+    """A header and rows as aligned lines: columns of numbers are right-aligned, columns with text
+    left-aligned."""
     columns = list(zip(*rows)) or [()] * len(header)
     cells = [[name, *map(show, column)] for name, column in zip(header, columns)]
     for column, values in zip(cells, columns):
@@ -371,8 +435,12 @@ def counted(number: int, noun: str) -> str:
 
 
 def few(paths: Iterable[PurePath | str], folder: PurePath | str | None = None) -> str:
-    """The first paths, relative to a folder, and the number of the others: a.txt, b.txt, c.txt and 7 more."""
-    names = [os.path.relpath(path, folder) if folder and not is_remote(path) else str(path) for path in paths]
+    """The first paths, relative to a folder, and the number of the others: a.txt, b.txt, c.txt and
+    7 more."""
+    names = [
+        os.path.relpath(path, folder) if folder and not is_remote(path) else str(path)
+        for path in paths
+    ]
     rest = len(names) - 3
     return ", ".join(names[:3]) + (f" and {rest:,} more" if rest > 0 else "")
 
@@ -393,18 +461,21 @@ def duration(seconds: float | None) -> str:
 
 # ---- blocks, and random numbers -----------------------------------------------------------------
 
+
 def block(j: int, m: int, V: int) -> range:
     """Block j of m in range(V): floor(jV/m) .. floor((j+1)V/m) - 1."""
     return range(j * V // m, (j + 1) * V // m)
 
 
 def words(n: int, *key: Any) -> np.ndarray:
-    """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's Philox counter
-    generator, which are the same in all versions and on all machines; `Generator.permutation` makes no such promise."""
+    """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's
+    Philox counter generator, which are the same in all versions and on all machines;
+    `Generator.permutation` makes no such promise."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Philox(key=np.frombuffer(digest, "<u8")).random_raw(n)
 
 
 def permutation(n: int, *key: Any) -> np.ndarray:
-    """(n,) int64: a permutation that depends on the key alone, not on the machine or NumPy's version."""
+    """(n,) int64: a permutation that depends on the key alone, not on the machine or NumPy's
+    version."""
     return np.argsort(words(n, *key), kind="stable")

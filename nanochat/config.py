@@ -3,24 +3,24 @@ The settings of a run: one frozen dataclass, its command-line flags, and what a 
 
     warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", fixed=STEP)
 
-This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in config.json, its rule
-for a resume, and its row in the table of settings in docs/reference.md. To add a flag in a fork, add one field here. A
-module that owns a default declares its own fields (`ScheduleSettings` in nanochat/schedule.py); its class is listed
-among the bases of `Settings`.
+This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in
+config.json, its rule for a resume, and its row in the table of settings in docs/reference.md. To
+add a flag in a fork, add one field here. A module that owns a default declares its own fields
+(`ScheduleSettings` in nanochat/schedule.py); its class is listed among the bases of `Settings`.
 
-**A run never changes what it is.** The command that starts a run also resumes it. A resume may have different flags,
-on purpose or by accident:
+**A run never changes what it is.** The command that starts a run also resumes it. A resume may have
+different flags, on purpose or by accident:
 
     the run's settings   {"depth": 12, "save_every": 100, "lanes": 64}
     the command's        {"depth": 16, "save_every": 500, "lanes": -1}
                             refused      allowed            automatic: keeps the run's 64
 
-A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume that changes it is
-refused with the reason. A setting that only decides where, how fast and how long the run computes may change; the
-change is printed, with its `note` if it has one. To train with other settings, start a new run from the old one
-(--init-from). If an old config.json lacks a setting, the default applies; if it has one that this code lacks, the
-resume is refused.
-Rejected: a warning instead of a refusal. No one reads the log of a job that resumes at night.
+A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume
+that changes it is refused with the reason. A setting that only decides where, how fast and how long
+the run computes may change; the change is printed, with its `note` if it has one. To train with
+other settings, start a new run from the old one (--init-from). If an old config.json lacks a
+setting, the default applies; if it has one that this code lacks, the resume is refused. Rejected: a
+warning instead of a refusal. No one reads the log of a job that resumes at night.
 """
 
 import argparse
@@ -63,7 +63,9 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-# Each class below is a group of --help, titled by its docstring. `cli.setting` documents the keywords.
+# Each class below is a group of --help, titled by its docstring. `cli.setting` documents the
+# keywords.
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
@@ -71,37 +73,74 @@ class RunSettings:
 
     run: str = setting("dummy", "name of the wandb run; dummy turns wandb off")
     log_to: str = setting(
-        "wandb", "where to plot the logged values: wandb (if --run names a run), tensorboard, trackio, or several of "
-        "them separated by commas")
+        "wandb",
+        "where to plot the logged values: wandb (if --run names a run), tensorboard, trackio, or several of "
+        "them separated by commas",
+    )
     model_tag: str | None = setting(
-        None, "name of the run: its folder is <base dir>/runs/NAME, where <base dir> is $NANOCHAT_BASE_DIR or "
-        "~/.cache/nanochat (default: d<depth>)", metavar="NAME")
+        None,
+        "name of the run: its folder is <base dir>/runs/NAME, where <base dir> is $NANOCHAT_BASE_DIR or "
+        "~/.cache/nanochat (default: d<depth>)",
+        metavar="NAME",
+    )
     resume: str = setting(
-        "auto", "checkpoint to start from: auto (the run's newest good one, if any) | scratch (none) | path of a "
-        "checkpoint | RUN@STEP")
-    force: bool = setting(False, "with --resume=scratch: rename an existing run directory instead of refusing")
-    device_type: str = setting("", "cuda | mps | cpu (default: the best available)",
-                               note=ROUNDING + "devices round differently")
+        "auto",
+        "checkpoint to start from: auto (the run's newest good one, if any) | scratch (none) | path of a "
+        "checkpoint | RUN@STEP",
+    )
+    force: bool = setting(
+        False, "with --resume=scratch: rename an existing run directory instead of refusing"
+    )
+    device_type: str = setting(
+        "",
+        "cuda | mps | cpu (default: the best available)",
+        note=ROUNDING + "devices round differently",
+    )
     dtype: str = setting(
-        "auto", "type of activations, embeddings and Muon's matmuls: auto | bfloat16 | float32 (without TF32)",
-        auto=True, fixed="decides the type of activations, embeddings and Muon's matmuls")
+        "auto",
+        "type of activations, embeddings and Muon's matmuls: auto | bfloat16 | float32 (without TF32)",
+        auto=True,
+        fixed="decides the type of activations, embeddings and Muon's matmuls",
+    )
     fp8: bool = setting(
-        False, "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher", fixed=STEP)
+        False,
+        "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher",
+        fixed=STEP,
+    )
     attention_kernel: str = setting(
-        "wheel", "attention on CUDA: wheel is FlashAttention-2, which comes with PyTorch; cudnn is cuDNN for full "
-        "windows, with --no-deterministic only; fa3 is a separate package", choices=KERNELS, fixed=STEP)
-    compile: str = setting("auto", "use torch.compile; auto: on CUDA only", choices=("auto", "on", "off"),
-                           note=ROUNDING + "compiled kernels round differently")
+        "wheel",
+        "attention on CUDA: wheel is FlashAttention-2, which comes with PyTorch; cudnn is cuDNN for full "
+        "windows, with --no-deterministic only; fa3 is a separate package",
+        choices=KERNELS,
+        fixed=STEP,
+    )
+    compile: str = setting(
+        "auto",
+        "use torch.compile; auto: on CUDA only",
+        choices=("auto", "on", "off"),
+        note=ROUNDING + "compiled kernels round differently",
+    )
     deterministic: bool = setting(
-        True, "on CUDA, use only kernels whose results do not depend on scheduling (default: on)", fixed=STEP)
+        True,
+        "on CUDA, use only kernels whose results do not depend on scheduling (default: on)",
+        fixed=STEP,
+    )
     seed: int = setting(42, "seed of the initial weights and of the data order", fixed=STREAM)
     data_seed: int | None = setting(
-        None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM)
-    world_size: int = setting(1, "number of processes of the launch", flag=False,
-                              note="same data; same bits if the number of processes divides the number of leaves")
+        None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM
+    )
+    world_size: int = setting(
+        1,
+        "number of processes of the launch",
+        flag=False,
+        note="same data; same bits if the number of processes divides the number of leaves",
+    )
     cpu_threads: int | None = setting(
-        None, "PyTorch's threads on a CPU (OMP_NUM_THREADS)", flag=False,
-        note=ROUNDING + "PyTorch splits sums over its threads (OMP_NUM_THREADS)")
+        None,
+        "PyTorch's threads on a CPU (OMP_NUM_THREADS)",
+        flag=False,
+        note=ROUNDING + "PyTorch splits sums over its threads (OMP_NUM_THREADS)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +148,38 @@ class ModelSettings:
     """model"""
 
     depth: int = setting(
-        20, "number of layers; width, batch size and horizon follow from it", fixed=SHAPE, least=1, most=10**4)
+        20,
+        "number of layers; width, batch size and horizon follow from it",
+        fixed=SHAPE,
+        least=1,
+        most=10**4,
+    )
     aspect_ratio: int = setting(
-        64, "model width divided by depth; the width is rounded up to whole heads", fixed=SHAPE, least=1, most=10**4)
+        64,
+        "model width divided by depth; the width is rounded up to whole heads",
+        fixed=SHAPE,
+        least=1,
+        most=10**4,
+    )
     head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
     max_seq_len: int = setting(
-        2048, "T: tokens per row that are trained on", fixed="decides the length of a row", least=1, most=10**8)
+        2048,
+        "T: tokens per row that are trained on",
+        fixed="decides the length of a row",
+        least=1,
+        most=10**8,
+    )
     attention_mode: str = setting(
-        "causal", "how attention is masked; all but causal confine it to one document", choices=tuple(MODES),
-        fixed="decides which tokens a token attends to")
+        "causal",
+        "how attention is masked; all but causal confine it to one document",
+        choices=tuple(MODES),
+        fixed="decides which tokens a token attends to",
+    )
     window_pattern: str = setting(
-        "SSSL", "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
-        fixed=SHAPE)
+        "SSSL",
+        "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
+        fixed=SHAPE,
+    )
     vocab_size: int = setting(0, "vocabulary size of the tokenizer", flag=False, fixed=SHAPE)
 
 
@@ -129,62 +188,121 @@ class DataSettings:
     """data"""
 
     data_path: str | None = setting(
-        None, "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
-        f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)")
+        None,
+        "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
+        f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)",
+    )
     val_path: str | None = setting(
-        None, "validation data (default: val/ below --data-path or files named so, else its last file; with "
-        "--order=megatron, the complete documents of the validation split)")
+        None,
+        "validation data (default: val/ below --data-path or files named so, else its last file; with "
+        "--order=megatron, the complete documents of the validation split)",
+    )
     data_format: str = setting(
-        "text", "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
+        "text",
+        "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
         "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "
-        "nanochat/source_xyz.py", fixed=STREAM)
+        "nanochat/source_xyz.py",
+        fixed=STREAM,
+    )
     tokenizer: str | None = setting(
-        None, f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
-        "scripts.tok_train writes it)", also=["--tokenizer-dir"], metavar="NAME")
+        None,
+        f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
+        "scripts.tok_train writes it)",
+        also=["--tokenizer-dir"],
+        metavar="NAME",
+    )
     eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
     tokenizer_fingerprint: str = setting(
-        "", "fingerprint of the tokenizer", flag=False,
-        fixed="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer")
+        "",
+        "fingerprint of the tokenizer",
+        flag=False,
+        fixed="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
+    )
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
-        None, "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
-        metavar="DIR")
+        None,
+        "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
+        metavar="DIR",
+    )
     without_documents: str | None = setting(
-        None, "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
-        "from 0); their tokens stay in the rows", metavar="LIST", fixed=TARGETS, of_order="lanes")
+        None,
+        "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
+        "from 0); their tokens stay in the rows",
+        metavar="LIST",
+        fixed=TARGETS,
+        of_order="lanes",
+    )
     packing: str = setting(
-        "bestfit", "how documents are packed into rows", choices=tuple(LAYOUTS), fixed=STREAM, of_order="lanes")
+        "bestfit",
+        "how documents are packed into rows",
+        choices=tuple(LAYOUTS),
+        fixed=STREAM,
+        of_order="lanes",
+    )
     pack: bool = setting(
-        True, "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
+        True,
+        "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
         "--packing=binned",
-        fixed=STREAM, of_order="lanes")
+        fixed=STREAM,
+        of_order="lanes",
+    )
     long_docs: str = setting(
-        "crop", "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
-        "on it in a later row", choices=("crop", "split"), fixed=STREAM, of_order="lanes")
+        "crop",
+        "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
+        "on it in a later row",
+        choices=("crop", "split"),
+        fixed=STREAM,
+        of_order="lanes",
+    )
     overlap: int = setting(
-        64, "with --long-docs=split: number of tokens repeated as context before the tail of a document", fixed=STREAM)
+        64,
+        "with --long-docs=split: number of tokens repeated as context before the tail of a document",
+        fixed=STREAM,
+    )
     buffer_size: int = setting(
-        128, "number of pending short documents per lane, from which bestfit fills rows", fixed=STREAM)
+        128,
+        "number of pending short documents per lane, from which bestfit fills rows",
+        fixed=STREAM,
+    )
     packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
     lanes: int = setting(
-        -1, "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
-        "data can feed", auto=True, least=1, fixed="decides each lane's share of the data")
+        -1,
+        "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
+        "data can feed",
+        auto=True,
+        least=1,
+        fixed="decides each lane's share of the data",
+    )
     leaves: int = setting(
-        -1, "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
-        ">= the number of processes", auto=True, fixed="decides the order in which gradients are added")
+        -1,
+        "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
+        ">= the number of processes",
+        auto=True,
+        fixed="decides the order in which gradients are added",
+    )
     plan: str = setting(
-        "error", "what to do when a forecast (plan) shows the data running out before the last step; off: make no plan",
-        choices=("error", "warn", "off"))
+        "error",
+        "what to do when a forecast (plan) shows the data running out before the last step; off: make no plan",
+        choices=("error", "warn", "off"),
+    )
     curriculum: dict | None = setting(
-        None, "YAML file with the mix of buckets (subfolders of the data) in each phase of the run", metavar="YAML",
+        None,
+        "YAML file with the mix of buckets (subfolders of the data) in each phase of the run",
+        metavar="YAML",
         fixed="decides which bucket each row comes from; its notation and the last phase's duration may change",
-        of_order="lanes")
+        of_order="lanes",
+    )
     allow_bucket_exhaustion: bool = setting(
-        False, "when a bucket has run dry, continue with the other buckets",
+        False,
+        "when a bucket has run dry, continue with the other buckets",
         note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
-        of_order="lanes")
+        of_order="lanes",
+    )
     allow_budget_mismatch: bool = setting(
-        False, "allow a run longer or shorter than all phases of its curriculum together", of_order="lanes")
+        False,
+        "allow a run longer or shorter than all phases of its curriculum together",
+        of_order="lanes",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,87 +310,157 @@ class MegatronSettings:
     """Megatron's order"""
 
     order: str = setting(
-        "lanes", "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
+        "lanes",
+        "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
         "the run is sample i (--attention-mode replaces reset_attention_mask; reset_position_ids would have no effect)",
-        choices=tuple(ORDERS), fixed=STREAM)
+        choices=tuple(ORDERS),
+        fixed=STREAM,
+    )
     split: str | None = setting(
-        None, "shares of training, validation and test (default: 969,30,1; with separate validation files, all "
-        "documents are used for training)", auto=True,
-        fixed="decides which documents are used for training and which for validation", of_order="megatron")
+        None,
+        "shares of training, validation and test (default: 969,30,1; with separate validation files, all "
+        "documents are used for training)",
+        auto=True,
+        fixed="decides which documents are used for training and which for validation",
+        of_order="megatron",
+    )
     blend_weights: list | None = setting(
-        None, "weight of each path in --data-path (default: every sample is used once; a single path is "
-        "repeated as needed)", type=numbers, metavar="A,B", fixed=STREAM, of_order="megatron")
+        None,
+        "weight of each path in --data-path (default: every sample is used once; a single path is "
+        "repeated as needed)",
+        type=numbers,
+        metavar="A,B",
+        fixed=STREAM,
+        of_order="megatron",
+    )
     eod_mask_loss: bool = setting(
-        False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron")
+        False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron"
+    )
     num_samples: int = setting(
-        -1, "number of samples in the whole run", flag=False, auto=True,
-        fixed="decides Megatron's order, which is a shuffle of exactly this many samples")
+        -1,
+        "number of samples in the whole run",
+        flag=False,
+        auto=True,
+        fixed="decides Megatron's order, which is a shuffle of exactly this many samples",
+    )
     index_cache: str | None = setting(
-        None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR")
+        None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorizonSettings:
-    """length of the run (the first one set applies; a curriculum takes precedence over --target-param-data-ratio)"""
+    """length of the run (the first one set applies; a curriculum takes precedence over
+    --target-param-data-ratio)"""
 
-    num_iterations: int = setting(-1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS)
+    num_iterations: int = setting(
+        -1, "number of optimizer steps; -1: not set", note=HORIZON, least=1, most=MOST_STEPS
+    )
     target_flops: float = setting(-1.0, "number of FLOPs to spend; -1: not set", note=HORIZON)
     target_param_data_ratio: float = setting(
-        12.0, "tokens per parameter of the layers and the output head; -1: not set", note=HORIZON)
+        12.0, "tokens per parameter of the layers and the output head; -1: not set", note=HORIZON
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """optimization (base rates are for batches of 2^19 tokens and, for embeddings and head, width 768)"""
+    """optimization (base rates are for batches of 2^19 tokens and, for embeddings and head, width
+    768)"""
 
     activation_checkpointing: bool = setting(
-        False, "recompute each layer in the backward pass: slower, but needs far less memory",
-        note=ROUNDING + "its compiled kernels differ")
+        False,
+        "recompute each layer in the backward pass: slower, but needs far less memory",
+        note=ROUNDING + "its compiled kernels differ",
+    )
     device_batch_size: int = setting(
-        -1, "B: rows per forward pass; -1: the largest power of two that fits into memory", auto=True, least=1,
-        most=10**6, note=ROUNDING + "sums are grouped differently")
+        -1,
+        "B: rows per forward pass; -1: the largest power of two that fits into memory",
+        auto=True,
+        least=1,
+        most=10**6,
+        note=ROUNDING + "sums are grouped differently",
+    )
     total_batch_size: int = setting(
-        -1, "tokens per step; -1: derived from the size of the model", auto=True, fixed=STEP, least=1, most=10**12)
-    embedding_lr: float = setting(0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
+        -1,
+        "tokens per step; -1: derived from the size of the model",
+        auto=True,
+        fixed=STEP,
+        least=1,
+        most=10**12,
+    )
+    embedding_lr: float = setting(
+        0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE
+    )
     unembedding_lr: float = setting(
-        0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
-    matrix_lr: float = setting(0.02, "learning rate of the matrices (Muon)", fixed=STEP, least=0, most=MAX_RATE)
+        0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE
+    )
+    matrix_lr: float = setting(
+        0.02, "learning rate of the matrices (Muon)", fixed=STEP, least=0, most=MAX_RATE
+    )
     scalar_lr: float = setting(
-        0.5, "learning rate of the scalars of each layer (AdamW)", fixed=STEP, least=0, most=MAX_RATE)
+        0.5,
+        "learning rate of the scalars of each layer (AdamW)",
+        fixed=STEP,
+        least=0,
+        most=MAX_RATE,
+    )
     weight_decay: float = setting(0.28, "cautious weight decay of the matrices", fixed=STEP)
     max_grad_norm: float | None = setting(
-        None, "scale larger gradients down to this norm (default: off)", fixed=STEP, above=0)
+        None, "scale larger gradients down to this norm (default: off)", fixed=STEP, above=0
+    )
     skip_spikes: float | None = setting(
-        None, "skip the update of a step whose loss or gradient norm is this many robust deviations above the median "
-        "of the last 128 steps (default: off)", metavar="SIGMA", fixed=STEP, above=0)
+        None,
+        "skip the update of a step whose loss or gradient norm is this many robust deviations above the median "
+        "of the last 128 steps (default: off)",
+        metavar="SIGMA",
+        fixed=STEP,
+        above=0,
+    )
     z_loss: float = setting(
-        0.0, "coefficient of the squared logsumexp of the logits, added to the training loss only; reported losses "
-        "exclude it", fixed=STEP, least=0)
+        0.0,
+        "coefficient of the squared logsumexp of the logits, added to the training loss only; reported losses "
+        "exclude it",
+        fixed=STEP,
+        least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """evaluating and saving (every N steps and at the end; -1: never; --save-every=-1: every 30 minutes)"""
+    """evaluating and saving (every N steps and at the end; -1: never; --save-every=-1: every 30
+    minutes)"""
 
     eval_every: int = setting(250, "steps between evaluations")
     eval_tokens: int = setting(
-        80 * 524288, "validation tokens per evaluation",
-        note="bits per byte before and after the change are measured on different amounts of text")
+        80 * 524288,
+        "validation tokens per evaluation",
+        note="bits per byte before and after the change are measured on different amounts of text",
+    )
     core_metric_every: int = setting(-1, "steps between evaluations of the CORE metric")
     core_metric_max_per_task: int = setting(500, "examples per CORE task; -1: all")
     eval_bundle: str | None = setting(
-        None, "folder of the CORE tasks (default: <base dir>/eval_bundle)", metavar="DIR")
-    sample_every: int = setting(2000, "steps between samples, in which the model continues validation text")
+        None, "folder of the CORE tasks (default: <base dir>/eval_bundle)", metavar="DIR"
+    )
+    sample_every: int = setting(
+        2000, "steps between samples, in which the model continues validation text"
+    )
     save_every: int = setting(
-        -1, "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end")
+        -1,
+        "steps between checkpoints; -1: one every 30 minutes, keeping the newest two; 0: only at the end",
+    )
     profile_steps: str | None = setting(
-        None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B")
+        None, "write PyTorch's profile of steps A to B - 1 into the run directory", metavar="A:B"
+    )
     sync_save: bool = setting(False, "pause training until each checkpoint is written")
     keep_last_k: int | None = setting(
-        None, "keep only the newest N numbered checkpoints (default: all, but only the newest two of those saved every "
-        "30 minutes)", least=1)
+        None,
+        "keep only the newest N numbered checkpoints (default: all, but only the newest two of those saved every "
+        "30 minutes)",
+        least=1,
+    )
     keep_milestone_every: int | None = setting(
-        None, "also keep the checkpoints of steps divisible by N", least=1)
+        None, "also keep the checkpoints of steps divisible by N", least=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,24 +468,49 @@ class LongRunSettings:
     """long runs, and new runs from old ones"""
 
     max_runtime_seconds: float = setting(
-        -1.0, "time limit; the run saves and stops before it (default: the end of the SLURM job, else "
-        "NANOCHAT_MAX_RUNTIME)")
+        -1.0,
+        "time limit; the run saves and stops before it (default: the end of the SLURM job, else "
+        "NANOCHAT_MAX_RUNTIME)",
+    )
     walltime_reserve_seconds: float = setting(
-        120.0, "minimum time reserved for the last save before the limit", least=0)
-    collective_timeout_seconds: float = setting(600.0, "end the run if a rank hangs for this long", above=0)
+        120.0, "minimum time reserved for the last save before the limit", least=0
+    )
+    collective_timeout_seconds: float = setting(
+        600.0, "end the run if a rank hangs for this long", above=0
+    )
     init_from: str | None = setting(
-        None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN)
-    init_optimizer: bool = setting(False, "with --init-from: also load that run's optimizer state", fixed=ORIGIN)
-    init_data: str = setting("fresh", "with --init-from: start at the beginning of the data, or where that "
-                             "checkpoint stopped reading", choices=("fresh", "continue"), fixed=ORIGIN)
-    skip_steps: int = setting(0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0)
+        None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN
+    )
+    init_optimizer: bool = setting(
+        False, "with --init-from: also load that run's optimizer state", fixed=ORIGIN
+    )
+    init_data: str = setting(
+        "fresh",
+        "with --init-from: start at the beginning of the data, or where that "
+        "checkpoint stopped reading",
+        choices=("fresh", "continue"),
+        fixed=ORIGIN,
+    )
+    skip_steps: int = setting(
+        0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerSettings, HorizonSettings,
-               MegatronSettings, TextSettings, DataSettings, ModelSettings, RunSettings):
-    """All settings of a run. (A dataclass lists the fields of its last base first.) Raises ValueError for values out
-    of bounds and for flags that contradict each other."""
+class Settings(
+    LongRunSettings,
+    EvaluationSettings,
+    ScheduleSettings,
+    OptimizerSettings,
+    HorizonSettings,
+    MegatronSettings,
+    TextSettings,
+    DataSettings,
+    ModelSettings,
+    RunSettings,
+):
+    """All settings of a run. (A dataclass lists the fields of its last base first.) Raises
+    ValueError for values out of bounds and for flags that contradict each other."""
 
     def __post_init__(self) -> None:
         for name, value in self.differing().items():
@@ -306,36 +519,54 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
                 raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
             if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
                 most = f" and at most {rule['most']:,}" if "most" in rule else ""
-                raise ValueError(f"{flag(name)}: got {value}, expected at least {rule['least']}{most}")
+                raise ValueError(
+                    f"{flag(name)}: got {value}, expected at least {rule['least']}{most}"
+                )
             if "above" in rule and not value > rule["above"]:
-                raise ValueError(f"{flag(name)}: got {value}, expected a number above {rule['above']}")
+                raise ValueError(
+                    f"{flag(name)}: got {value}, expected a number above {rule['above']}"
+                )
             if rule.get("of_order", self.order) != self.order:
-                raise ValueError(f"{flag(name)}: has no effect with --order={self.order}; remove it from the flags or "
-                                 f"the --config file, or use --order={rule['of_order']}")
+                raise ValueError(
+                    f"{flag(name)}: has no effect with --order={self.order}; remove it from the flags or "
+                    f"the --config file, or use --order={rule['of_order']}"
+                )
         if not set(self.log_to.split(",")) <= {"wandb", "tensorboard", "trackio"}:
-            raise ValueError(f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
-                             "separated by commas")
+            raise ValueError(
+                f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
+                "separated by commas"
+            )
         if self.profile_steps is not None and self.profiled is None:
-            raise ValueError(f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
-                             "after the last, such as 10:13")
+            raise ValueError(
+                f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
+                "after the last, such as 10:13"
+            )
         if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
-            raise ValueError(f"--blend-weights: got {self.blend_weights}, expected finite numbers above 0; to train "
-                             "without a path, remove it from --data-path")
+            raise ValueError(
+                f"--blend-weights: got {self.blend_weights}, expected finite numbers above 0; to train "
+                "without a path, remove it from --data-path"
+            )
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
-            raise ValueError("--init-optimizer, --init-data: apply only to a run that starts from another run; name "
-                             "that other run with --init-from=RUN")
+            raise ValueError(
+                "--init-optimizer, --init-data: apply only to a run that starts from another run; name "
+                "that other run with --init-from=RUN"
+            )
         for name, value in Selection.of(asdict(self)).named().items():
             if self.data_format in ("shards", "megatron"):
-                raise ValueError(f"{flag(name)}={value}: applies to text only, but --data-format is "
-                                 f"{self.data_format}; remove it")
+                raise ValueError(
+                    f"{flag(name)}={value}: applies to text only, but --data-format is "
+                    f"{self.data_format}; remove it"
+                )
         if self.order == "megatron" and self.data_format != "megatron":
-            raise ValueError(f"--order=megatron: needs Megatron's files, but --data-format is {self.data_format}; use "
-                             "--data-format=megatron or --order=lanes")
+            raise ValueError(
+                f"--order=megatron: needs Megatron's files, but --data-format is {self.data_format}; use "
+                "--data-format=megatron or --order=lanes"
+            )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Settings":
-        """The settings in a run's config.json. A missing setting gets its default; unknown entries are ignored.
-        ValueError for a value that is invalid for its setting."""
+        """The settings in a run's config.json. A missing setting gets its default; unknown entries
+        are ignored. ValueError for a value that is invalid for its setting."""
         values = {name: value[name] for name in FIELDS if name in value}
         where = "restore the run's config.json, which was damaged or edited"
         check_shape(values, {name: TYPES[name] for name in values}, where)
@@ -372,14 +603,19 @@ class Settings(LongRunSettings, EvaluationSettings, ScheduleSettings, OptimizerS
 
     @property
     def profiled(self) -> tuple[int, int] | None:
-        """(first, last + 1) of the steps to profile, None if `profile_steps` is empty or malformed."""
+        """(first, last + 1) of the steps to profile, None if `profile_steps` is empty or
+        malformed."""
         match = re.fullmatch(r"(\d{1,12}):(\d{1,12})", self.profile_steps or "", re.ASCII)
         first, end = (int(match[1]), int(match[2])) if match else (0, 0)
         return (first, end) if first < end else None
 
     def differing(self) -> dict[str, Any]:
         """{name: value} of the settings that differ from their defaults."""
-        return {name: getattr(self, name) for name, f in FIELDS.items() if getattr(self, name) != f.default}
+        return {
+            name: getattr(self, name)
+            for name, f in FIELDS.items()
+            if getattr(self, name) != f.default
+        }
 
 
 FIELDS = {f.name: f for f in fields(Settings)}
@@ -388,29 +624,39 @@ TYPES = get_type_hints(Settings)
 
 # ---- the command line ---------------------------------------------------------------------------
 
-SECTION = ("each setting has its own flag, such as --data-path=DIR or --num-iterations=1000; for gpt-simple's file, "
-           "python -m scripts.help --translate FILE prints the command line")
-# Settings of older versions, in the config.json of their runs. They decided no bit, so such a run resumes without them.
+SECTION = (
+    "each setting has its own flag, such as --data-path=DIR or --num-iterations=1000; for gpt-simple's file, "
+    "python -m scripts.help --translate FILE prints the command line"
+)
+# Settings of older versions, in the config.json of their runs. They decided no bit, so such a run
+# resumes without them.
 REMOVED = frozenset({"log_every", "row_losses", "tokenizer_dir"})  # the last is now --tokenizer
 ELSEWHERE = {  # flags of other programs and of older versions
     "--log-every": "omit it; every step is printed",
-    **dict.fromkeys(("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"),
+    **dict.fromkeys(
+        ("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"
+    ),
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
-                          "from the newest",
+    "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "
-                                 "(--model-tag) with --init-from=RUN --init-optimizer --init-data=continue",
+    "(--model-tag) with --init-from=RUN --init-optimizer --init-data=continue",
     "--batch-size": "use --device-batch-size for the rows per forward pass of one process, or --total-batch-size for "
-                    "the tokens per step of all processes",
-    **dict.fromkeys(("--learning-rate", "--lr"), "each kind of parameter has its own: --matrix-lr, "
-                    "--embedding-lr, --unembedding-lr and --scalar-lr"),
+    "the tokens per step of all processes",
+    **dict.fromkeys(
+        ("--learning-rate", "--lr"),
+        "each kind of parameter has its own: --matrix-lr, "
+        "--embedding-lr, --unembedding-lr and --scalar-lr",
+    ),
     # gpt-simple's
     **dict.fromkeys(("--data", "--training", "--optimizer", "--model"), SECTION),
     "--training.resume": "use --resume=auto (the default), --resume=scratch with --force, or --resume=PATH",
     "--training.max-steps": "use --num-iterations",
     "--training.output-dir": "use --model-tag to name the run; its folder is in NANOCHAT_BASE_DIR/runs",
     "--training.wandb-run-name": "use --run",
-    **{f"--training.{name}": f"use --{name}" for name in
-       ("keep-last-k", "max-runtime-seconds", "walltime-reserve-seconds", "seed")},
+    **{
+        f"--training.{name}": f"use --{name}"
+        for name in ("keep-last-k", "max-runtime-seconds", "walltime-reserve-seconds", "seed")
+    },
     "--data.path": "use --data-path",
     "--data.tokenizer": "use --tokenizer",
     "--data.format": "use --data-format=shards (for gpt-simple's pretokenized) or --data-format=text (for its jsonl)",
@@ -418,8 +664,8 @@ ELSEWHERE = {  # flags of other programs and of older versions
 
 
 def flag(name: str) -> str:
-    """The flag of a setting; for a switch that is on by default, the flag that turns it off; for a setting without a
-    flag, its name."""
+    """The flag of a setting; for a switch that is on by default, the flag that turns it off; for a
+    setting without a flag, its name."""
     f = FIELDS.get(name)
     if f is not None and not f.metadata.get("flag", True):
         return name
@@ -427,23 +673,34 @@ def flag(name: str) -> str:
 
 
 def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = True) -> Parser:
-    """Add the flags of all settings except `without` to a parser, in their groups. Without `listed`, --help omits
-    them."""
-    parser.instead, parser.of_run, parser.usage = ELSEWHERE, flags_of_run, "%(prog)s [flags]"
+    """Add the flags of all settings except `without` to a parser, in their groups. Without
+    `listed`, --help omits them."""
+    parser.instead = ELSEWHERE
+    parser.of_run = flags_of_run
+    parser.usage = "%(prog)s [flags]"
     parser.example = ", such as a run's config.json" * listed
     for group in reversed(Settings.__bases__):
         titled = parser.add_argument_group((group.__doc__ or "").strip())
         for f in fields(group):
             if not f.metadata.get("flag", True) or f.name in without:
                 continue
-            how = {word: f.metadata[word] for word in ("help", "choices", "metavar", "type") if word in f.metadata}
+            how = {
+                word: f.metadata[word]
+                for word in ("help", "choices", "metavar", "type")
+                if word in f.metadata
+            }
             [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)  # int of int | None
             if kind is bool:
                 how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
-            elif kind in (int, float):  # everything else, such as the path of a curriculum, stays text
+            elif kind in (int, float):
+                # everything else, such as the path of a curriculum, stays text
                 how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
             if f.name == "data_path":
-                titled.add_argument("--data-args-path", metavar="FILE", help=DATA_ARGS if listed else argparse.SUPPRESS)
+                titled.add_argument(
+                    "--data-args-path",
+                    metavar="FILE",
+                    help=DATA_ARGS if listed else argparse.SUPPRESS,
+                )
             flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
             action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
             action.help = action.help if listed else argparse.SUPPRESS
@@ -451,25 +708,32 @@ def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = Tru
 
 
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a run's config.json that --config takes as flags: not --resume and --force, which describe one
-    launch."""
-    return {name: config[name] for name, f in FIELDS.items()
-            if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")}
+    """The entries of a run's config.json that --config takes as flags: not --resume and --force,
+    which describe one launch."""
+    return {
+        name: config[name]
+        for name, f in FIELDS.items()
+        if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")
+    }
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
-    """The settings of a parsed command line. A curriculum file's two switches become settings, separate from its
-    mix. ValueError or FileNotFoundError for invalid values."""
+    """The settings of a parsed command line. A curriculum file's two switches become settings,
+    separate from its mix. ValueError or FileNotFoundError for invalid values."""
     given = {name: value for name, value in vars(args).items() if name in FIELDS}
     if (list_path := getattr(args, "data_args_path", None)) is not None:
         if args.data_path is not None:
-            raise ValueError(f"--data-args-path={list_path}: --data-path is also given; remove one of the two")
+            raise ValueError(
+                f"--data-args-path={list_path}: --data-path is also given; remove one of the two"
+            )
         given["data_path"] = read_data_args(list_path)
     if args.order == "megatron" and given["data_path"]:
         given["data_path"], weights = split_weights(given["data_path"])
         if weights and args.blend_weights:
-            raise ValueError(f"--blend-weights: --data-path={given['data_path'][:200]} also has weights; remove one of "
-                             f"the two")
+            raise ValueError(
+                f"--blend-weights: --data-path={given['data_path'][:200]} also has weights; remove one of "
+                f"the two"
+            )
         given["blend_weights"] = weights or args.blend_weights
     if args.curriculum is not None:
         inline = args.curriculum.startswith("{")  # from a file of flags
@@ -483,9 +747,13 @@ def from_flags(args: argparse.Namespace) -> Settings:
 
 # ---- a later launch -----------------------------------------------------------------------------
 
-def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path) -> tuple[Settings, dict[str, str]]:
-    """(settings, {change: its effect}) for a command that resumes the run in `run_dir`, whose config.json holds `run`.
-    Automatic settings of the command take the run's values. ValueError lists the changes that are not allowed."""
+
+def resume_settings(
+    run: Mapping[str, Any], command: Settings, *, run_dir: Path
+) -> tuple[Settings, dict[str, str]]:
+    """(settings, {change: its effect}) for a command that resumes the run in `run_dir`, whose
+    config.json holds `run`. Automatic settings of the command take the run's values. ValueError
+    lists the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
     notices: dict[str, str] = {}
     refused: list[str] = []
@@ -497,29 +765,46 @@ def resume_settings(run: Mapping[str, Any], command: Settings, *, run_dir: Path)
         if name == "curriculum":  # compare its effect, not its notation
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
-            fits = fits and f.metadata["fixed"] != SHAPE and name not in ("max_seq_len", "tokenizer_fingerprint")
-            what = flag(name).replace("--no-", "--")  # the positive form of a switch, because values follow
+            fits = (
+                fits
+                and f.metadata["fixed"] != SHAPE
+                and name not in ("max_seq_len", "tokenizer_fingerprint")
+            )
+            # the positive form of a switch, because values follow
+            what = flag(name).replace("--no-", "--")
             if f.metadata["fixed"]:
-                refused.append(f"{what}: the run has {before!r}, this launch {after!r} ({f.metadata['fixed']})")
+                refused.append(
+                    f"{what}: the run has {before!r}, this launch {after!r} ({f.metadata['fixed']})"
+                )
             else:
-                notices[f"{what}: the run started with {before!r}, this launch has {after!r}"] = f.metadata["note"]
+                notices[f"{what}: the run started with {before!r}, this launch has {after!r}"] = (
+                    f.metadata["note"]
+                )
     unknown = run.keys() - FIELDS.keys() - REMOVED - {"origin", "derived"}
-    refused += [f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
-                for name in sorted(unknown)]
+    refused += [
+        f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
+        for name in sorted(unknown)
+    ]
     if refused:
         lines, path = "\n  ".join(refused).replace("RUN/", f"{run_dir}/"), run_dir / "config.json"
-        weights = f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+        weights = (
+            f"; --init-from={run_dir.name} starts it with the weights of this run" if fits else ""
+        )
         restart = "; to replace this run, which has no checkpoint yet, add --resume=scratch --force"
-        raise ValueError(f"{path}: the run was started with different settings:\n  {lines}\nuse the run's settings "
-                         f"(--config={path}), or start a new run with --model-tag=NAME"
-                         f"{weights if checkpoint_folders(run_dir) else restart}")
+        raise ValueError(
+            f"{path}: the run was started with different settings:\n  {lines}\nuse the run's settings "
+            f"(--config={path}), or start a new run with --model-tag=NAME"
+            f"{weights if checkpoint_folders(run_dir) else restart}"
+        )
     return Settings(**now), notices
 
 
-def setting_tables(config: Mapping[str, Any], typed: Sequence[str]) -> dict[str, list[tuple[Any, ...]]]:
-    """The settings in a run's config.json as three tables: "set", (name, value, default) of those that the command
-    line named (`typed`); "worked out", (name, value) of those that follow from them, the data and the machine;
-    "default", (name, value) of all others."""
+def setting_tables(
+    config: Mapping[str, Any], typed: Sequence[str]
+) -> dict[str, list[tuple[Any, ...]]]:
+    """The settings in a run's config.json as three tables: "set", (name, value, default) of those
+    that the command line named (`typed`); "worked out", (name, value) of those that follow from
+    them, the data and the machine; "default", (name, value) of all others."""
     tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
     for name, value in config.items():
         default = FIELDS[name].default if name in FIELDS else None
@@ -536,9 +821,12 @@ def setting_tables(config: Mapping[str, Any], typed: Sequence[str]) -> dict[str,
 
 
 def settings_table() -> str:
-    """The rules for a resume as a markdown table, in the order of the code. A setting without a row may change."""
+    """The rules for a resume as a markdown table, in the order of the code. A setting without a row
+    may change."""
     lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
         if reason := f.metadata["fixed"] or f.metadata["note"]:
-            lines.append(f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {reason} |")
+            lines.append(
+                f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {reason} |"
+            )
     return "\n".join(lines) + "\n"

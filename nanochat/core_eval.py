@@ -7,8 +7,9 @@ It reads nanochat's `eval_bundle` folder, and judges each item as nanochat does:
     eval_bundle/eval_meta_data.csv     the accuracy of guessing in each task, in percent
     eval_bundle/eval_data/...jsonl     the items, one per line
 
-A prompt consists of solved items and then the item itself. The solved items are drawn by a generator seeded with the
-item's number. There are three kinds of task, which differ in the tokens that count (here: | ... |):
+A prompt consists of solved items and then the item itself. The solved items are drawn by a
+generator seeded with the item's number. There are three kinds of task, which differ in the tokens
+that count (here: | ... |):
 
     multiple_choice      What is wet? |Sand|         The choice with the lowest mean loss is the answer.
                          What is wet? |Water|        Tokens count from where the prompts first differ.
@@ -16,14 +17,15 @@ item's number. There are three kinds of task, which differ in the tokens that co
                          It| fell, so he was hurt|   the lowest mean loss of the ending is the answer.
     language_modeling    The capital of France is |Paris|     Correct if each token is the most likely one.
 
-A task's accuracy is centered, so that guessing scores 0 and a perfect result 1: (accuracy - guess) / (1 - guess). CORE
-is the mean over the tasks.
+A task's accuracy is centered, so that guessing scores 0 and a perfect result 1: (accuracy - guess)
+/ (1 - guess). CORE is the mean over the tasks.
 
-No result depends on the number of processes or on a batch size, because the task alone decides which prompts are
-computed together. Items are evaluated in groups of 32 consecutive ones, each on one rank. The prompts of a group are
-sorted by length and batched up to BATCH_TOKENS. Lengths are rounded up to multiples of 64: on a CPU, a row's results
-then have the same bits in any batch (measured; at other lengths they differ by about 1e-6). So equal choices tie, and
-the first of them is the answer. One item per forward pass, as in nanochat, would leave a GPU idle.
+No result depends on the number of processes or on a batch size, because the task alone decides
+which prompts are computed together. Items are evaluated in groups of 32 consecutive ones, each on
+one rank. The prompts of a group are sorted by length and batched up to BATCH_TOKENS. Lengths are
+rounded up to multiples of 64: on a CPU, a row's results then have the same bits in any batch
+(measured; at other lengths they differ by about 1e-6). So equal choices tie, and the first of them
+is the answer. One item per forward pass, as in nanochat, would leave a GPU idle.
 """
 
 import csv
@@ -50,17 +52,21 @@ SHAPES = {  # the JSON of an item, by kind
     "schema": {"context_options": [TEXT], "continuation": TEXT, "gold": int},
     "language_modeling": {"context": TEXT, "continuation": TEXT},
 }
-TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}  # of a task in core.yaml
-FETCH = ("fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
-         "another folder to this command: --eval-bundle=DIR")
+# of a task in core.yaml
+TASK_SHAPE = {"label": str, "dataset_uri": str, "num_fewshot": [int], "icl_task_type": str}
+FETCH = (
+    "fetch a complete bundle with python -m nanochat.dataset --eval-bundle (delete a broken one first), or pass "
+    "another folder to this command: --eval-bundle=DIR"
+)
 
 
 # ---- the bundle ----------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Item:
-    """A question. The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and text number `gold` is
-    the answer. A language-modeling item has one text."""
+    """A question. The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and
+    text number `gold` is the answer. A language-modeling item has one text."""
 
     contexts: list[str]
     continuations: list[str]
@@ -69,8 +75,8 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of CORE. `baseline`: the accuracy of guessing, from 0 to 1. `items` are in the order of evaluation; the
-    examples in prompts are drawn from them."""
+    """A task of CORE. `baseline`: the accuracy of guessing, from 0 to 1. `items` are in the order
+    of evaluation; the examples in prompts are drawn from them."""
 
     label: str
     kind: str
@@ -81,15 +87,17 @@ class Task:
 
 
 def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> list[Task]:
-    """The tasks of an eval_bundle folder (None: <base dir>/eval_bundle), each with `max_per_task` items drawn with a
-    fixed seed, or with all items if that is below 1. FileNotFoundError or ValueError for missing, malformed or too few
-    items."""
+    """The tasks of an eval_bundle folder (None: <base dir>/eval_bundle), each with `max_per_task`
+    items drawn with a fixed seed, or with all items if that is below 1. FileNotFoundError or
+    ValueError for missing, malformed or too few items."""
     folder = get_base_dir() / "eval_bundle" if folder is None else Path(folder)
     config = folder / "core.yaml"
     meta = folder / "eval_meta_data.csv"
     for path in (config, meta):
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: the file does not exist, and the CORE metric needs it; {FETCH}")
+            raise FileNotFoundError(
+                f"{path}: the file does not exist, and the CORE metric needs it; {FETCH}"
+            )
     try:
         content = read_yaml(config)
     except ValueError as e:
@@ -101,18 +109,23 @@ def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> lis
         raise ValueError(f"{config}: icl_tasks is empty; {FETCH}")
     most = max(_num_fewshot(record) for record in records)
     if 0 < max_per_task <= most:
-        raise ValueError(f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items per task, "
-                         f"but prompts show up to {most} others; pass at least {most + 1}, or -1 for all")
+        raise ValueError(
+            f"--max-per-task (in training --core-metric-max-per-task): got {max_per_task} items per task, "
+            f"but prompts show up to {most} others; pass at least {most + 1}, or -1 for all"
+        )
     tasks = []
     for record in records:
         task = _read_task(folder, record, baselines)
-        random.Random(1337).shuffle(task.items)  # the seeds here and in `make_prompts` are nanochat's
+        # the seeds here and in `make_prompts` are nanochat's
+        random.Random(1337).shuffle(task.items)
         if max_per_task > 0:
             del task.items[max_per_task:]
         if len(task.items) <= task.num_fewshot:
             path = folder / "eval_data" / record["dataset_uri"]
-            raise ValueError(f"{path}: the task {task.label!r} has {len(task.items)} items, but each prompt shows "
-                             f"{task.num_fewshot} others; {FETCH}")
+            raise ValueError(
+                f"{path}: the task {task.label!r} has {len(task.items)} items, but each prompt shows "
+                f"{task.num_fewshot} others; {FETCH}"
+            )
         tasks.append(task)
     return tasks
 
@@ -124,10 +137,12 @@ def _num_fewshot(record: Mapping[str, Any]) -> int:
 
 
 def _read_task(folder: Path, record: Mapping[str, Any], baselines: Mapping[str, float]) -> Task:
-    """The task in a record of core.yaml, with all items in the order of their file. FileNotFoundError or ValueError for
-    bad values, and for missing or malformed items."""
+    """The task in a record of core.yaml, with all items in the order of their file.
+    FileNotFoundError or ValueError for bad values, and for missing or malformed items."""
     config = folder / "core.yaml"
-    label, kind, uri = record["label"], record["icl_task_type"], record["dataset_uri"]
+    label = record["label"]
+    kind = record["icl_task_type"]
+    uri = record["dataset_uri"]
     num_fewshot = _num_fewshot(record)
     where = f"{config}: task {label!r:.80}"
     if num_fewshot < 0:
@@ -137,11 +152,15 @@ def _read_task(folder: Path, record: Mapping[str, Any], baselines: Mapping[str, 
     if "\0" in uri or not path.resolve().is_relative_to(inside):
         raise ValueError(f"{where}: dataset_uri is {uri!r:.80}, outside of {inside}; {FETCH}")
     if kind not in SHAPES:
-        raise ValueError(f"{where}: icl_task_type is {kind!r:.80}, expected {', '.join(SHAPES)}; {FETCH}")
+        raise ValueError(
+            f"{where}: icl_task_type is {kind!r:.80}, expected {', '.join(SHAPES)}; {FETCH}"
+        )
     baseline = baselines.get(label, -1)
     if not 0 <= baseline < 1:
-        raise ValueError(f"{folder / 'eval_meta_data.csv'}: no row has a baseline from 0 to below 100 for the task "
-                         f"{label!r} of {config.name}; {FETCH}")
+        raise ValueError(
+            f"{folder / 'eval_meta_data.csv'}: no row has a baseline from 0 to below 100 for the task "
+            f"{label!r} of {config.name}; {FETCH}"
+        )
     delimiter = str(record.get("continuation_delimiter", " "))
     items = _read_items(path, kind, label)
     return Task(label, kind, num_fewshot, delimiter, baseline, items)
@@ -156,8 +175,10 @@ def _read_baselines(path: Path) -> dict[str, float]:
                 label = row["Eval Task"]
                 baselines[label] = float(row["Random baseline"]) / 100
     except (KeyError, TypeError, ValueError, csv.Error) as e:
-        raise ValueError(f"{path}: expected the columns 'Eval Task' and 'Random baseline', the latter in percent "
-                         f"({type(e).__name__}: {e}); {FETCH}") from e
+        raise ValueError(
+            f"{path}: expected the columns 'Eval Task' and 'Random baseline', the latter in percent "
+            f"({type(e).__name__}: {e}); {FETCH}"
+        ) from e
     return baselines
 
 
@@ -177,8 +198,10 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
         options = [str(option) for option in entry["choices" if is_choice else "context_options"]]
         gold = entry["gold"]
         if not 0 <= gold < len(options):
-            raise ValueError(f"{where}: gold is {gold}, expected 0 to {len(options) - 1}, the number of an "
-                             f"option; {FETCH}")
+            raise ValueError(
+                f"{where}: gold is {gold}, expected 0 to {len(options) - 1}, the number of an "
+                f"option; {FETCH}"
+            )
         shared = str(entry["query" if is_choice else "continuation"])
         copies = [shared] * len(options)
         item = Item(copies, options, gold) if is_choice else Item(options, copies, gold)
@@ -188,9 +211,10 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
 
 # ---- prompts -------------------------------------------------------------------------------------
 
+
 def make_prompts(task: Task, index: int) -> list[str]:
-    """The prompts of item `index`, one for each option, all with the same solved items in front. A language-modeling
-    item has two: the text without its answer, then the text with it."""
+    """The prompts of item `index`, one for each option, all with the same solved items in front. A
+    language-modeling item has two: the text without its answer, then the text with it."""
     item = task.items[index]
     others = [i for i in range(len(task.items)) if i != index]
     rng = random.Random(1234 + index)
@@ -201,7 +225,8 @@ def make_prompts(task: Task, index: int) -> list[str]:
         before += f"{context}{task.delimiter}{continuation}\n\n"
     prompts = []
     if task.kind == "language_modeling":
-        # a space at the end would be a separate token here, but a part of the answer's token in the other prompt
+        # a space at the end would be a separate token here, but a part of the answer's token in the
+        # other prompt
         without_answer = f"{before}{item.contexts[0]}{task.delimiter}".strip()
         prompts.append(without_answer)
     for context, continuation in zip(item.contexts, item.continuations):
@@ -221,7 +246,8 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """The prompts of one item as tokens. The tokens of prompt i that count are tokens[i][starts[i]:]."""
+    """The prompts of one item as tokens. The tokens of prompt i that count are
+    tokens[i][starts[i]:]."""
 
     index: int
     tokens: list[list[int]]
@@ -235,8 +261,8 @@ class Rows:
 
 
 def make_rows(task: Task, index: int, tokens: list[list[int]], max_tokens: int) -> Rows:
-    """The rows of item `index` from the tokens of its prompts, BOS first. Longer prompts are cut to their last
-    `max_tokens` tokens."""
+    """The rows of item `index` from the tokens of its prompts, BOS first. Longer prompts are cut to
+    their last `max_tokens` tokens."""
     if task.kind == "schema":
         backwards = [row[::-1] for row in tokens]
         shared = common_prefix(backwards)
@@ -254,6 +280,7 @@ def make_rows(task: Task, index: int, tokens: list[list[int]], max_tokens: int) 
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
+
 
 class Model(Protocol):
     """The part of `gpt.GPT` that evaluation needs."""
@@ -284,7 +311,8 @@ class RowScore(NamedTuple):
 def score(model: Model, batch: Sequence[Rows], pad: int) -> list[list[RowScore]]:
     """The score of each row of each item of a batch.
 
-    model: ids (B, T) int64 -> logits (B, T, vocab_size). pad: the id that fills up rows; earlier tokens do not see it.
+    model: ids (B, T) int64 -> logits (B, T, vocab_size). pad: the id that fills up rows; earlier
+    tokens do not see it.
     """
     # all rows of all items, padded to the same width
     width = max(rows.width for rows in batch)
@@ -301,7 +329,7 @@ def score(model: Model, batch: Sequence[Rows], pad: int) -> list[list[RowScore]]
     # the logits of position t predict token t + 1
     results = []
     for i, (start, end) in enumerate(spans):
-        predicted = logits[i, start - 1:end - 1]
+        predicted = logits[i, start - 1 : end - 1]
         targets = ids[i, start:end]
         loss = F.cross_entropy(predicted, targets, reduction="none").mean()
         is_likeliest = predicted.argmax(dim=-1) == targets
@@ -331,13 +359,16 @@ def is_right(task: Task, index: int, scores: Sequence[tuple[float, bool]]) -> bo
     if task.kind == "language_modeling":
         [(loss, likeliest)] = scores
         return likeliest and not math.isnan(loss)
-    # the first of the lowest losses; an option without tokens that count has NaN, which wins only as the first option
+    # the first of the lowest losses; an option without tokens that count has NaN, which wins only
+    # as the first option
     losses = [loss for loss, _ in scores]
     answer = min(range(len(losses)), key=losses.__getitem__)
     return task.items[index].gold == answer
 
 
-def evaluate_group(model: Model, tokenizer: Encoder, task: Task, group: Sequence[int]) -> dict[int, bool]:
+def evaluate_group(
+    model: Model, tokenizer: Encoder, task: Task, group: Sequence[int]
+) -> dict[int, bool]:
     """{item number: whether the answer is correct} of the items of a group."""
     bos = tokenizer.get_bos_token_id()
     max_tokens = model.cos.size(0)  # the length of the rotary tables
@@ -359,7 +390,8 @@ def evaluate_group(model: Model, tokenizer: Encoder, task: Task, group: Sequence
 
 
 def evaluate_task(model: Model, tokenizer: Encoder, task: Task) -> list[bool]:
-    """Collective. Whether the model answers each item of a task correctly, in the order of `task.items`."""
+    """Collective. Whether the model answers each item of a task correctly, in the order of
+    `task.items`."""
     _, rank, _, world_size = get_dist_info()
     num_items = len(task.items)
     groups = []
@@ -402,7 +434,8 @@ def evaluate_core(model: Model, tokenizer: Encoder, tasks: Sequence[Task]) -> It
 
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
-    """{"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task: centered accuracy}}."""
+    """{"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task:
+    centered accuracy}}."""
     total = sum(score.centered for score in scores)
     return {
         "core_metric": total / len(scores),
@@ -412,7 +445,8 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a `summary` in nanochat's format: the columns task, accuracy, centered; CORE in the last line."""
+    """Write a `summary` in nanochat's format: the columns task, accuracy, centered; CORE in the
+    last line."""
     rows = [("Task", "Accuracy", "Centered")]
     for label, accuracy in result["results"].items():
         centered = result["centered_results"][label]

@@ -10,29 +10,30 @@ Curricula: which buckets each phase mixes, and which bucket each row therefore c
     allow_bucket_exhaustion: false    # true: a lane drops a bucket that has run dry and continues with the others
     allow_budget_mismatch: false      # true: training may be longer or shorter than all phases together
 
-A weight is a share of rows. Weights need not sum to 1. A phase lasts floor(duration_tokens / (T V)) rows of each of the
-V lanes. The last phase never ends.
+A weight is a share of rows. Weights need not sum to 1. A phase lasts floor(duration_tokens / (T V))
+rows of each of the V lanes. The last phase never ends.
 
 `Mixer` computes the bucket of row k of lane l directly, without the buckets of earlier rows:
 
     rows of a lane, in a phase of 600:
     |--- block 0: 256 rows ---|--- block 1: 256 rows ---|- 88 of block 2 -|   next phase: block 0 ...
 
-A block's rows per bucket are rounded shares: lay the buckets end to end on a line of 256 rows, and count for each
-bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
+A block's rows per bucket are rounded shares: lay the buckets end to end on a line of 256 rows, and
+count for each bucket the points 1 - u, 2 - u, ... 256 - u that fall on it (systematic sampling).
 
     weights 5, 3, 1:   |------------ 142.2 ------------|------ 85.3 ------|- 28.4 -|
     u = 0.9                         143                         85            28
     u = 0.6                         142                         86            28
 
-So each count differs from its share by less than one row, and all sum to 256. With u = frac(block / golden ratio +
-lane sqrt(2)), whose values are spread about as evenly as points can be, rounding errors cancel: within 4,096
-consecutive blocks, a bucket is off by less than five rows in total. A permutation keyed by (seed, phase, lane, block)
-orders the rows of a block. Arithmetic is in integers, with weights exactly as written in the file, and buckets are
-sorted by name. So the sequence is the same on every machine and for every order of the buckets in the file.
+So each count differs from its share by less than one row, and all sum to 256. With u = frac(block /
+golden ratio + lane sqrt(2)), whose values are spread about as evenly as points can be, rounding
+errors cancel: within 4,096 consecutive blocks, a bucket is off by less than five rows in total. A
+permutation keyed by (seed, phase, lane, block) orders the rows of a block. Arithmetic is in
+integers, with weights exactly as written in the file, and buckets are sorted by name. So the
+sequence is the same on every machine and for every order of the buckets in the file.
 
-Rejected: a draw for each row (a count of 64 would often be off by 7); remainders carried from block to block
-(a row's bucket would depend on all blocks before it).
+Rejected: a draw for each row (a count of 64 would often be off by 7); remainders carried from block
+to block (a row's bucket would depend on all blocks before it).
 """
 
 import functools
@@ -74,7 +75,8 @@ def _hint(word: object, known: Collection[str]) -> str:
 
 
 def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> int | float:
-    """A number from `minimum` to 2**63. YAML reads 5e9 as a string, so strings that are numbers are accepted."""
+    """A number from `minimum` to 2**63. YAML reads 5e9 as a string, so strings that are numbers are
+    accepted."""
     number = value
     if isinstance(value, str) and NUMBER.fullmatch(value):
         number = float(value)
@@ -103,7 +105,8 @@ def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, 
 
 @dataclass(frozen=True)
 class Phase:
-    """A duration in tokens, and the shares of the buckets. ValueError for values that cannot be mixed."""
+    """A duration in tokens, and the shares of the buckets. ValueError for values that cannot be
+    mixed."""
 
     duration_tokens: int
     mix: dict[str, int | float]  # {bucket: weight}, sorted by name
@@ -112,7 +115,9 @@ class Phase:
         duration = _number(self.duration_tokens, "duration_tokens", whole=True, minimum=1)
         for bucket in self.mix:
             if not isinstance(bucket, str):
-                raise ValueError(f"mix: got the bucket {_show(bucket)}, expected a name; put it in quotes")
+                raise ValueError(
+                    f"mix: got the bucket {_show(bucket)}, expected a name; put it in quotes"
+                )
         mix = {}
         for bucket in sorted(self.mix):
             mix[bucket] = _number(self.mix[bucket], f"weight of {_show(bucket)}")
@@ -122,7 +127,8 @@ class Phase:
         object.__setattr__(self, "mix", mix)
 
     def shares(self) -> dict[str, int]:
-        """The weights above 0 as the smallest integers in the same proportion: {"code": 1, "web": 3}."""
+        """The weights above 0 as the smallest integers in the same proportion: {"code": 1, "web":
+        3}."""
         exact = {}
         for bucket, weight in self.mix.items():
             if weight:
@@ -144,10 +150,14 @@ class Curriculum:
 
     def __post_init__(self) -> None:
         if not self.phases:
-            raise ValueError("curriculum: no phases, expected a list of phases, each with duration_tokens and mix")
+            raise ValueError(
+                "curriculum: no phases, expected a list of phases, each with duration_tokens and mix"
+            )
         for bucket, limit in self.max_epochs.items():
             if bucket not in self.buckets:
-                raise ValueError(f"max_epochs: no phase gives {_show(bucket)} a weight{_hint(bucket, self.buckets)}")
+                raise ValueError(
+                    f"max_epochs: no phase gives {_show(bucket)} a weight{_hint(bucket, self.buckets)}"
+                )
             _number(limit, f"max_epochs of {_show(bucket)}", whole=True)
 
     @property
@@ -169,8 +179,10 @@ class Curriculum:
         for number, phase in enumerate(self.phases, 1):
             for bucket in phase.mix:
                 if bucket not in available:
-                    raise ValueError(f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
-                                     f"bucket{_hint(bucket, available)}")
+                    raise ValueError(
+                        f"--curriculum: phase {number} mixes {_show(bucket)}, but the data has no such "
+                        f"bucket{_hint(bucket, available)}"
+                    )
 
     def phase_rows(self, T: int, V: int) -> list[int]:
         """Each phase's length in rows per lane. ValueError if a phase has none."""
@@ -178,9 +190,11 @@ class Curriculum:
         for number, phase in enumerate(self.phases, 1):
             rows = phase.duration_tokens // (T * V)
             if rows == 0:
-                raise ValueError(f"--curriculum: phase {number} lasts {phase.duration_tokens:,} tokens, less than one "
-                                 f"row of each lane (T * V = {T:,} * {V:,} = {T * V:,}); lengthen it, or use fewer "
-                                 f"--lanes")
+                raise ValueError(
+                    f"--curriculum: phase {number} lasts {phase.duration_tokens:,} tokens, less than one "
+                    f"row of each lane (T * V = {T:,} * {V:,} = {T * V:,}); lengthen it, or use fewer "
+                    f"--lanes"
+                )
             lengths.append(rows)
         return lengths
 
@@ -193,9 +207,11 @@ class Curriculum:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases") -> "Curriculum":
-        """The inverse of `to_json`. In a curriculum file, `curriculum` is the name of the list of phases. ValueError
-        says where a mistake is."""
+    def from_json(
+        cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases"
+    ) -> "Curriculum":
+        """The inverse of `to_json`. In a curriculum file, `curriculum` is the name of the list of
+        phases. ValueError says where a mistake is."""
         _check(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
@@ -208,9 +224,9 @@ class Curriculum:
         return cls(phases, **others)
 
     def identity(self) -> str:
-        """Canonical JSON of everything that decides the bucket of a row and when a bucket is dry: equal strings mean
-        equal rows. It excludes the notation of weights, the `allow_` fields, and the duration of the last phase, which
-        never ends."""
+        """Canonical JSON of everything that decides the bucket of a row and when a bucket is dry:
+        equal strings mean equal rows. It excludes the notation of weights, the `allow_` fields, and
+        the duration of the last phase, which never ends."""
         phases: list[dict[str, Any]] = []
         for phase in self.phases:
             phases.append({"duration_tokens": phase.duration_tokens, "shares": phase.shares()})
@@ -222,9 +238,10 @@ class Curriculum:
 
 # ---- the file ------------------------------------------------------------------------------------
 
+
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or accept a dict that came from a --config file. FileNotFoundError and ValueError name
-    the file, the value found and the values expected."""
+    """Read a curriculum file, or accept a dict that came from a --config file. FileNotFoundError
+    and ValueError name the file, the value found and the values expected."""
     if isinstance(path, dict):
         list_name = "phases" if "phases" in path else "curriculum"
         return Curriculum.from_json(path, list_name=list_name)
@@ -239,8 +256,10 @@ def load(path: Path | str | dict) -> Curriculum:
 
 # ---- mixing --------------------------------------------------------------------------------------
 
+
 class Mixer:
-    """Computes the bucket of row k of lane l, for any row, without history. ValueError if a phase has no rows."""
+    """Computes the bucket of row k of lane l, for any row, without history. ValueError if a phase
+    has no rows."""
 
     def __init__(self, curriculum: Curriculum, *, T: int, V: int, seed: int):
         self.V = V
@@ -251,7 +270,8 @@ class Mixer:
             self._starts.append(start)
             start += rows
         self._shares = [phase.shares() for phase in curriculum.phases]
-        self._block = functools.lru_cache(2 * V)(self._draw)  # each lane's present block and the next
+        # each lane's present block and the next
+        self._block = functools.lru_cache(2 * V)(self._draw)
 
     def phase_of(self, row: int) -> tuple[int, int]:
         """(phase, from 0; row within the phase). Rows after the end belong to the last phase."""
@@ -259,15 +279,16 @@ class Mixer:
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
-        """The bucket of a lane's row, given the buckets that the lane has dropped; None if the phase has no other."""
+        """The bucket of a lane's row, given the buckets that the lane has dropped; None if the
+        phase has no other."""
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
         block, place = divmod(at, BLOCK)
         return self._block(phase, lane, block, dropped)[place]
 
     def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
-        """The buckets of a block's rows. On the line, bucket j ends after floor(BLOCK * P_j + u) rows, where P_j is the
-        share of the buckets up to j."""
+        """The buckets of a block's rows. On the line, bucket j ends after floor(BLOCK * P_j + u)
+        rows, where P_j is the share of the buckets up to j."""
         shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
         total = sum(shares.values())
 

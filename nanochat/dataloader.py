@@ -3,19 +3,20 @@ The loader: rows of the stream as batches on the device.
 
     Stream --rows--> [prefetch thread: fills slots] --queue (bounded)--> next(loader): copy to the device
 
-A rank owns a block of lanes. Its rows of a step are divided into **leaves** (blocks of lanes whose gradients are added
-in a fixed order), and each leaf into micro-batches of B rows. Micro-batches never span leaves. Every leaf has as many
-micro-batches as the longest leaf needs. Dead rows, whose targets are all off, fill the gaps, so shapes never change:
+A rank owns a block of lanes. Its rows of a step are divided into **leaves** (blocks of lanes whose
+gradients are added in a fixed order), and each leaf into micro-batches of B rows. Micro-batches
+never span leaves. Every leaf has as many micro-batches as the longest leaf needs. Dead rows, whose
+targets are all off, fill the gaps, so shapes never change:
 
     V = 6 lanes of one row, K = 4, B = 2:     leaf 0: [l0 --]   leaf 1: [l1 l2]   leaf 2: [l3 --]   leaf 3: [l4 l5]
 
-One thread per rank packs, copies and hashes rows ahead of the trainer, while the stream's pool tokenizes. Host buffers
-are a ring of **slots**. They are pinned on CUDA, and a slot is refilled only after a CUDA event reports that its copy
-is done. The state of the lanes travels with the last micro-batch of its step, so a save never includes prefetched rows
-that were not used.
+One thread per rank packs, copies and hashes rows ahead of the trainer, while the stream's pool
+tokenizes. Host buffers are a ring of **slots**. They are pinned on CUDA, and a slot is refilled
+only after a CUDA event reports that its copy is done. The state of the lanes travels with the last
+micro-batch of its step, so a save never includes prefetched rows that were not used.
 
-Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need shared memory, state
-and a shutdown of their own.
+Rejected: worker processes. Tokenizers and copies release the GIL, and forked workers would need
+shared memory, state and a shutdown of their own.
 """
 
 import contextlib
@@ -54,19 +55,23 @@ class MicroBatch:
 
     inputs: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64, -100 = off
-    doc_ids: torch.Tensor | None  # (B, T) int32: for each input, which document of its row it belongs to; optional
+    # (B, T) int32: for each input, which document of its row it belongs to; optional
+    doc_ids: torch.Tensor | None
     num_docs: int | None  # documents in the inputs of all rows; None without `doc_ids`
-    buckets: torch.Tensor  # (B,) int64: index of each row's bucket in the loader's `buckets`; 0 for dead rows
+    # (B,) int64: index of each row's bucket in the loader's `buckets`; 0 for dead rows
+    buckets: torch.Tensor
 
 
 class Dry(Exception):
-    """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has run dry and may not
-    be dropped, or because all buckets are dry (`bucket` is None)."""
+    """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has
+    run dry and may not be dropped, or because all buckets are dry (`bucket` is None)."""
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
         super().__init__(f"step {step}: lane {lane} has no rows left, because {what} run dry")
-        self.step, self.lane, self.bucket = step, lane, bucket
+        self.step = step
+        self.lane = lane
+        self.bucket = bucket
 
 
 def default_leaves(world_size: int, V: int) -> int:
@@ -76,7 +81,8 @@ def default_leaves(world_size: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The rows of a step that a rank owns: its leaves and their micro-batches. ValueError names the flag to change."""
+    """The rows of a step that a rank owns: its leaves and their micro-batches. ValueError names the
+    flag to change."""
 
     V: int
     rows_per_step: int
@@ -87,19 +93,28 @@ class StepLayout:
 
     def __post_init__(self) -> None:
         if self.rows_per_step % self.V:
-            raise ValueError(f"--lanes {self.V}: it does not divide the {self.rows_per_step} rows of a step "
-                             f"(total_batch_size / T). Choose a divisor.")
+            raise ValueError(
+                f"--lanes {self.V}: it does not divide the {self.rows_per_step} rows of a step "
+                f"(total_batch_size / T). Choose a divisor."
+            )
         if self.world_size > self.V:
-            raise ValueError(f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
-                             f"one. Raise --lanes, or start fewer processes.")
+            raise ValueError(
+                f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
+                f"one. Raise --lanes, or start fewer processes."
+            )
         if not 1 <= self.num_leaves <= self.V or self.num_leaves & (self.num_leaves - 1):
-            raise ValueError(f"--leaves: got {self.num_leaves}, expected a power of two no larger than {self.V} lanes")
+            raise ValueError(
+                f"--leaves: got {self.num_leaves}, expected a power of two no larger than {self.V} lanes"
+            )
         if self.device_batch_size < 1:
-            raise ValueError(f"--device-batch-size: got {self.device_batch_size}, expected at least 1")
+            raise ValueError(
+                f"--device-batch-size: got {self.device_batch_size}, expected at least 1"
+            )
 
     @property
     def num_blocks(self) -> int:
-        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is one leaf."""
+        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is one
+        leaf."""
         return self.num_leaves if self.num_leaves % self.world_size == 0 else self.world_size
 
     @property
@@ -111,7 +126,10 @@ class StepLayout:
     def leaves(self) -> list[range]:
         """The lanes of each of this rank's leaves."""
         each = self.num_blocks // self.world_size
-        return [block(j, self.num_blocks, self.V) for j in range(self.rank * each, (self.rank + 1) * each)]
+        return [
+            block(j, self.num_blocks, self.V)
+            for j in range(self.rank * each, (self.rank + 1) * each)
+        ]
 
     @property
     def rows_per_lane(self) -> int:
@@ -119,8 +137,11 @@ class StepLayout:
         return self.rows_per_step // self.V
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
-        """The indices, counted over all ranks, of the rows in a micro-batch of one of this rank's leaves."""
-        n, B, lanes = self.rows_per_lane, self.device_batch_size, self.leaves[leaf]
+        """The indices, counted over all ranks, of the rows in a micro-batch of one of this rank's
+        leaves."""
+        n = self.rows_per_lane
+        B = self.device_batch_size
+        lanes = self.leaves[leaf]
         first, stop = lanes.start * n + micro_batch * B, lanes.stop * n
         return range(min(first, stop), min(first + B, stop))
 
@@ -132,13 +153,18 @@ class StepLayout:
     @property
     def dead_share(self) -> float:
         """The share of dead rows among all rows that the ranks compute."""
-        return 1 - self.rows_per_step / (self.num_blocks * self.micro_batches_per_leaf * self.device_batch_size)
+        return 1 - self.rows_per_step / (
+            self.num_blocks * self.micro_batches_per_leaf * self.device_batch_size
+        )
 
 
 class Slot:
-    """Reusable host memory for one micro-batch. Tokens are int32, which the device converts to int64."""
+    """Reusable host memory for one micro-batch. Tokens are int32, which the device converts to
+    int64."""
 
-    def __init__(self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False):
+    def __init__(
+        self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False
+    ):
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -150,11 +176,12 @@ class Slot:
         self.copied: torch.cuda.Event | None = None
 
     def fill(self, rows: Sequence[Row], buckets: Sequence[str]) -> None:
-        """Write up to B rows, then dead ones. Waits until the slot's previous batch has been copied."""
+        """Write up to B rows, then dead ones. Waits until the slot's previous batch has been
+        copied."""
         if self.copied is not None:
             self.copied.synchronize()
         (inputs, targets), bucket_ids = self.tokens.numpy(), self.buckets.numpy()
-        inputs[len(rows):], targets[len(rows):], bucket_ids[len(rows):] = self.bos, OFF, 0
+        inputs[len(rows) :], targets[len(rows) :], bucket_ids[len(rows) :] = self.bos, OFF, 0
         for i, row in enumerate(rows):
             inputs[i], targets[i] = row.tokens[:-1], row.tokens[1:]
             if row.live is not None:
@@ -163,11 +190,13 @@ class Slot:
             if self.doc_ids is not None:
                 self.doc_ids.numpy()[i] = row.doc_ids()[:-1]
         if self.doc_ids is not None:
-            self.doc_ids[len(rows):] = 0
+            self.doc_ids[len(rows) :] = 0
             self.num_docs = len(self.doc_ids) + int(self.doc_ids.diff().count_nonzero())
 
     def batch(self) -> MicroBatch:
-        """Start the copies to the device, and record an event after which the slot may be refilled."""
+        """Start the copies to the device, and record an event after which the slot may be
+        refilled."""
+
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True, copy=True)
 
@@ -180,50 +209,84 @@ class Slot:
         return batch
 
 
-# a full slot, the digest of its step and, for the last micro-batch of a step, (steps done, state of the stream)
+# a full slot, the digest of its step and, for the last micro-batch of a step, (steps done, state of
+# the stream)
 Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
 
 
 class DataLoader:
-    """Endless iterator over this rank's micro-batches. If epochs are limited, it ends by raising `Dry`.
+    """Endless iterator over this rank's micro-batches. If epochs are limited, it ends by raising
+    `Dry`.
 
-    `config` is a `StreamConfig`, or its counterpart for Megatron's order. `cursors` are those of all V lanes, or at
-    least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is raised by the `next` that needs the
-    batch. Close the loader, or use it as a context manager.
+    `config` is a `StreamConfig`, or its counterpart for Megatron's order. `cursors` are those of
+    all V lanes, or at least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is
+    raised by the `next` that needs the batch. Close the loader, or use it as a context manager.
     """
 
-    def __init__(self, config: Any, sources: Mapping[str, Source], *, tokenizer: Tokenizer,
-                 rows_per_step: int, device_batch_size: int, device: torch.device | str = "cpu", rank: int = 0,
-                 world_size: int = 1, num_leaves: int = 1, cursors: Sequence[Cursor] | None = None,
-                 start_step: int = 0, num_threads: int = 4, with_doc_ids: bool = False,
-                 drop_dry: bool = False):
-        self.layout = StepLayout(config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves)
+    def __init__(
+        self,
+        config: Any,
+        sources: Mapping[str, Source],
+        *,
+        tokenizer: Tokenizer,
+        rows_per_step: int,
+        device_batch_size: int,
+        device: torch.device | str = "cpu",
+        rank: int = 0,
+        world_size: int = 1,
+        num_leaves: int = 1,
+        cursors: Sequence[Cursor] | None = None,
+        start_step: int = 0,
+        num_threads: int = 4,
+        with_doc_ids: bool = False,
+        drop_dry: bool = False,
+    ):
+        self.layout = StepLayout(
+            config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves
+        )
         self.config, self.device = config, torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
-        self.stream = open_stream(config, sources, self.layout.lanes, tokenizer=tokenizer.fingerprint,
-                                  cursors=cursors, num_threads=num_threads, drop_dry=drop_dry)
+        self.stream = open_stream(
+            config,
+            sources,
+            self.layout.lanes,
+            tokenizer=tokenizer.fingerprint,
+            cursors=cursors,
+            num_threads=num_threads,
+            drop_dry=drop_dry,
+        )
         self.buckets = self.stream.buckets  # the names that MicroBatch.buckets refers to
         self.step = start_step  # the step whose micro-batches come next
         self.digest = 0  # this rank's part of the last complete step's digest
         self.wait_s = 0.0  # total time that `next` has waited for batches
-        self._ends = {start_step: self.stream.state()}  # the stream's last two states, by the number of steps done
+        # the stream's last two states, by the number of steps done
+        self._ends = {start_step: self.stream.state()}
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
         self._first: Filled | BaseException | None = None  # taken from the queue, but not used yet
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         for _ in range(PREFETCH):
-            self._free.put(Slot(device_batch_size, config.T, tokenizer.get_bos_token_id(), self.device,
-                                with_doc_ids=with_doc_ids))
+            self._free.put(
+                Slot(
+                    device_batch_size,
+                    config.T,
+                    tokenizer.get_bos_token_id(),
+                    self.device,
+                    with_doc_ids=with_doc_ids,
+                )
+            )
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
         self._thread.start()
 
     # -- the thread
 
     def _prefetch(self) -> None:
-        """Fill slots, step after step, until the loader is closed. Errors are passed to the consumer."""
+        """Fill slots, step after step, until the loader is closed. Errors are passed to the
+        consumer."""
         try:
             if self.device.type == "cuda":
-                torch.cuda.set_device(self.device)  # otherwise waiting for an event opens a context on GPU 0
+                # otherwise waiting for an event opens a context on GPU 0
+                torch.cuda.set_device(self.device)
             lanes, n = self.layout.lanes, self.layout.rows_per_lane
             for step in itertools.count(self.step):
                 rows = self.stream.next_rows(n)
@@ -237,7 +300,10 @@ class DataLoader:
                     if slot is None or self._closed.is_set():
                         return
                     mine = self.layout.rows_of(*divmod(i, self.layout.micro_batches_per_leaf))
-                    slot.fill(rows[mine.start - lanes.start * n:mine.stop - lanes.start * n], self.buckets)
+                    slot.fill(
+                        rows[mine.start - lanes.start * n : mine.stop - lanes.start * n],
+                        self.buckets,
+                    )
                     last = i + 1 == self.micro_batches_per_step
                     self._filled.put((slot, digest, (step + 1, state) if last else None))
         except BaseException as e:  # every kind
@@ -266,7 +332,8 @@ class DataLoader:
         return batch
 
     def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
-        """The item that `next` will take, once it is ready; None if that takes longer than `wait_s`."""
+        """The item that `next` will take, once it is ready; None if that takes longer than
+        `wait_s`."""
         began = time.perf_counter()
         while self._first is None and time.perf_counter() - began < wait_s:
             with contextlib.suppress(queue.Empty):  # the timeout lets Python handle signals
@@ -275,27 +342,34 @@ class DataLoader:
         return self._first
 
     def next_digest(self, wait_s: float = math.inf) -> int | None:
-        """This rank's part of the next step's digest. Call it between steps. None if its rows are not packed
-        within `wait_s`, or if packing them raised an error, which `next` will raise."""
+        """This rank's part of the next step's digest. Call it between steps. None if its rows are
+        not packed within `wait_s`, or if packing them raised an error, which `next` will raise."""
         filled = self._peek(wait_s)
         return None if filled is None or isinstance(filled, BaseException) else filled[1]
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
-        """This rank's cursors after `steps` steps, which must be the number of complete steps (default) or one less."""
+        """This rank's cursors after `steps` steps, which must be the number of complete steps
+        (default) or one less."""
         return self.stream.cursors(self._ends[self.step if steps is None else steps])
 
     def dropped(self) -> dict[str, int]:
-        """{bucket: number of this rank's lanes that had dropped it at the end of the last complete step}."""
-        return {bucket: sum(bucket in lane.dropped for lane in self._ends[self.step]) for bucket in self.buckets}
+        """{bucket: number of this rank's lanes that had dropped it at the end of the last complete
+        step}."""
+        return {
+            bucket: sum(bucket in lane.dropped for lane in self._ends[self.step])
+            for bucket in self.buckets
+        }
 
     @property
     def phase(self) -> int | None:
-        """The curriculum's phase, from 1, that this rank's first lane is in; None without a curriculum."""
+        """The curriculum's phase, from 1, that this rank's first lane is in; None without a
+        curriculum."""
         mixer, ends = self.stream.mixer, self._ends[self.step]
         return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
 
     def close(self) -> None:
-        """Stop the thread and the stream's pool, and wait for both. The thread discards its unfinished step."""
+        """Stop the thread and the stream's pool, and wait for both. The thread discards its
+        unfinished step."""
         self._closed.set()
         self._free.put(None)
         self.stream.close()
@@ -310,16 +384,29 @@ class DataLoader:
 
 # ---- validation ----------------------------------------------------------------------------------
 
+
 def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and crops nothing."""
+    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and crops
+    nothing."""
     documents = int(source.groups.sum())
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
 
 
-def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_batch_size: int, num_tokens: int,
-                      device: torch.device | str, rank: int = 0, world_size: int = 1, num_leaves: int = 1,
-                      num_threads: int = 4, with_doc_ids: bool = False) -> Iterator[MicroBatch]:
+def validation_loader(
+    source: Source,
+    *,
+    tokenizer: Tokenizer,
+    T: int,
+    device_batch_size: int,
+    num_tokens: int,
+    device: torch.device | str,
+    rank: int = 0,
+    world_size: int = 1,
+    num_leaves: int = 1,
+    num_threads: int = 4,
+    with_doc_ids: bool = False,
+) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same
     number (at least one) from each lane, or fewer where a lane's data ends.
 
@@ -329,10 +416,14 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
     config, B = validation_config(source, T), device_batch_size
     if rank >= config.V:
         return
-    layout = StepLayout(config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V))
+    layout = StepLayout(
+        config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V)
+    )
     slot = Slot(B, T, tokenizer.get_bos_token_id(), torch.device(device), with_doc_ids=with_doc_ids)
     for lanes in layout.leaves:
-        stream = Stream(config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads)
+        stream = Stream(
+            config, {"val": source}, lanes, tokenizer=tokenizer.fingerprint, num_threads=num_threads
+        )
         with contextlib.closing(stream):
             rows: list[Row] = []
             steps = max(1, num_tokens // (T * config.V))
@@ -347,15 +438,24 @@ def validation_loader(source: Source, *, tokenizer: Tokenizer, T: int, device_ba
                 yield slot.batch()
 
 
-def validation_prompts(sources: Mapping[str, Source], tokenizer: Tokenizer, T: int) -> list[list[int]]:
-    """The first tokens, BOS included, of the documents at the start of a few rows of the first validation source."""
+def validation_prompts(
+    sources: Mapping[str, Source], tokenizer: Tokenizer, T: int
+) -> list[list[int]]:
+    """The first tokens, BOS included, of the documents at the start of a few rows of the first
+    validation source."""
     source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
     prompts = []
-    for batch in validation_loader(source, tokenizer=tokenizer, T=T, device="cpu", device_batch_size=NUM_PROMPTS,
-                                   num_tokens=NUM_PROMPTS * T):
+    for batch in validation_loader(
+        source,
+        tokenizer=tokenizer,
+        T=T,
+        device="cpu",
+        device_batch_size=NUM_PROMPTS,
+        num_tokens=NUM_PROMPTS * T,
+    ):
         for row in batch.inputs[(batch.targets >= 0).any(dim=1)].tolist():  # without padding rows
-            tokens = row[:min(PROMPT_TOKENS, T // 2)]
-            prompts.append(tokens[:[*tokens, bos].index(bos, 1)])  # cut before the second document
+            tokens = row[: min(PROMPT_TOKENS, T // 2)]
+            prompts.append(tokens[: [*tokens, bos].index(bos, 1)])  # cut before the second document
     return prompts[:NUM_PROMPTS]
 
 
@@ -366,51 +466,86 @@ State = dict[str, Any]
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        *args: Any, **kwargs: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """`nanochat_batches`, with a warning if there are several ranks: nanochat's state, saved by rank 0, serves all."""
+    *args: Any, **kwargs: Any
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
+    """`nanochat_batches`, with a warning if there are several ranks: nanochat's state, saved by
+    rank 0, serves all."""
     _, rank, _, world_size = get_dist_info()
     if world_size > 1 and rank == 0:
-        log.warning("the loader's state_dict has the place of its own rank only: each of the %d ranks must save its "
-                    "own and resume with it, or use nanochat.dataloader.DataLoader", world_size)
+        log.warning(
+            "the loader's state_dict has the place of its own rank only: each of the %d ranks must save its "
+            "own and resume with it, or use nanochat.dataloader.DataLoader",
+            world_size,
+        )
     return nanochat_batches(*args, **kwargs)
 
 
 def nanochat_batches(
-        tokenizer: Tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
-        tokenizer_batch_size: int = 128, device: torch.device | str | None = None,
-        resume_state_dict: State | None = None,
-        buffer_size: int = 1000, data_dir: Path | str | None = None, *, layout: str = "bestfit",
-        ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """Yields `inputs, targets, state_dict` without end: (B, T) int64 on `device` (None: the best available), rows that
-    start with BOS, documents cropped. `data_dir`: a folder of parquet files, whose last file is used for validation;
-    None: the download.
+    tokenizer: Tokenizer,
+    B: int,
+    T: int,
+    split: str,
+    tokenizer_threads: int = 4,
+    tokenizer_batch_size: int = 128,
+    device: torch.device | str | None = None,
+    resume_state_dict: State | None = None,
+    buffer_size: int = 1000,
+    data_dir: Path | str | None = None,
+    *,
+    layout: str = "bestfit",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
+    """Yields `inputs, targets, state_dict` without end: (B, T) int64 on `device` (None: the best
+    available), rows that start with BOS, documents cropped. `data_dir`: a folder of parquet files,
+    whose last file is used for validation; None: the download.
 
-    The loader does not know the global batch size, so a step is B rows on each of the W ranks. `state_dict` shows
-    pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the exact cursors of its lanes. The loader
-    resumes with the very next row, on the same rank of the same number of ranks; otherwise ValueError (`DataLoader`
-    resumes on any number). The lanes share `buffer_size`.
+    The loader does not know the global batch size, so a step is B rows on each of the W ranks.
+    `state_dict` shows pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the
+    exact cursors of its lanes. The loader resumes with the very next row, on the same rank of the
+    same number of ranks; otherwise ValueError (`DataLoader` resumes on any number). The lanes share
+    `buffer_size`.
     """
     _, rank, _, world_size = get_dist_info()
     if split not in ("train", "val"):
         raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
     state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
     if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
-        raise ValueError(f"resume_state_dict: it has no {', '.join(missing)}, so another loader wrote it. The "
-                         f"original nanochat's state names a row group, not the next row, and this loader reads "
-                         f"documents in a different order: start without resume_state_dict")
+        raise ValueError(
+            f"resume_state_dict: it has no {', '.join(missing)}, so another loader wrote it. The "
+            f"original nanochat's state names a row group, not the next row, and this loader reads "
+            f"documents in a different order: start without resume_state_dict"
+        )
     if (state["rank"], state["world_size"]) != (rank, world_size):
-        raise ValueError(f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
-                         f"is rank {rank} of {world_size}. Give each rank the state that it saved itself, or use "
-                         f"nanochat.dataloader.DataLoader, which resumes on any number of ranks")
-    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= max(1, 64 // world_size))  # of each rank
-    config = StreamConfig(T=T, V=lanes * world_size, layout=layout, buffer_size=max(16, buffer_size // lanes),
-                          unit_size=min(64, tokenizer_batch_size))
+        raise ValueError(
+            f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
+            f"is rank {rank} of {world_size}. Give each rank the state that it saved itself, or use "
+            f"nanochat.dataloader.DataLoader, which resumes on any number of ranks"
+        )
+    # of each rank
+    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= max(1, 64 // world_size))
+    config = StreamConfig(
+        T=T,
+        V=lanes * world_size,
+        layout=layout,
+        buffer_size=max(16, buffer_size // lanes),
+        unit_size=min(64, tokenizer_batch_size),
+    )
     paths = [Path(p) for p in list_parquet_files(data_dir)]
     names = [p.name for p in paths]
-    source = open_source(scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer)
-    with DataLoader(config, {split: source}, tokenizer=tokenizer, rows_per_step=B * world_size, device_batch_size=B,
-                    device=device or dist.autodetect_device_type(), rank=rank, world_size=world_size,
-                    num_threads=tokenizer_threads, cursors=state["cursors"]) as loader:
+    source = open_source(
+        scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer
+    )
+    with DataLoader(
+        config,
+        {split: source},
+        tokenizer=tokenizer,
+        rows_per_step=B * world_size,
+        device_batch_size=B,
+        device=device or dist.autodetect_device_type(),
+        rank=rank,
+        world_size=world_size,
+        num_threads=tokenizer_threads,
+        cursors=state["cursors"],
+    ) as loader:
         assert isinstance(loader.stream, Stream)
         for batch in loader:
             cursors = loader.cursors()
@@ -418,9 +553,18 @@ def nanochat_batches(
             order = loader.stream.feeds[split][cursors[0]["lane"]].order
             last = max(at["place"] - 1, 0)  # the document that this lane read last
             name, row_group = source.locate(int(order.unit(at["epoch"], last, last + 1)[0][0]))
-            yield batch.inputs, batch.targets, {
-                "pq_idx": names.index(name), "rg_idx": row_group, "epoch": at["epoch"] + 1,
-                "cursors": cursors, "rank": rank, "world_size": world_size}
+            yield (
+                batch.inputs,
+                batch.targets,
+                {
+                    "pq_idx": names.index(name),
+                    "rg_idx": row_group,
+                    "epoch": at["epoch"] + 1,
+                    "cursors": cursors,
+                    "rank": rank,
+                    "world_size": world_size,
+                },
+            )
 
 
 def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) -> Iterator[Batch]:
@@ -429,11 +573,18 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) ->
         yield inputs, targets
 
 
-def tokenizing_distributed_data_loader_with_state(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, Any, State]]:
-    """The loader with state, for the `concat` layout and the default tokenizer; arguments start with B, T, split."""
-    return tokenizing_distributed_data_loader_with_state_bos_bestfit(get_tokenizer(), *args, **kwargs, layout="concat")
+def tokenizing_distributed_data_loader_with_state(
+    *args: Any, **kwargs: Any
+) -> Iterator[tuple[Any, Any, State]]:
+    """The loader with state, for the `concat` layout and the default tokenizer; arguments start
+    with B, T, split."""
+    return tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        get_tokenizer(), *args, **kwargs, layout="concat"
+    )
 
 
 def tokenizing_distributed_data_loader(*args: Any, **kwargs: Any) -> Iterator[Batch]:
     """`tokenizing_distributed_data_loader_with_state` without the state."""
-    return tokenizing_distributed_data_loader_bos_bestfit(get_tokenizer(), *args, **kwargs, layout="concat")
+    return tokenizing_distributed_data_loader_bos_bestfit(
+        get_tokenizer(), *args, **kwargs, layout="concat"
+    )

@@ -8,15 +8,15 @@ The processes of one launch: their device and group, and how they exchange value
     gather_results(f)  all: f() --list, or one error--> all        for work that may fail without ending the run
     share(t)           rank 0: a tensor --> all                    for tensors that only rank 0 can read
 
-Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0 prints the error, with
-rank and host unless it happened on rank 0 alone or on all ranks:
+Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0 prints the
+error, with rank and host unless it happened on rank 0 alone or on all ranks:
 
     rank 0   the file exists         "rank 1 on host b: x.bin: no such file"      exit 1
     rank 1   the file is missing     prints nothing                               exit 1
 
-Any exception but ValueError and OSError is a bug: in `agree`, the first rank that has it raises it, with its traceback.
-All of these functions are collective; in a single process they are plain calls. The watchdog handles errors that one
-rank hits between collectives.
+Any exception but ValueError and OSError is a bug: in `agree`, the first rank that has it raises it,
+with its traceback. All of these functions are collective; in a single process they are plain calls.
+The watchdog handles errors that one rank hits between collectives.
 """
 
 import contextlib
@@ -41,16 +41,30 @@ from nanochat.common import LAUNCH, StopAsked, counted, get_dist_info
 
 T = TypeVar("T")
 
-VERSIONS = ("torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention", "cpu", "cpu_capability", "cpu_settings")
-PER_MACHINE = ("driver", "cpu", "cpu_capability", "cpu_settings")  # versions that may differ between ranks
+VERSIONS = (
+    "torch",
+    "gpu",
+    "cuda",
+    "cudnn",
+    "nccl",
+    "driver",
+    "attention",
+    "cpu",
+    "cpu_capability",
+    "cpu_settings",
+)
+# versions that may differ between ranks
+PER_MACHINE = ("driver", "cpu", "cpu_capability", "cpu_settings")
 RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
-# ---- device and group ------------------------------------------------------------------------------------------------
+# ---- device and group
+# ------------------------------------------------------------------------------------------------
+
 
 def autodetect_device_type() -> str:
-    """'cuda' if it is available, else 'mps', else 'cpu'. ValueError if the machine has GPUs that PyTorch does not see:
-    a run that was meant for them would take weeks on the CPU."""
+    """'cuda' if it is available, else 'mps', else 'cpu'. ValueError if the machine has GPUs that
+    PyTorch does not see: a run that was meant for them would take weeks on the CPU."""
     if torch.cuda.is_available():
         return "cuda"
     if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and (unseen := unseen_gpus()):
@@ -59,36 +73,50 @@ def autodetect_device_type() -> str:
 
 
 def unseen_gpus() -> str:
-    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if nvidia-smi lists none."""
+    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if nvidia-smi
+    lists none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")
+        listed = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.split("\n")
     except (OSError, subprocess.SubprocessError):
         return ""
     if not listed[0]:
         return ""
     name, _, driver = listed[0].partition(", ")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
-    return (f"nvidia-smi lists {counted(len([*filter(None, listed)]), 'GPU')} ({name}, driver {driver}), "
-            f"but this PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver")
+    return (
+        f"nvidia-smi lists {counted(len([*filter(None, listed)]), 'GPU')} ({name}, driver {driver}), "
+        f"but this PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver"
+    )
 
 
-def compute_init(device_type: str = "cuda", *, deterministic: bool = False, timeout_s: float = 1800.0
-                 ) -> tuple[bool, int, int, int, torch.device]:
-    """Join the process group if torchrun started us (NCCL on CUDA, gloo elsewhere), and select the device.
+def compute_init(
+    device_type: str = "cuda", *, deterministic: bool = False, timeout_s: float = 1800.0
+) -> tuple[bool, int, int, int, torch.device]:
+    """Join the process group if torchrun started us (NCCL on CUDA, gloo elsewhere), and select the
+    device.
 
-    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others in a collective.
-    Returns (is distributed, rank, local rank, world size, device). ValueError if the device is not available.
+    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others
+    in a collective. Returns (is distributed, rank, local rank, world size, device). ValueError if
+    the device is not available.
     """
     on_cuda = device_type == "cuda"
     if on_cuda:
         prepare_cuda(deterministic)
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if on_cuda and not available["cuda"] and (unseen := unseen_gpus()):
         raise ValueError(f"--device-type cuda: {unseen}; or use --device-type cpu")
     if not available.get(device_type):
-        raise ValueError(f"--device-type: got {device_type!r}, expected one that this PyTorch offers: "
-                         f"{', '.join(name for name in available if available[name])}")
+        raise ValueError(
+            f"--device-type: got {device_type!r}, expected one that this PyTorch offers: "
+            f"{', '.join(name for name in available if available[name])}"
+        )
     distributed, rank, local_rank, world_size = get_dist_info()
     device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
     if on_cuda:
@@ -100,17 +128,25 @@ def compute_init(device_type: str = "cuda", *, deterministic: bool = False, time
         store.set_timeout(timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store = dist.PrefixStore(find_each_other(store, rank, world_size), store)
-        dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=world_size,
-                                timeout=timeout, device_id=device if on_cuda else None)
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo",
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if on_cuda else None,
+        )
     return distributed, rank, local_rank, world_size, device
 
 
 def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
-    """Collective. A name for the group of processes that run now, on all of them. StopAsked if a stop is requested.
+    """Collective. A name for the group of processes that run now, on all of them. StopAsked if a
+    stop is requested.
 
-    torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the addresses of dead
-    processes in it, and wait for them. Its count of restarts is no name: every node has its own. So each process leaves
-    a random id; rank 0 lists the newest ids, until every process has found itself in the list and has said so.
+    torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the
+    addresses of dead processes in it, and wait for them. Its count of restarts is no name: every
+    node has its own. So each process leaves a random id; rank 0 lists the newest ids, until every
+    process has found itself in the list and has said so.
     """
     ours = uuid.uuid4().hex
     store.set(f"process/{rank}", ours)
@@ -120,7 +156,9 @@ def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
         if LAUNCH.stop():
             raise StopAsked("asked to stop while the processes found each other")
         if rank == 0:
-            found = [store.get(f"process/{r}").decode() for r in others if store.check([f"process/{r}"])]
+            found = [
+                store.get(f"process/{r}").decode() for r in others if store.check([f"process/{r}"])
+            ]
             if ",".join([ours, *found]) != listed:
                 listed = ",".join([ours, *found])
                 store.set("processes", listed)
@@ -135,34 +173,47 @@ def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def elastic_problem() -> str:
-    """Why this launch cannot survive a change of its number of nodes, although torchrun's --nnodes allows one; '' if it
-    can, or if the number is fixed. If nodes share one store, a new round of them finds the addresses of the old one."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+    """Why this launch cannot survive a change of its number of nodes, although torchrun's --nnodes
+    allows one; '' if it can, or if the number is fixed. If nodes share one store, a new round of
+    them finds the addresses of the old one."""
+    if (
+        "TORCHELASTIC_RUN_ID" not in os.environ
+        or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    ):
         return ""
     with contextlib.suppress(OSError):  # no /proc
-        command = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        command = (
+            Path(f"/proc/{os.getppid()}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+        )
         nodes = re.search(r"--nnodes[= ](\d+):(\d+)", command) or re.fullmatch(
-            r"(\d+):(\d+)", os.environ.get("PET_NNODES", ""))
+            r"(\d+):(\d+)", os.environ.get("PET_NNODES", "")
+        )
         if nodes and nodes[1] != nodes[2]:
-            return (f"--nnodes={nodes[1]}:{nodes[2]}: this launch will fail when the number of nodes changes; set "
-                    f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun on every node (docs/clusters.md)")
+            return (
+                f"--nnodes={nodes[1]}:{nodes[2]}: this launch will fail when the number of nodes changes; set "
+                f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun on every node (docs/clusters.md)"
+            )
     return ""
 
 
 def prepare_cuda(deterministic: bool) -> None:
-    """Set the options that CUDA and the compiler read when they start. Memory segments can grow, which wastes less
-    memory between tensors, if NVML works: PyTorch asks it about each segment. If `deterministic`, repeated work gives
-    the same bits: cuBLAS uses fixed buffers, backward passes add in a fixed order, and Inductor chooses no kernel by
-    timing it."""
+    """Set the options that CUDA and the compiler read when they start. Memory segments can grow,
+    which wastes less memory between tensors, if NVML works: PyTorch asks it about each segment. If
+    `deterministic`, repeated work gives the same bits: cuBLAS uses fixed buffers, backward passes
+    add in a fixed order, and Inductor chooses no kernel by timing it."""
     if nvml_works():
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.backends.cuda.enable_cudnn_sdp(False)  # see attention.py
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that NCCL's flight recorder keeps
+    # collectives that NCCL's flight recorder keeps
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-        # Inductor decides by a benchmark whether to pad matrices, and its deterministic mode forbids benchmarks: a
-        # dimension that is not a multiple of 8 would break compilation.
+        # Inductor decides by a benchmark whether to pad matrices, and its deterministic mode
+        # forbids benchmarks: a dimension that is not a multiple of 8 would break compilation.
         os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
         torch.use_deterministic_algorithms(True)
         # otherwise PyTorch fills every new tensor before we do
@@ -170,8 +221,9 @@ def prepare_cuda(deterministic: bool) -> None:
 
 
 def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
-    """Whether this process can use NVML, the driver's library for management. Some containers lack it, such as those
-    whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone; there, PyTorch crashes when it creates a segment that grows."""
+    """Whether this process can use NVML, the driver's library for management. Some containers lack
+    it, such as those whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone; there, PyTorch crashes
+    when it creates a segment that grows."""
     try:
         nvml = ctypes.CDLL(library)
         return nvml.nvmlInit_v2() == 0
@@ -180,8 +232,9 @@ def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """The versions that, with code, data and settings, determine the bits of a step. Plain values; off CUDA, those of
-    the GPU are None. The processor matters on every device: it draws the initial weights."""
+    """The versions that, with code, data and settings, determine the bits of a step. Plain values;
+    off CUDA, those of the GPU are None. The processor matters on every device: it draws the initial
+    weights."""
     known: dict[str, Any] = dict.fromkeys(VERSIONS)
     known |= {"torch": str(torch.__version__), **processor()}
     if device.type != "cuda":
@@ -200,20 +253,32 @@ def versions(device: torch.device) -> dict[str, Any]:
     return known
 
 
-# variables with which MKL and oneDNN choose instructions; PyTorch's own, ATEN_CPU_CAPABILITY, is in `cpu_capability`
-CPU_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+# variables with which MKL and oneDNN choose instructions; PyTorch's own, ATEN_CPU_CAPABILITY, is in
+# `cpu_capability`
+CPU_VARIABLES = (
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_DEBUG_CPU_TYPE",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+)
 
 
 def processor() -> dict[str, str | None]:
-    """What decides how this machine's CPU rounds: its name (MKL chooses code by vendor), the instruction set that
-    PyTorch uses, such as AVX2, and the settings of MKL and oneDNN, None if none is set."""
+    """What decides how this machine's CPU rounds: its name (MKL chooses code by vendor), the
+    instruction set that PyTorch uses, such as AVX2, and the settings of MKL and oneDNN, None if
+    none is set."""
     settings = [f"{name}={os.environ[name]}" for name in CPU_VARIABLES if os.environ.get(name)]
-    return {"cpu": cpu_name(), "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "cpu_settings": " ".join(settings) or None}
+    return {
+        "cpu": cpu_name(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_settings": " ".join(settings) or None,
+    }
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, such as AMD EPYC 7B13; its architecture if the system does not tell the name."""
+    """The processor's name, such as AMD EPYC 7B13; its architecture if the system does not tell the
+    name."""
     with contextlib.suppress(OSError):
         if name := re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE):
             return name[1].strip()
@@ -225,15 +290,19 @@ def other_processors() -> list[str]:
     everyone = gather_all((socket.gethostname(), processor()))
     first, sentences = everyone[0][1], list[str]()
     for rank, (host, theirs) in enumerate(everyone):
-        differing = [f"{name} is {theirs[name]}, on rank 0 it is {first[name]}"
-                     for name in first if theirs[name] != first[name]]
+        differing = [
+            f"{name} is {theirs[name]}, on rank 0 it is {first[name]}"
+            for name in first
+            if theirs[name] != first[name]
+        ]
         if differing:
             sentences.append(f"rank {rank} on host {host}: {'; '.join(differing)}")
     return sentences
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list it."""
+    """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list
+    it."""
     try:
         version = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
     except OSError:
@@ -247,20 +316,23 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def reserved_memory(device: torch.device) -> int | None:
-    """The most memory that PyTorch has reserved so far, in bytes: tensors and the gaps between them; None off CUDA."""
+    """The most memory that PyTorch has reserved so far, in bytes: tensors and the gaps between
+    them; None off CUDA."""
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def compute_cleanup() -> None:
-    """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's group could then
-    wait for a rank that never comes. A process also leaves the group when it exits."""
+    """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's
+    group could then wait for a rank that never comes. A process also leaves the group when it
+    exits."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 
 def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """The dtype of activations and embeddings. `name` is a --dtype value: bfloat16, float32, or auto, which is bfloat16
-    on GPUs that support it (compute capability 8.0 and up) and float32 elsewhere."""
+    """The dtype of activations and embeddings. `name` is a --dtype value: bfloat16, float32, or
+    auto, which is bfloat16 on GPUs that support it (compute capability 8.0 and up) and float32
+    elsewhere."""
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -274,31 +346,51 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-# FLOP/s in bfloat16 without sparsity, from the vendors' data sheets (figures "with sparsity" are halved). The list of
-# chips follows nanochat (github.com/karpathy/nanochat, nanochat/common.py). The first name that is part of the
-# device's own name counts, so variants come before their family. An H800 has the tensor cores of an H100: only
-# its links and its float64 are slower.
+# FLOP/s in bfloat16 without sparsity, from the vendors' data sheets (figures "with sparsity" are
+# halved). The list of chips follows nanochat (github.com/karpathy/nanochat, nanochat/common.py).
+# The first name that is part of the device's own name counts, so variants come before their family.
+# An H800 has the tensor cores of an H100: only its links and its float64 are slower.
 PEAK_FLOPS = (
-    ("gb200", 2.5e15), ("b200", 2.25e15), ("b100", 1.8e15),
-    ("h200 nvl", 836e12), ("h200", 989e12),
-    ("h100 nvl", 835e12), ("h100 pcie", 756e12), ("h100", 989e12), ("h800 pcie", 756e12), ("h800", 989e12),
-    ("a100", 312e12), ("a800", 312e12), ("a40", 149.7e12), ("a30", 165e12),
-    ("l40s", 362e12), ("l40", 181e12), ("l4", 121e12),
-    ("mi355", 2.5e15), ("mi325", 1.3074e15), ("mi300x", 1.3074e15), ("mi250x", 383e12),
-    ("5090", 209.5e12), ("4090", 165.2e12), ("3090", 71e12),
+    ("gb200", 2.5e15),
+    ("b200", 2.25e15),
+    ("b100", 1.8e15),
+    ("h200 nvl", 836e12),
+    ("h200", 989e12),
+    ("h100 nvl", 835e12),
+    ("h100 pcie", 756e12),
+    ("h100", 989e12),
+    ("h800 pcie", 756e12),
+    ("h800", 989e12),
+    ("a100", 312e12),
+    ("a800", 312e12),
+    ("a40", 149.7e12),
+    ("a30", 165e12),
+    ("l40s", 362e12),
+    ("l40", 181e12),
+    ("l4", 121e12),
+    ("mi355", 2.5e15),
+    ("mi325", 1.3074e15),
+    ("mi300x", 1.3074e15),
+    ("mi250x", 383e12),
+    ("5090", 209.5e12),
+    ("4090", 165.2e12),
+    ("3090", 71e12),
 )
 
 
 def get_peak_flops(device_name: str) -> float:
-    """Peak dense bf16 FLOP/s of a GPU by its name; infinity if unknown, so that MFU shows 0 and not a wrong number."""
+    """Peak dense bf16 FLOP/s of a GPU by its name; infinity if unknown, so that MFU shows 0 and not
+    a wrong number."""
     return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 
 
-# ---- values and errors of all ranks ----------------------------------------------------------------------------------
+# ---- values and errors of all ranks
+# ----------------------------------------------------------------------------------
+
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on rank 0 alone, and return its value on all ranks. If it raises, rank 0 raises
-    its error, and the others exit with code 1 and no output."""
+    """Collective. Call `function()` on rank 0 alone, and return its value on all ranks. If it
+    raises, rank 0 raises its error, and the others exit with code 1 and no output."""
     _, rank, _, world_size = get_dist_info()
     box: list[Any] = [agree(function if rank == 0 else lambda: None)]
     if world_size > 1:
@@ -307,10 +399,11 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on every rank; it may fail on any of them, say on a bad flag or a missing
-    file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks failed or only rank 0 did,
-    otherwise a ValueError that names rank and host; the others exit with code 1. If an error is neither ValueError nor
-    OSError, the first rank with such an error raises it instead."""
+    """Collective. Call `function()` on every rank; it may fail on any of them, say on a bad flag or
+    a missing file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks
+    failed or only rank 0 did, otherwise a ValueError that names rank and host; the others exit with
+    code 1. If an error is neither ValueError nor OSError, the first rank with such an error raises
+    it instead."""
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -319,8 +412,11 @@ def agree(function: Callable[[], T]) -> T:
         value = function()
     except Exception as e:
         error = e
-    report = None if error is None else (
-        not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
+    report = (
+        None
+        if error is None
+        else (not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
+    )
     failed = {r: report for r, report in enumerate(gather_all(report)) if report is not None}
     if not failed:
         return value
@@ -335,15 +431,21 @@ def agree(function: Callable[[], T]) -> T:
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. Exit as `agree` does unless all ranks have the same settings: {name: plain value}."""
+    """Collective. Exit as `agree` does unless all ranks have the same settings: {name: plain
+    value}."""
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
-        differing = [f"{k} is {settings.get(k)!r}, on rank 0 it is {theirs.get(k)!r}"
-                     for k in sorted(theirs.keys() | settings.keys()) if theirs.get(k) != settings.get(k)]
+        differing = [
+            f"{k} is {settings.get(k)!r}, on rank 0 it is {theirs.get(k)!r}"
+            for k in sorted(theirs.keys() | settings.keys())
+            if theirs.get(k) != settings.get(k)
+        ]
         if differing:
-            raise ValueError(f"started differently: {'; '.join(differing)}; start all processes with the same flags, "
-                             f"the same files under the same paths, and the same tokenizer")
+            raise ValueError(
+                f"started differently: {'; '.join(differing)}; start all processes with the same flags, "
+                f"the same files under the same paths, and the same tokenizer"
+            )
 
     agree(compare)
 
@@ -359,9 +461,10 @@ def gather_all(value: T) -> list[T]:
 
 
 def gather_results(function: Callable[[], T]) -> list[T]:
-    """Collective. Call `function()`, which must not use collectives, on every rank; returns all ranks' values in rank
-    order. If it fails on any rank, all ranks raise an error, so that no rank waits for one that failed: StopAsked if a
-    rank was asked to stop, otherwise an error with the rank and the reason."""
+    """Collective. Call `function()`, which must not use collectives, on every rank; returns all
+    ranks' values in rank order. If it fails on any rank, all ranks raise an error, so that no rank
+    waits for one that failed: StopAsked if a rank was asked to stop, otherwise an error with the
+    rank and the reason."""
     if get_dist_info()[3] == 1:
         return [function()]
     value: Any = None
@@ -374,7 +477,10 @@ def gather_results(function: Callable[[], T]) -> list[T]:
         if isinstance(e, StopAsked):
             failure = StopAsked, str(e)
         else:
-            failure = ValueError if isinstance(e, (ValueError, OSError)) else RuntimeError, f"{type(e).__name__}: {e}"
+            failure = (
+                ValueError if isinstance(e, (ValueError, OSError)) else RuntimeError,
+                f"{type(e).__name__}: {e}",
+            )
     outcomes: list[Any] = gather_all((value, failure))
     for kind in (StopAsked, RuntimeError, ValueError):
         for rank, (_, failure) in enumerate(outcomes):
@@ -384,17 +490,20 @@ def gather_results(function: Callable[[], T]) -> list[T]:
 
 
 def share(tensor: torch.Tensor) -> None:
-    """Collective. Copy rank 0's values into the same tensor on all ranks. The tensor is contiguous, has the same shape
-    and dtype everywhere, and is on the device of the process group."""
+    """Collective. Copy rank 0's values into the same tensor on all ranks. The tensor is contiguous,
+    has the same shape and dtype everywhere, and is on the device of the process group."""
     if dist.is_initialized() and tensor.numel():
         # bytes: backends do not know every dtype
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
 
 
-# ---- records of each rank's GPU, to find a slow rank, a hang, or what takes memory -----------------------------------
+# ---- records of each rank's GPU, to find a slow rank, a hang, or what takes memory
+# -----------------------------------
+
 
 def write_memory(run_dir: Path, rank: int) -> str:
-    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence, which names the file."""
+    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence, which names
+    the file."""
     path = run_dir / f"memory-rank{rank}.pickle"
     try:
         torch.cuda.memory._dump_snapshot(str(path))

@@ -1,14 +1,14 @@
-"""
-Generation with a KV cache: each new token costs one position, because earlier keys and values are kept.
+"""Generation with a KV cache: each new token costs one position, because earlier keys and values
+are kept.
 
     prompt  ->  one forward of batch 1 fills a cache  ->  copied to num_samples rows  ->  one column of tokens per step
 
-Decoding gives the same logits as the full forward, position by position, for chunks of any length: the cache only
-stores, and the model does all arithmetic. Rows that have reached a stop token are still computed, so that shapes stay
-the same; `generate_batch` drops their tokens.
+Decoding gives the same logits as the full forward, position by position, for chunks of any length:
+the cache only stores, and the model does all arithmetic. Rows that have reached a stop token are
+still computed, so that shapes stay the same; `generate_batch` drops their tokens.
 
-The samples for a seed depend on num_samples (all rows draw from one generator) and on the device. There is no
-calculator tool, because no model here is trained to call it.
+The samples for a seed depend on num_samples (all rows draw from one generator) and on the device.
+There is no calculator tool, because no model here is trained to call it.
 """
 
 import os
@@ -28,15 +28,18 @@ from nanochat.gpt import GPT, GPTConfig, Linear
 from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 
-def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: float = 1.0,
-                      top_k: int | None = None) -> Tensor:
+def sample_next_token(
+    logits: Tensor, rng: torch.Generator | None, temperature: float = 1.0, top_k: int | None = None
+) -> Tensor:
     """Draw one token per row from logits (B, vocab) -> (B, 1) int64.
 
-    Temperature 0 takes the most likely token and needs no generator. top_k restricts the draw to the k most likely
-    tokens. Raises ValueError for a negative temperature or a top_k below 1.
+    Temperature 0 takes the most likely token and needs no generator. top_k restricts the draw to
+    the k most likely tokens. Raises ValueError for a negative temperature or a top_k below 1.
     """
     if temperature < 0 or (top_k is not None and top_k < 1):
-        raise ValueError(f"sampling: got temperature={temperature}, top_k={top_k}, expected at least 0 and 1")
+        raise ValueError(
+            f"sampling: got temperature={temperature}, top_k={top_k}, expected at least 0 and 1"
+        )
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     if top_k is None:
@@ -47,8 +50,8 @@ def sample_next_token(logits: Tensor, rng: torch.Generator | None, temperature: 
 
 
 class Engine:
-    """Samples from a model. The tokenizer only provides the tokens that end a text: `<|bos|>` and, if it exists,
-    `<|assistant_end|>`."""
+    """Samples from a model. The tokenizer only provides the tokens that end a text: `<|bos|>` and,
+    if it exists, `<|assistant_end|>`."""
 
     def __init__(self, model: GPT, tokenizer: Any) -> None:
         self.model = model
@@ -63,28 +66,42 @@ class Engine:
 
     def _forward(self, tokens: Tensor, cache: KVCache) -> Tensor:
         """Logits of the last position, (B, vocab)."""
-        # Avoid cuDNN's kernel: its plan for each new length takes longer than computing a token. Avoid the plain
-        # kernel, which writes all scores to memory; but if 8 does not divide the head size, CUDA has no other.
+        # Avoid cuDNN's kernel: its plan for each new length takes longer than computing a token.
+        # Avoid the plain kernel, which writes all scores to memory; but if 8 does not divide the
+        # head size, CUDA has no other.
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        with sdpa_kernel(kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels):
+        with sdpa_kernel(
+            kernels + [SDPBackend.MATH] if self.model.config.head_dim % 8 else kernels
+        ):
             return self.model(tokens, kv_cache=cache)[:, -1]
 
     @torch.inference_mode()
-    def generate(self, tokens: list[int], num_samples: int = 1, max_tokens: int | None = None,
-                 temperature: float = 1.0, top_k: int | None = None, seed: int = 42,
-                 ) -> Iterator[tuple[list[int], list[int]]]:
+    def generate(
+        self,
+        tokens: list[int],
+        num_samples: int = 1,
+        max_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 42,
+    ) -> Iterator[tuple[list[int], list[int]]]:
         """Continue the prompt `tokens` num_samples times.
 
-        Yields (token column, masks), each with one entry per row; a mask of 1 means sampled, which is always the case
-        here. Ends when every row has reached a stop token, or after max_tokens columns (default: up to sequence_len).
-        Raises ValueError for an empty prompt, and for one that fills sequence_len if max_tokens is None.
+        Yields (token column, masks), each with one entry per row; a mask of 1 means sampled, which
+        is always the case here. Ends when every row has reached a stop token, or after max_tokens
+        columns (default: up to sequence_len). Raises ValueError for an empty prompt, and for one
+        that fills sequence_len if max_tokens is None.
         """
         room = self.model.config.sequence_len - len(tokens)
         if not tokens or num_samples < 1:
-            raise ValueError(f"generate: got {len(tokens)} prompt tokens, num_samples={num_samples}, expected both "
-                             f"to be at least 1")
+            raise ValueError(
+                f"generate: got {len(tokens)} prompt tokens, num_samples={num_samples}, expected both "
+                f"to be at least 1"
+            )
         if max_tokens is None and room < 1:
-            raise ValueError(f"generate: a prompt of {len(tokens):,} tokens fills sequence_len; pass max_tokens")
+            raise ValueError(
+                f"generate: a prompt of {len(tokens):,} tokens fills sequence_len; pass max_tokens"
+            )
         max_tokens = room if max_tokens is None else max_tokens
         device = self.model.get_device()
         rng = torch.Generator(device=device).manual_seed(seed)
@@ -104,10 +121,14 @@ class Engine:
                 return
             logits = self._forward(drawn, cache)
 
-    def generate_batch(self, tokens: list[int], num_samples: int = 1, **kwargs: Any,
-                       ) -> tuple[list[list[int]], list[list[int]]]:
-        """Run `generate` to its end. Returns (token lists, mask lists), one of each per sample: the prompt (mask 0) and
-        the sampled tokens (mask 1) before the stop token."""
+    def generate_batch(
+        self,
+        tokens: list[int],
+        num_samples: int = 1,
+        **kwargs: Any,
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """Run `generate` to its end. Returns (token lists, mask lists), one of each per sample: the
+        prompt (mask 0) and the sampled tokens (mask 1) before the stop token."""
         stops, running = self.stop_tokens(), set(range(num_samples))
         results = [list(tokens) for _ in range(num_samples)]
         for column, _ in self.generate(tokens, num_samples, **kwargs):
@@ -120,20 +141,29 @@ class Engine:
 
 # ---- a model from a checkpoint alone -------------------------------------------------------------
 
-def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, *,
-               compute_dtype: torch.dtype | None = None) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint` finds for `path`.
 
-    compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path, step, model_config,
-    trainer_state. Raises ValueError for a corrupt checkpoint, a model_config that does not match its saved hash or
-    has unknown fields, or a tokenizer that differs from the checkpoint's; FileNotFoundError for missing files.
+def load_model(
+    path: str | os.PathLike[str] | None,
+    device: torch.device | str,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[GPT, Tokenizer, dict[str, Any]]:
+    """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint`
+    finds for `path`.
+
+    compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path,
+    step, model_config, trainer_state. Raises ValueError for a corrupt checkpoint, a model_config
+    that does not match its saved hash or has unknown fields, or a tokenizer that differs from the
+    checkpoint's; FileNotFoundError for missing files.
     """
     device = torch.device(device)
     checkpoint = find_checkpoint(path)
     checkpoint.check_architecture(checkpoint.model_config)
     if unknown := checkpoint.model_config.keys() - {f.name for f in fields(GPTConfig)}:
-        raise ValueError(f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
-                         f"{', '.join(sorted(unknown))}; use the code that trained the model")
+        raise ValueError(
+            f"{checkpoint.path / MODEL_CONFIG_NAME}: this code's GPTConfig lacks "
+            f"{', '.join(sorted(unknown))}; use the code that trained the model"
+        )
     tokenizer = get_tokenizer(checkpoint.path.absolute().parent.parent / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
     with torch.device("meta"):
@@ -144,6 +174,10 @@ def load_model(path: str | os.PathLike[str] | None, device: torch.device | str, 
     for module in model.modules():
         if isinstance(module, Linear):
             module.to(model.compute_dtype)  # cast once instead of for every token: the same bits
-    meta = {"path": checkpoint.path, "step": checkpoint.step, "model_config": checkpoint.model_config,
-            "trainer_state": checkpoint.trainer_state}
+    meta = {
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "model_config": checkpoint.model_config,
+        "trainer_state": checkpoint.trainer_state,
+    }
     return model.eval(), tokenizer, meta

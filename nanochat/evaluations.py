@@ -1,8 +1,8 @@
 """
 What a run measures between its steps: bits per byte, samples, CORE, and each rank's own time.
 
-Each function takes the `trainer.Trainer` of a run, prints one line and logs one event. To log another value with an
-evaluation, add it to the event here.
+Each function takes the `trainer.Trainer` of a run, prints one line and logs one event. To log
+another value with an evaluation, add it to the event here.
 """
 
 import contextlib
@@ -21,21 +21,30 @@ from nanochat.trainer import LONG_S, Stop, Trainer
 
 
 def log_validation(run: Trainer) -> None:
-    """Collective. Evaluate the model on validation data, and print and log its bits per byte, for all buckets together
-    and for each one; nats per token if the tokenizer does not know bytes. Raises Stop on all ranks if a stop is
-    requested while one of them waits for data."""
-    settings, layout, progress = run.settings, run.loader.layout, run.progress
+    """Collective. Evaluate the model on validation data, and print and log its bits per byte, for
+    all buckets together and for each one; nats per token if the tokenizer does not know bytes.
+    Raises Stop on all ranks if a stop is requested while one of them waits for data."""
+    settings = run.settings
+    layout = run.loader.layout
+    progress = run.progress
     run.dog.beat(progress.step, "evaluation", LONG_S)
     if progress.step == run.start.step:
         print0(f"start: the first evaluation, up to {settings.eval_tokens:,} tokens")
     batches = {}
     for bucket, source in run.data.val.items():
         batches[bucket] = validation_loader(
-            source, tokenizer=run.data.tokenizer, T=settings.max_seq_len,
-            num_tokens=settings.eval_tokens // len(run.data.val), device=run.loader.device,
-            device_batch_size=settings.device_batch_size, rank=layout.rank, world_size=layout.world_size,
-            num_leaves=settings.leaves, num_threads=settings.tokenizer_threads,
-            with_doc_ids=settings.attention_mode != "causal")
+            source,
+            tokenizer=run.data.tokenizer,
+            T=settings.max_seq_len,
+            num_tokens=settings.eval_tokens // len(run.data.val),
+            device=run.loader.device,
+            device_batch_size=settings.device_batch_size,
+            rank=layout.rank,
+            world_size=layout.world_size,
+            num_leaves=settings.leaves,
+            num_threads=settings.tokenizer_threads,
+            with_doc_ids=settings.attention_mode != "causal",
+        )
     try:
         value, by_bucket = evaluate_buckets(run.compiled, batches, run.data.tokenizer.token_bytes())
     except StopAsked:
@@ -55,7 +64,8 @@ def log_validation(run: Trainer) -> None:
 
 
 def log_samples(run: Trainer) -> None:
-    """Print and log the model's greedy continuation of each validation prompt. Call it on rank 0 only."""
+    """Print and log the model's greedy continuation of each validation prompt. Call it on rank 0
+    only."""
     tokenizer, texts = run.data.tokenizer, []
     engine = Engine(run.model, tokenizer)
     print0("samples: the most likely continuations of validation texts")
@@ -63,18 +73,23 @@ def log_samples(run: Trainer) -> None:
         run.dog.beat()
         [tokens], _ = engine.generate_batch(prompt, max_tokens=16, temperature=0.0)
         texts.append(tokenizer.decode(tokens[1:]))  # without <|bos|>
-        print0(f"  {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(tokens[len(prompt):])!r}")
+        print0(f"  {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(tokens[len(prompt) :])!r}")
     run.journal.event("samples", texts=texts)
 
 
 def log_core(run: Trainer) -> None:
-    """Collective. Evaluate CORE; print it, log it and, under nanochat's names, send it to the trackers. Raises Stop on
-    all ranks, between two tasks, if a stop is requested."""
-    step, settings, scores = run.progress.step, run.settings, []
+    """Collective. Evaluate CORE; print it, log it and, under nanochat's names, send it to the
+    trackers. Raises Stop on all ranks, between two tasks, if a stop is requested."""
+    step = run.progress.step
+    settings = run.settings
+    scores = []
     run.dog.beat(step, "CORE", LONG_S)
     is_rank0 = run.loader.layout.rank == 0
     tasks = gather_results(
-        lambda: read_bundle(settings.eval_bundle, settings.core_metric_max_per_task) if is_rank0 else [])[0]
+        lambda: (
+            read_bundle(settings.eval_bundle, settings.core_metric_max_per_task) if is_rank0 else []
+        )
+    )[0]
     for score in evaluate_core(run.model, run.data.tokenizer, tasks):
         scores.append(score)
         run.dog.beat(step, f"CORE after {score.task.label}", LONG_S)
@@ -86,11 +101,15 @@ def log_core(run: Trainer) -> None:
 
 
 def log_ranks(run: Trainer, began: float) -> None:
-    """Collective, called before the ranks wait for each other. Log how long each rank took for its own rows of the
-    step that began at `began` (time.perf_counter), and the clock and power of its GPU."""
+    """Collective, called before the ranks wait for each other. Log how long each rank took for its
+    own rows of the step that began at `began` (time.perf_counter), and the clock and power of its
+    GPU."""
     device, state = run.loader.device, dict[str, float]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         with contextlib.suppress(Exception):  # no nvidia-ml-py, or an old driver
-            state = {"clock_mhz": torch.cuda.clock_rate(device), "power_w": torch.cuda.power_draw(device) / 1000}
+            state = {
+                "clock_mhz": torch.cuda.clock_rate(device),
+                "power_w": torch.cuda.power_draw(device) / 1000,
+            }
     run.journal.event("ranks", ranks=gather_all({"own_s": time.perf_counter() - began, **state}))

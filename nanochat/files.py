@@ -8,16 +8,18 @@ The files that a data path names: which of them are data, and which are not read
     DIR/README.txt  DIR/c.csv                not read: text about the data; a kind that no source reads
     PREFIX,PREFIX                            token files, listed without their suffixes
 
-Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line; a single array or
-object is not read. `list_files` lists every file that is not read but could be data, and commands print that list.
-All of these paths may be in object storage.
+Suffixes of text may be in upper or lower case. A .json file is data if it has one object per line;
+a single array or object is not read. `list_files` lists every file that is not read but could be
+data, and commands print that list. All of these paths may be in object storage.
 
-**Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a folder that contains
-the link, which would never end. A file that is reachable by two names is read twice, with a warning. (Rejected: reading
-it once. Which of the names would count? A bucket could lose its files to another bucket.)
+**Links.** The tree below DIR is what `find -L DIR` prints: every link is followed, except one to a
+folder that contains the link, which would never end. A file that is reachable by two names is read
+twice, with a warning. (Rejected: reading it once. Which of the names would count? A bucket could
+lose its files to another bucket.)
 
-**Known data sets.** The last shard of the data set is used for validation: it is always downloaded, and it is an error
-if it is missing. Otherwise a failed download would silently change all validation results.
+**Known data sets.** The last shard of the data set is used for validation: it is always downloaded,
+and it is an error if it is missing. Otherwise a failed download would silently change all
+validation results.
 """
 
 import errno
@@ -30,37 +32,82 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanochat.cli import did_you_mean
-from nanochat.common import as_path, counted, few, get_base_dir, is_remote, local_copy, make_local_copies, read_json
+from nanochat.common import (
+    as_path,
+    counted,
+    few,
+    get_base_dir,
+    is_remote,
+    local_copy,
+    make_local_copies,
+    read_json,
+)
 from nanochat.text import SUFFIXES, text_suffix
 from nanochat.text_kinds import is_json_lines, saved_files
 
 log = logging.getLogger(__name__)
 
-FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}  # suffixes by --data-format
+# suffixes by --data-format
+FORMATS = {"text": SUFFIXES, "shards": (".bin",), "megatron": (".bin",)}
 MAGICS = {"shards": b"GPTS", "megatron": b"MMIDIDX\x00\x00"}  # an .idx begins with it
 GPT_SIMPLE = {"pretokenized": "shards", "jsonl": "text"}  # gpt-simple's names of formats
-GET_DATA = ("download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
-            "-m dev.make_sample_corpus, or point --data-path at yours")
+GET_DATA = (
+    "download data with python -m nanochat.dataset -n 8, make a sample from files on this machine with python "
+    "-m dev.make_sample_corpus, or point --data-path at yours"
+)
 BUCKET = "data"  # the name of the bucket if there is only one
 
 COULD_BE_DATA = re.compile(
     r"\.(jsonl?|ndjson|txt|text|csv|tsv|parquet|parq|pq|arrow|feather|orc|avro|xml|warc|tar|tgz|zip|npy|npz)"
-    r"(\.(gz|zst|zstd|bz2|xz|lz4|snappy|zip))?", re.IGNORECASE)
+    r"(\.(gz|zst|zstd|bz2|xz|lz4|snappy|zip))?",
+    re.IGNORECASE,
+)
 ABOUT_DATA = re.compile(  # text files that are not documents, whatever is beside them
     r"(readme|licen[cs]e|copying|notice|changelog|authors|citation|merges|vocab|md5sums?|sha256sums?|cmakelists"
-    r"|requirements)([-_.]\w+)?\.txt", re.IGNORECASE)
-METADATA = frozenset((  # JSON that this and other programs write beside data
-    "state.json", "sample_corpus.json", "dataset.json", "dataset_info.json", "dataset_infos.json",
-    "dataset_dict.json", "manifest.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "config.json", "generation_config.json"))
-NEVER_DATA = (".md", ".rst", ".yaml", ".yml", ".toml", ".py", ".sh", ".html", ".pdf", ".png", ".jpg", ".log", ".lock")
+    r"|requirements)([-_.]\w+)?\.txt",
+    re.IGNORECASE,
+)
+METADATA = frozenset(
+    (  # JSON that this and other programs write beside data
+        "state.json",
+        "sample_corpus.json",
+        "dataset.json",
+        "dataset_info.json",
+        "dataset_infos.json",
+        "dataset_dict.json",
+        "manifest.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "config.json",
+        "generation_config.json",
+    )
+)
+NEVER_DATA = (
+    ".md",
+    ".rst",
+    ".yaml",
+    ".yml",
+    ".toml",
+    ".py",
+    ".sh",
+    ".html",
+    ".pdf",
+    ".png",
+    ".jpg",
+    ".log",
+    ".lock",
+)
 
 
 # ---- everything below a folder -------------------------------------------------------------------
 
+
 class Entry(NamedTuple):
-    """Something below a folder. `kind`: "file", "folder" or "dangling", a link to something that does not exist.
-    `linked`: it is a link, or below a linked folder."""
+    """Something below a folder. `kind`: "file", "folder" or "dangling", a link to something that
+    does not exist. `linked`: it is a link, or below a linked folder."""
 
     path: Path
     kind: str
@@ -68,9 +115,9 @@ class Entry(NamedTuple):
 
 
 def walk(folder: Path) -> Iterator[Entry]:
-    """Everything below a folder whose names do not begin with a dot, in no particular order. Links are followed, except
-    those to a folder that contains them. OSError for a folder that cannot be read. A folder that is deleted meanwhile
-    is skipped."""
+    """Everything below a folder whose names do not begin with a dot, in no particular order. Links
+    are followed, except those to a folder that contains them. OSError for a folder that cannot be
+    read. A folder that is deleted meanwhile is skipped."""
     if is_remote(folder):
         for path in folder.rglob("*"):
             hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
@@ -98,8 +145,10 @@ def walk(folder: Path) -> Iterator[Entry]:
         except FileNotFoundError:
             continue
         except OSError as e:
-            raise OSError(f"{e.filename or place}: it cannot be read ({e.strerror}), so data below it would silently "
-                          f"be missing; make it readable, or remove it from the data") from None
+            raise OSError(
+                f"{e.filename or place}: it cannot be read ({e.strerror}), so data below it would silently "
+                f"be missing; make it readable, or remove it from the data"
+            ) from None
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
@@ -118,8 +167,10 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 # ---- what a --data-path names --------------------------------------------------------------------
 
+
 def exists(path: Path) -> bool:
-    """Whether a path exists. A list of prefixes may be longer than any path that the system accepts."""
+    """Whether a path exists. A list of prefixes may be longer than any path that the system
+    accepts."""
     try:
         return path.exists()
     except OSError as e:
@@ -139,8 +190,8 @@ def is_file(path: Path) -> bool:
 
 
 def read_data_args(path: Path | str) -> str:
-    """The --data-path in a file for Megatron's --data-args-path: prefixes, or weights and prefixes, separated by white
-    space. FileNotFoundError or ValueError names the file."""
+    """The --data-path in a file for Megatron's --data-args-path: prefixes, or weights and prefixes,
+    separated by white space. FileNotFoundError or ValueError names the file."""
     try:
         words = local_copy(as_path(path)).read_text().split()
     except FileNotFoundError:
@@ -148,54 +199,79 @@ def read_data_args(path: Path | str) -> str:
     except (OSError, UnicodeDecodeError) as e:
         raise ValueError(f"--data-args-path={path}: it cannot be read as text ({e})") from None
     if not words or any("," in word for word in words):
-        raise ValueError(f"--data-args-path={path}: expected paths of token files without .bin, or weights and paths, "
-                         f"separated by spaces or lines, none of them with a comma")
+        raise ValueError(
+            f"--data-args-path={path}: expected paths of token files without .bin, or weights and paths, "
+            f"separated by spaces or lines, none of them with a comma"
+        )
     return ",".join(words)
 
 
 def named_files(path: Path | str) -> list[Path]:
-    """The files that a --data-path names one by one: a single file, or token files without their suffixes. [] for a
-    folder or a path that does not exist."""
+    """The files that a --data-path names one by one: a single file, or token files without their
+    suffixes. [] for a folder or a path that does not exist."""
     if exists(as_path(path)):
         return [as_path(path)] if as_path(path).is_file() else []
     return find_prefixes(str(path))
 
 
 def data_folder(path: Path | str) -> Path:
-    """The folder that file names are relative to: the --data-path, or the folder of the files that it names."""
+    """The folder that file names are relative to: the --data-path, or the folder of the files that
+    it names."""
     folders = [file.parent for file in named_files(path)]
-    return as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0] if folders else as_path(path)
+    return (
+        as_path(os.path.commonpath(folders))
+        if len(folders) > 1
+        else folders[0]
+        if folders
+        else as_path(path)
+    )
 
 
 class Listing(NamedTuple):
-    """The files of a --data-path, each list in the order of relative paths. `ignored`: {reason: files that could be
-    data but are not read}."""
+    """The files of a --data-path, each list in the order of relative paths. `ignored`: {reason:
+    files that could be data but are not read}."""
 
     data: list[Path]
     ignored: dict[str, list[Path]]
 
 
 def list_files(path: Path | str, data_format: str = "text") -> Listing:
-    """The files of a format at a --data-path: all files below a folder, or the files that it names. FileNotFoundError
-    or ValueError if there are none, or if one cannot be data."""
+    """The files of a format at a --data-path: all files below a folder, or the files that it names.
+    FileNotFoundError or ValueError if there are none, or if one cannot be data."""
     # A format that is not in the table is a suffix (see `nanochat.sources.SOURCES`).
     path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
-    if data_format not in FORMATS and not (Path(__file__).parent / f"source_{data_format}.py").is_file():
+    if (
+        data_format not in FORMATS
+        and not (Path(__file__).parent / f"source_{data_format}.py").is_file()
+    ):
         ours = GPT_SIMPLE.get(data_format)
-        hint = f"; gpt-simple's {data_format} is called {ours} here" if ours else did_you_mean(data_format, FORMATS)
-        raise ValueError(f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
-                         f"NAME with a nanochat/source_NAME.py{hint}")
+        hint = (
+            f"; gpt-simple's {data_format} is called {ours} here"
+            if ours
+            else did_you_mean(data_format, FORMATS)
+        )
+        raise ValueError(
+            f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
+            f"NAME with a nanochat/source_NAME.py{hint}"
+        )
     if is_folder(path):
         return _list_folder(path, data_format, suffixes)
     files = named_files(path) if exists(path) or data_format != "text" else []
     if not files:
-        beside = [p.name for p in path.parent.iterdir()] if is_folder(path.parent) and not is_remote(path) else []
+        beside = (
+            [p.name for p in path.parent.iterdir()]
+            if is_folder(path.parent) and not is_remote(path)
+            else []
+        )
         hint = did_you_mean(path.name, beside) or (
-            f"; {GET_DATA} (token files may be named without .bin if --data-format is set)")
+            f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
+        )
         raise FileNotFoundError(f"{path}: no such data folder{hint}")
     if not has_suffix(files[0].name, suffixes):
-        raise ValueError(f"{path}: expected a folder or a {', '.join(suffixes)} file for "
-                         f"--data-format {data_format}; rename it, or change --data-format")
+        raise ValueError(
+            f"{path}: expected a folder or a {', '.join(suffixes)} file for "
+            f"--data-format {data_format}; rename it, or change --data-format"
+        )
     _check_names(files)
     return Listing(files, {})
 
@@ -206,7 +282,8 @@ def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
 
 
 def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
-    """Whether a name ends with one of the suffixes of a format. Those of text may be in upper case."""
+    """Whether a name ends with one of the suffixes of a format. Those of text may be in upper
+    case."""
     return text_suffix(name) != "" if suffixes == SUFFIXES else name.endswith(tuple(suffixes))
 
 
@@ -225,8 +302,13 @@ def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listi
         for file, reason in reasons.items():
             if file.name not in METADATA:
                 ignored.setdefault(reason, []).append(file)
-    hidden = [entry.path for entry in entries if entry.kind == "file" and has_suffix(entry.path.name, suffixes)
-              and is_hidden(entry.path.relative_to(path), data_format)]
+    hidden = [
+        entry.path
+        for entry in entries
+        if entry.kind == "file"
+        and has_suffix(entry.path.name, suffixes)
+        and is_hidden(entry.path.relative_to(path), data_format)
+    ]
     if hidden:
         ignored["a name begins with _"] = hidden
     found = [entry.path for entry in data]
@@ -234,9 +316,16 @@ def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listi
     if ".bin" in suffixes:
         _check_pairs([entry.path for entry in files])
     if not found:
-        others = [name for name, some in FORMATS.items() if any(has_suffix(file.path.name, some) for file in files)
-                  and name != data_format]
-        hint = f"it has files for --data-format {' or '.join(others)}" if others else "check --data-path"
+        others = [
+            name
+            for name, some in FORMATS.items()
+            if any(has_suffix(file.path.name, some) for file in files) and name != data_format
+        ]
+        hint = (
+            f"it has files for --data-format {' or '.join(others)}"
+            if others
+            else "check --data-path"
+        )
         not_read = f" ({describe_ignored(path, ignored)})" if ignored else ""
         raise FileNotFoundError(f"{path}: no {', '.join(suffixes)} file below it{not_read}; {hint}")
     if any(entry.linked for entry in data):
@@ -245,8 +334,9 @@ def _list_folder(path: Path, data_format: str, suffixes: Sequence[str]) -> Listi
 
 
 def is_hidden(name: Path, data_format: str = "text") -> bool:
-    """Whether a relative path is hidden: one of its names begins with _, as in Spark's _temporary. (Megatron's own
-    tools write a pair _text_document if their prefix is a folder, so names of token files may begin with _.)"""
+    """Whether a relative path is hidden: one of its names begins with _, as in Spark's _temporary.
+    (Megatron's own tools write a pair _text_document if their prefix is a folder, so names of token
+    files may begin with _.)"""
     parts = name.parts if data_format == "text" else name.parts[:-1]
     return any(part.startswith("_") for part in parts)
 
@@ -259,13 +349,17 @@ def _refuse_dangling(folder: Path, links: Sequence[Path]) -> None:
             f"{folder}: {counted(len(missing), 'link')} below it to something that does not exist: "
             f"{few(missing, folder)} (-> {os.readlink(missing[0])}). Data would silently be missing: mount the disk, "
             f"fetch the files (git annex get, dvc pull, or download the Hugging Face data set again), or delete the "
-            f"links")
+            f"links"
+        )
 
 
 def _not_documents(files: Sequence[Path]) -> dict[Path, str]:
     """{file: reason} for the files of a folder that could be data but are not read."""
     reasons: dict[Path, str] = {}
-    saved = {folder: saved_files(folder) for folder in {file.parent for file in files if file.suffix == ".arrow"}}
+    saved = {
+        folder: saved_files(folder)
+        for folder in {file.parent for file in files if file.suffix == ".arrow"}
+    }
     for file in files:
         suffix = text_suffix(file.name)
         listed = saved.get(file.parent)
@@ -273,7 +367,9 @@ def _not_documents(files: Sequence[Path]) -> dict[Path, str]:
             reasons[file] = "not part of the saved data set"
         elif suffix == ".txt" and ABOUT_DATA.fullmatch(file.name):
             reasons[file] = "about the data, by name"
-        elif f"{suffix}.".startswith(".json.") and (file.name in METADATA or not is_json_lines(file)):
+        elif f"{suffix}.".startswith(".json.") and (
+            file.name in METADATA or not is_json_lines(file)
+        ):
             reasons[file] = "JSON, but not one object per line"
         elif not suffix and COULD_BE_DATA.search(file.name):
             reasons[file] = "not a kind of file that is read"
@@ -294,8 +390,10 @@ def _check_pairs(files: Sequence[Path]) -> None:
     known = set(files)
     for idx in files:
         if idx.suffix == ".idx" and idx.with_suffix(".bin") not in known:
-            raise FileNotFoundError(f"{idx.with_suffix('.bin')}: missing, but {idx.name} needs it; restore it, or "
-                                    f"delete {idx.name} and rerun scripts.tok_shards")
+            raise FileNotFoundError(
+                f"{idx.with_suffix('.bin')}: missing, but {idx.name} needs it; restore it, or "
+                f"delete {idx.name} and rerun scripts.tok_shards"
+            )
 
 
 def _warn_of_copies(folder: Path, files: Sequence[Path]) -> None:
@@ -307,12 +405,19 @@ def _warn_of_copies(folder: Path, files: Sequence[Path]) -> None:
     copies = [some for some in names.values() if len(some) > 1]
     if copies:
         first, second = (os.path.relpath(file, folder) for file in copies[0][:2])
-        log.warning("%s: %s reachable by several names, so the documents are read once for each name (%s is %s); "
-                    "delete the links that are not wanted", folder, counted(len(copies), "file"), second, first)
+        log.warning(
+            "%s: %s reachable by several names, so the documents are read once for each name (%s is %s); "
+            "delete the links that are not wanted",
+            folder,
+            counted(len(copies), "file"),
+            second,
+            first,
+        )
 
 
 def describe_ignored(folder: Path | str, ignored: dict[str, list[Path]]) -> str:
-    """A line about files that could be data but are not read: their number, the reasons, a few names of each."""
+    """A line about files that could be data but are not read: their number, the reasons, a few
+    names of each."""
     number = sum(map(len, ignored.values()))
     parts = [f"{few(files, folder)} ({reason})" for reason, files in ignored.items()]
     return f"{counted(number, 'file')} that could be data {'is' if number == 1 else 'are'} not read: {'; '.join(parts)}"
@@ -320,36 +425,46 @@ def describe_ignored(folder: Path | str, ignored: dict[str, list[Path]]) -> str:
 
 # ---- token files, listed one by one --------------------------------------------------------------
 
+
 def split_weights(data_path: str) -> tuple[str, list[float] | None]:
-    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code or "70 web 30 code"), into the
-    prefixes, separated by commas, and their weights. Any other --data-path is returned as it is, with None."""
+    """Split Megatron's own list, which has a weight before each prefix (70,web,30,code or "70 web
+    30 code"), into the prefixes, separated by commas, and their weights. Any other --data-path is
+    returned as it is, with None."""
     parts = data_path.split(",") if "," in data_path else data_path.split()
-    weighted = len(parts) % 2 == 0 and all(re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2])
+    weighted = len(parts) % 2 == 0 and all(
+        re.fullmatch(r"(\d+(\.\d*)?|\.\d+)(e-?\d+)?", part) for part in parts[::2]
+    )
     if not weighted or exists(as_path(data_path)):
         return data_path, None
     return ",".join(parts[1::2]), [float(part) for part in parts[::2]]
 
 
 def find_prefixes(data_path: str) -> list[Path]:
-    """The .bin files, in the order given, of a --data-path that lists pairs as comma-separated paths without
-    extension; [] if a single path names no pair. FileNotFoundError for a missing pair; ValueError for weights,
-    which only --order=megatron uses."""
+    """The .bin files, in the order given, of a --data-path that lists pairs as comma-separated
+    paths without extension; [] if a single path names no pair. FileNotFoundError for a missing
+    pair; ValueError for weights, which only --order=megatron uses."""
     parts = data_path.split(",")
     prefixes, weights = split_weights(data_path)
     if weights is not None:
-        raise ValueError(f"--data-path: got {_first_of(data_path)}, with a weight before each prefix, which "
-                         f"--order=lanes does not use; add --order=megatron, or write "
-                         f"--data-path={_first_of(prefixes)}")
+        raise ValueError(
+            f"--data-path: got {_first_of(data_path)}, with a weight before each prefix, which "
+            f"--order=lanes does not use; add --order=megatron, or write "
+            f"--data-path={_first_of(prefixes)}"
+        )
     if len({part.partition(":")[0] if is_remote(part) else "" for part in parts}) > 1:
-        raise ValueError(f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
-                         f"and on this machine; a run reads from only one place, so copy all files to one of them")
+        raise ValueError(
+            f"{data_path}: the prefixes are in different kinds of object storage, or in object storage "
+            f"and on this machine; a run reads from only one place, so copy all files to one of them"
+        )
     files = [as_path(f"{as_path(part)}.bin") for part in parts]
     for prefix, file in zip(parts, files):
         if not is_file(file) and not is_file(file.with_suffix(".idx")):
             if len(parts) == 1:
                 return []
-            raise FileNotFoundError(f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
-                                    f"or to paths without .bin and .idx, separated by commas")
+            raise FileNotFoundError(
+                f"{prefix}: neither {file.name} nor its .idx exists; set --data-path to a folder, "
+                f"or to paths without .bin and .idx, separated by commas"
+            )
     return files
 
 
@@ -360,19 +475,22 @@ def _first_of(data_path: str) -> str:
 
 
 def check_format(root: Path | str, files: Sequence[Path], data_format: str) -> None:
-    """ValueError for a pair whose format is not `data_format`. A folder that mixes formats is refused, too: skipping
-    one kind would silently drop data."""
+    """ValueError for a pair whose format is not `data_format`. A folder that mixes formats is
+    refused, too: skipping one kind would silently drop data."""
     make_local_copies(f.with_suffix(".idx") for f in files)
     for file in files:
         actual = pair_format(file)
-        if actual and actual != data_format:  # an unknown format is reported when the pair is opened
-            raise ValueError(f"{file}: this pair needs --data-format {actual}, not {data_format}; if {root} mixes "
-                             f"both, move one kind elsewhere, or convert it with python -m scripts.convert_shards")
+        # an unknown format is reported when the pair is opened
+        if actual and actual != data_format:
+            raise ValueError(
+                f"{file}: this pair needs --data-format {actual}, not {data_format}; if {root} mixes "
+                f"both, move one kind elsewhere, or convert it with python -m scripts.convert_shards"
+            )
 
 
 def pair_format(path: Path) -> str | None:
-    """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or one that begins with
-    neither magic."""
+    """The format of a pair, given either file: "shards" or "megatron". None if it has no .idx, or
+    one that begins with neither magic."""
     try:
         with open(local_copy(path.with_suffix(".idx")), "rb") as f:
             head = f.read(16)
@@ -407,14 +525,16 @@ def index_to_filename(index: int) -> str:
 
 
 def default_data_dir(name: str = DATASET_NAME) -> Path:
-    """The folder of a known data set: data/NAME, or the folder of karpathy/nanochat if only that exists."""
+    """The folder of a known data set: data/NAME, or the folder of karpathy/nanochat if only that
+    exists."""
     ours, theirs = get_base_dir() / "data" / name, get_base_dir() / f"base_data_{name}"
     return theirs if theirs.is_dir() and not ours.is_dir() else ours
 
 
 def default_data_path() -> Path:
-    """The data of a command without --data-path: the folder of the default data set or, if only that exists,
-    karpathy/nanochat's older folder base_data, which has fineweb-edu and uses its last file for validation."""
+    """The data of a command without --data-path: the folder of the default data set or, if only
+    that exists, karpathy/nanochat's older folder base_data, which has fineweb-edu and uses its last
+    file for validation."""
     folder, older = default_data_dir(), get_base_dir() / "base_data"
     if folder.is_dir() or not older.is_dir():
         return folder
@@ -423,22 +543,27 @@ def default_data_path() -> Path:
 
 
 def known_dataset(data_dir: Path | str) -> str | None:
-    """The name of the data set in a download folder, according to the downloader's marker or the path. None for any
-    other folder, whose last file is used for validation."""
+    """The name of the data set in a download folder, according to the downloader's marker or the
+    path. None for any other folder, whose last file is used for validation."""
     folder = as_path(data_dir)
     if not exists(folder / MARKER):
-        return next((name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()), None)
+        return next(
+            (name for name in DATASETS if folder.resolve() == default_data_dir(name).resolve()),
+            None,
+        )
     name = read_json(local_copy(folder / MARKER), {"name": str})["name"]
     if name not in DATASETS:
-        raise ValueError(f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}; "
-                         f"delete the file")
+        raise ValueError(
+            f"{folder / MARKER}: got the data set {name[:80]!r}, expected {' or '.join(DATASETS)}; "
+            f"delete the file"
+        )
     return name
 
 
 def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
-    """Full paths of the parquet files below a folder (default: `default_data_path()`), in the order of their relative
-    paths. The last one is for validation. FileNotFoundError if there are none, or if a download lacks its validation
-    shard; ValueError if that shard is not the last file."""
+    """Full paths of the parquet files below a folder (default: `default_data_path()`), in the order
+    of their relative paths. The last one is for validation. FileNotFoundError if there are none, or
+    if a download lacks its validation shard; ValueError if that shard is not the last file."""
     root = as_path(data_dir) if data_dir is not None else default_data_path()
     files = [file for file in find_files(root) if file.suffix == ".parquet"]
     if not files:
@@ -446,10 +571,14 @@ def list_parquet_files(data_dir: Path | str | None = None) -> list[str]:
     if name := known_dataset(root):
         pinned = index_to_filename(DATASETS[name].last_shard)
         if root / pinned not in files:
-            raise FileNotFoundError(f"{root}: {name}'s validation shard {pinned} is missing ({len(files)} other "
-                                    f"files found); run `python -m nanochat.dataset --dataset={name} -n 8 "
-                                    f"--data-dir={root}`")
+            raise FileNotFoundError(
+                f"{root}: {name}'s validation shard {pinned} is missing ({len(files)} other "
+                f"files found); run `python -m nanochat.dataset --dataset={name} -n 8 "
+                f"--data-dir={root}`"
+            )
         if files[-1] != root / pinned:
-            raise ValueError(f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
-                             f"shard {pinned}; move other files elsewhere")
+            raise ValueError(
+                f"{root}: the last file is {files[-1].relative_to(root)}, expected {name}'s validation "
+                f"shard {pinned}; move other files elsewhere"
+            )
     return [str(file) for file in files]

@@ -5,15 +5,16 @@ From a document to the rows that contain it.
                          --kept cursors (bisection)-->  read between the saves of step 1000 and step 1250
                          --lane 17 alone, packed again from step 1000-->  step 1180, row 139: tokens 0 to 2,048
 
-The order gives the lane that reads a document in an epoch. The cursors of the run's saves show between which two saves
-the lane read it. So only that lane is packed again, from the earlier save until no token of the document is pending.
-The cost does not depend on the length of the run, and training records only the cursors of its saves.
+The order gives the lane that reads a document in an epoch. The cursors of the run's saves show
+between which two saves the lane read it. So only that lane is packed again, from the earlier save
+until no token of the document is pending. The cost does not depend on the length of the run, and
+training records only the cursors of its saves.
 
-In Megatron's order, the data is not divided into shares for lanes. There, the stream's `samples_with` inverts the
-tables that list the documents of each sample.
+In Megatron's order, the data is not divided into shares for lanes. There, the stream's
+`samples_with` inverts the tables that list the documents of each sample.
 
-A document has the name FILE:DOC, where DOC is its number, from 0, among the documents that are read from the file. In
-pretokenized files, each entry is a document.
+A document has the name FILE:DOC, where DOC is its number, from 0, among the documents that are read
+from the file. In pretokenized files, each entry is a document.
 """
 
 import itertools
@@ -33,8 +34,8 @@ from nanochat.stream import Cursor, Stream
 
 
 class SampleFinder(Protocol):
-    """What a stream of samples tells about a document, such as that of Megatron's order, which documents the
-    methods."""
+    """What a stream of samples tells about a document, such as that of Megatron's order, which
+    documents the methods."""
 
     config: Any
 
@@ -43,7 +44,8 @@ class SampleFinder(Protocol):
 
 
 class Document(NamedTuple):
-    """One document of a source. `group` is counted over all files of the source, `row` within the group."""
+    """One document of a source. `group` is counted over all files of the source, `row` within the
+    group."""
 
     bucket: str
     name: str  # FILE:DOC
@@ -53,7 +55,8 @@ class Document(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Tokens `start` to `stop` - 1 of a document in a row of a completed step. Token 0 is its BOS."""
+    """Tokens `start` to `stop` - 1 of a document in a row of a completed step. Token 0 is its
+    BOS."""
 
     epoch: int
     step: int
@@ -91,18 +94,25 @@ class History:
     tokenizer: str  # fingerprint
     rows_per_lane: int  # in each step
     saves: Sequence[int]  # step 0 and the steps of the kept cursors, ascending
-    # (step, cursors) of the newest readable save at or before a step; None: the beginning of the data
+    # (step, cursors) of the newest readable save at or before a step; None: the beginning of the
+    # data
     nearest_cursors: Callable[[int], tuple[int, Sequence[Cursor] | None]]
     trained: int  # number of completed steps
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. Of several epochs that lie ahead, only the first is
-        returned."""
+        """The uses of a document, epoch by epoch. Of several epochs that lie ahead, only the first
+        is returned."""
         curriculum, source = self.config.curriculum, self.sources[document.bucket]
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
-        order = open_order(source.groups, source.means, small=source.small, bucket=document.bucket, config=self.config)
+        order = open_order(
+            source.groups,
+            source.means,
+            small=source.small,
+            bucket=document.bucket,
+            config=self.config,
+        )
         last_epoch = self.config.epochs(document.bucket)
         epochs = itertools.count() if last_epoch == 0 else range(last_epoch)
         is_ahead = False
@@ -114,7 +124,8 @@ class History:
             is_ahead = of_epoch.expected is not None
 
     def _reached(self, lane: int, bucket: str, step: int) -> tuple[int, int] | None:
-        """(epoch, place) that a lane had reached in a bucket at a save; None at the beginning of the data."""
+        """(epoch, place) that a lane had reached in a bucket at a save; None at the beginning of
+        the data."""
         _, cursors = self.nearest_cursors(step)
         for cursor in cursors or ():
             feed = cursor["buckets"].get(bucket)
@@ -123,7 +134,8 @@ class History:
         return None
 
     def _pass(self, document: Document, epoch: int, order: Order) -> Pass:
-        """The uses of a document in one epoch. Packs its lane again from the last save before the lane read it."""
+        """The uses of a document in one epoch. Packs its lane again from the last save before the
+        lane read it."""
         lane, place = order.find(epoch, document.group, document.row)
         beginning = 0, order.share(lane, 0).start
 
@@ -134,12 +146,17 @@ class History:
         behind = bisect_left(self.saves, True, key=has_passed)
         step, cursors = self.nearest_cursors(self.saves[max(0, behind - 1)])
         mine = None if cursors is None else [cursor for cursor in cursors if cursor["lane"] == lane]
-        stream = Stream(self.config, self.sources, [lane], tokenizer=self.tokenizer, cursors=mine, drop_dry=True)
+        stream = Stream(
+            self.config, self.sources, [lane], tokenizer=self.tokenizer, cursors=mine, drop_dry=True
+        )
         with closing(stream):
             return self._follow(stream, document, epoch, place, step, order)
 
-    def _follow(self, stream: Stream, document: Document, epoch: int, place: int, step: int, order: Order) -> Pass:
-        """The uses of a document from `step` on, where the stream's only lane stands before its place."""
+    def _follow(
+        self, stream: Stream, document: Document, epoch: int, place: int, step: int, order: Order
+    ) -> Pass:
+        """The uses of a document from `step` on, where the stream's only lane stands before its
+        place."""
         [lane] = stream.lanes
         feed = stream.feeds[document.bucket][lane]
         key, uses = (epoch, document.group, document.row), list[Use]()
@@ -160,12 +177,15 @@ class History:
             [found] = self.sources[document.bucket].read(document.group, np.array([document.row]))
             return Pass(epoch, lane, uses, len(found.ids), pending=key in feed.packer)
         # the lane has not read it yet: this many documents come before it, and it itself
-        first = total_read(order, lane, epoch, place) - total_read(order, lane, feed.epoch, feed.place)
+        first = total_read(order, lane, epoch, place) - total_read(
+            order, lane, feed.epoch, feed.place
+        )
         return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
-        """The approximate step at which a stream's only lane will have used a bucket's pending documents and the next
-        `first` ones, if rows hold as many documents as before. The curriculum decides the bucket of each row."""
+        """The approximate step at which a stream's only lane will have used a bucket's pending
+        documents and the next `first` ones, if rows hold as many documents as before. The
+        curriculum decides the bucket of each row."""
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
         pending = len(feed.packer.waiting())
@@ -179,14 +199,23 @@ class History:
         return math.inf if due > 0 else row / self.rows_per_lane
 
 
-def sample_passes(stream: SampleFinder, document: Document, *, rows_per_step: int, begin: int, trained: int,
-                  ) -> Iterator[Pass]:
-    """The uses of a document in a run with Megatron's order, epoch by epoch. `begin`: number of samples before the
-    run's first step; they belong to an earlier run."""
-    n, length = rows_per_step // stream.config.V, stream.document_length(document.bucket, document.number)
+def sample_passes(
+    stream: SampleFinder,
+    document: Document,
+    *,
+    rows_per_step: int,
+    begin: int,
+    trained: int,
+) -> Iterator[Pass]:
+    """The uses of a document in a run with Megatron's order, epoch by epoch. `begin`: number of
+    samples before the run's first step; they belong to an earlier run."""
+    n = rows_per_step // stream.config.V
+    length = stream.document_length(document.bucket, document.number)
     pieces = stream.samples_with(document.bucket, document.number)
     for epoch in range(max((piece.epoch for piece in pieces), default=0) + 1):
-        uses, steps, covered = list[Use](), list[float](), np.zeros(length, bool)
+        uses = list[Use]()
+        steps = list[float]()
+        covered = np.zeros(length, bool)
         for _, sample, start, stop in filter(lambda piece: piece.epoch == epoch, pieces):
             step, row = divmod(sample - begin, rows_per_step)
             covered[start:stop] = True
@@ -201,13 +230,19 @@ def sample_passes(stream: SampleFinder, document: Document, *, rows_per_step: in
 
 def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
     """The number of documents that a lane reads before it reaches a place of an epoch."""
-    return sum(len(order.share(lane, e)) for e in range(epoch)) + place - order.share(lane, epoch).start
+    return (
+        sum(len(order.share(lane, e)) for e in range(epoch))
+        + place
+        - order.share(lane, epoch).start
+    )
 
 
 # ---- names of documents --------------------------------------------------------------------------
 
+
 def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
-    """(file, index of the group's first document in the file, document count) for each group of a source."""
+    """(file, index of the group's first document in the file, document count) for each group of a
+    source."""
     manifest = source.manifest
     for entry in manifest["files"]:
         first, counts = 0, entry["groups"]
@@ -219,13 +254,18 @@ def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
 
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
-    """(split, the document FILE:DOC) in {split: {bucket: source}}. ValueError if FILE or DOC is absent. If
-    several splits share a file, a document that is not whole in any of them has group -1."""
+    """(split, the document FILE:DOC) in {split: {bucket: source}}. ValueError if FILE or DOC is
+    absent. If several splits share a file, a document that is not whole in any of them has group
+    -1."""
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
-        raise ValueError(f"{name}: expected FILE:DOC, for example web/0007.parquet:41; FILE is relative to the data "
-                         f"path, and DOC is the number of the document in it, from 0")
-    row, known = int(number), dict[str, tuple[str, str, int]]()  # {file: (split, bucket, documents)}
+        raise ValueError(
+            f"{name}: expected FILE:DOC, for example web/0007.parquet:41; FILE is relative to the data "
+            f"path, and DOC is the number of the document in it, from 0"
+        )
+    # {file: (split, bucket, documents)}
+    row = int(number)
+    known = dict[str, tuple[str, str, int]]()
     for split, sources in data.items():
         for bucket, source in sources.items():
             for group, (of_file, first, count) in enumerate(groups_of(source)):
@@ -234,8 +274,10 @@ def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[
             for entry in source.manifest["files"]:
                 known.setdefault(entry["name"], (split, bucket, sum(entry["groups"])))
     if file not in known:
-        raise ValueError(f"{name}: the run has no file {file}; its files are {', '.join([*known][:4])}"
-                         f"{', ...' if len(known) > 4 else ''}")
+        raise ValueError(
+            f"{name}: the run has no file {file}; its files are {', '.join([*known][:4])}"
+            f"{', ...' if len(known) > 4 else ''}"
+        )
     split, bucket, count = known[file]
     if row >= count:
         raise ValueError(f"{name}: {file} has documents 0 to {count - 1}; name one of them")

@@ -7,16 +7,19 @@ The GPT: nanochat's architecture, as one small module.
                         x = x + mlp(norm(x))           relu(.)^2, four times as wide
     x - backout_lambda * (x after the middle layer) -> norm -> lm_head -> 15 * tanh(. / 15)
 
-Sources of the parts: rotary positions (RoFormer, 2104.09864), RMSNorm without parameters (1910.07467), norms on queries
-and keys (2302.05442), grouped query heads (2305.13245), squared ReLU (2109.08668), value embeddings (a form of
-ResFormer's value residual, 2410.17897), soft-capped logits (Gemma 2, 2408.00118). The scalars on the residual stream,
-smear and backout come from the modded-nanogpt speedruns. The model has no biases and no dropout, and embedding and head
-are not tied.
+Sources of the parts: rotary positions (RoFormer, 2104.09864), RMSNorm without parameters
+(1910.07467), norms on queries and keys (2302.05442), grouped query heads (2305.13245), squared ReLU
+(2109.08668), value embeddings (a form of ResFormer's value residual, 2410.17897), soft-capped
+logits (Gemma 2, 2408.00118). The scalars on the residual stream, smear and backout come from the
+modded-nanogpt speedruns. The model has no biases and no dropout, and embedding and head are not
+tied.
 
-Matrices are float32 masters and are cast to the dtype of the activations where they are used, without autocast. `wte`
-and the value embeddings are stored in the compute dtype; `GPT.compute_dtype` reads it from `wte`.
+Matrices are float32 masters and are cast to the dtype of the activations where they are used,
+without autocast. `wte` and the value embeddings are stored in the compute dtype;
+`GPT.compute_dtype` reads it from `wte`.
 
-Documents in a row see the ones before them, unless masks restrict attention and smear to each document:
+Documents in a row see the ones before them, unless masks restrict attention and smear to each
+document:
 
     masks = model.masks(doc_ids);  loss = model(inputs, targets, masks=masks)
 """
@@ -46,17 +49,18 @@ QK_SCALE = 1.2
 LOGIT_CAP = 15.0
 LOSS_CHUNK = 8192  # tokens whose logits are in memory at once in uncompiled code
 
-# The tensors that a step keeps for its backward pass: of each layer; before and after the layers; and while one layer
-# is recomputed and differentiated. The unit is a tensor (B, T, C) in the compute dtype. The numbers of compiled code
-# are counted in the records of PyTorch's allocator (dev/LOG.md), those of eager code in what autograd keeps.
+# The tensors that a step keeps for its backward pass: of each layer; before and after the layers;
+# and while one layer is recomputed and differentiated. The unit is a tensor (B, T, C) in the
+# compute dtype. The numbers of compiled code are counted in the records of PyTorch's allocator
+# (dev/LOG.md), those of eager code in what autograd keeps.
 KEPT = {  # (compiled, activation checkpointing)
     (True, False): (19.6, 4.0, 0.0),
     (True, True): (1.5, 5.0, 50.0),
     (False, False): (24.0, 0.0, 0.0),
     (False, True): (2.5, 0.0, 24.0),
 }
-# In graphs of more than 20 recomputed layers, Inductor (PyTorch 2.11) holds several layers at once: d24 takes 50 units
-# more, d26 about 75. The line is fitted to these two graphs.
+# In graphs of more than 20 recomputed layers, Inductor (PyTorch 2.11) holds several layers at once:
+# d24 takes 50 units more, d26 about 75. The line is fitted to these two graphs.
 MANY_LAYERS, UNITS_BEYOND = 20, 12.5
 SPARE = 0.04  # small tensors, workspaces of cuBLAS, gaps between tensors
 
@@ -69,9 +73,9 @@ def _round_up(n: int, multiple: int) -> int:
 class GPTConfig:
     """The shape of a model. Raises ValueError for an impossible one.
 
-    `window_pattern` is tiled over the layers. In an S layer, a token sees the sequence_len / 4 tokens before it
-    (rounded up to whole tiles); in an L layer, the sequence_len tokens (a training row) before it. The last layer is
-    always L.
+    `window_pattern` is tiled over the layers. In an S layer, a token sees the sequence_len / 4
+    tokens before it (rounded up to whole tiles); in an L layer, the sequence_len tokens (a training
+    row) before it. The last layer is always L.
     """
 
     sequence_len: int = 2048
@@ -88,22 +92,46 @@ class GPTConfig:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: got {value!r}, expected a positive integer")
         if self.n_embd % self.n_head or self.head_dim % 2:
-            raise ValueError(f"head_dim = n_embd / n_head: got {self.n_embd} / {self.n_head}, expected an even integer")
+            raise ValueError(
+                f"head_dim = n_embd / n_head: got {self.n_embd} / {self.n_head}, expected an even integer"
+            )
         if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head: got {self.n_kv_head}, expected a divisor of n_head ({self.n_head})")
+            raise ValueError(
+                f"n_kv_head: got {self.n_kv_head}, expected a divisor of n_head ({self.n_head})"
+            )
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise ValueError(f"window_pattern: got {self.window_pattern!r}, expected letters S (short) and L (long)")
+            raise ValueError(
+                f"window_pattern: got {self.window_pattern!r}, expected letters S (short) and L (long)"
+            )
 
     @classmethod
-    def from_depth(cls, depth: int, *, vocab_size: int, sequence_len: int, aspect_ratio: int = 64,
-                   head_dim: int = 128, window_pattern: str = "SSSL") -> "GPTConfig":
-        """The shape for a given depth, the one dial: width = depth * aspect_ratio, rounded up to whole heads."""
+    def from_depth(
+        cls,
+        depth: int,
+        *,
+        vocab_size: int,
+        sequence_len: int,
+        aspect_ratio: int = 64,
+        head_dim: int = 128,
+        window_pattern: str = "SSSL",
+    ) -> "GPTConfig":
+        """The shape for a given depth, the one dial: width = depth * aspect_ratio, rounded up to
+        whole heads."""
         if min(depth, aspect_ratio, head_dim) < 1:
-            raise ValueError(f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, {head_dim}, expected >= 1")
+            raise ValueError(
+                f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, {head_dim}, expected >= 1"
+            )
         n_embd = _round_up(depth * aspect_ratio, head_dim)
         n_head = n_embd // head_dim
-        return cls(sequence_len=sequence_len, vocab_size=vocab_size, n_layer=depth, n_head=n_head,
-                   n_kv_head=n_head, n_embd=n_embd, window_pattern=window_pattern)
+        return cls(
+            sequence_len=sequence_len,
+            vocab_size=vocab_size,
+            n_layer=depth,
+            n_head=n_head,
+            n_kv_head=n_head,
+            n_embd=n_embd,
+            window_pattern=window_pattern,
+        )
 
     @property
     def head_dim(self) -> int:
@@ -111,7 +139,8 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embeddings and of the head, in whole tiles. Logits are cropped to vocab_size."""
+        """Rows of the embeddings and of the head, in whole tiles. Logits are cropped to
+        vocab_size."""
         return _round_up(self.vocab_size, VOCAB_MULTIPLE)
 
     @property
@@ -129,13 +158,15 @@ class GPTConfig:
 
 # ---- parts ---------------------------------------------------------------------------------------
 
+
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last dimension, without parameters."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (c, c + D/2) of x (B, T, H, D); cos and sin of the angles: (T, 1, D/2)."""
+    """Rotate channel pairs (c, c + D/2) of x (B, T, H, D); cos and sin of the angles: (T, 1,
+    D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -157,8 +188,8 @@ class Linear(nn.Linear):
 
 @torch.library.custom_op("nanochat::embedding_backward", mutates_args=())
 def embedding_backward(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
-    """The gradient (num_rows, C) of an embedding, from grad (..., C) and idx (...): sums of sorted segments, in a fixed
-    order."""
+    """The gradient (num_rows, C) of an embedding, from grad (..., C) and idx (...): sums of sorted
+    segments, in a fixed order."""
     return torch.ops.aten.embedding_dense_backward(grad, idx, num_rows, -1, False)
 
 
@@ -168,8 +199,8 @@ def _(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding that keeps the eager backward pass in compiled code. Inductor's own backward pass adds with atomics,
-    in any order."""
+    """An embedding that keeps the eager backward pass in compiled code. Inductor's own backward
+    pass adds with atomics, in any order."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
@@ -202,16 +233,25 @@ class CausalSelfAttention(nn.Module):
         if config.has_value_embedding(layer):
             self.ve_gate = Linear(min(VE_GATE_CHANNELS, config.n_embd), config.n_kv_head)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor],
-                kv_cache: KVCache | None, mask: Any) -> Tensor:
-        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. rotary: see `apply_rotary`.
-        mask: see `attention`. Returns (B, T, C)."""
+    def forward(
+        self,
+        x: Tensor,
+        ve: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        kv_cache: KVCache | None,
+        mask: Any,
+    ) -> Tensor:
+        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. rotary: see
+        `apply_rotary`. mask: see `attention`. Returns (B, T, C)."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
+        q = self.c_q(x).view(heads)
+        k = self.c_k(x).view(heads)
+        v = self.c_v(x).view(heads)
         if self.ve_gate is not None and ve is not None:
-            # Each kv head adds a share of the value embedding to its values. A gate over the first channels of x
-            # decides the share of each token: between 0 and 3, about 1.5 at the start.
-            share = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
+            # Each kv head adds a share of the value embedding to its values. A gate over the first
+            # channels of x decides the share of each token: between 0 and 3, about 1.5 at the
+            # start.
+            share = 3 * torch.sigmoid(self.ve_gate(x[..., : self.ve_gate.in_features]))
             v = v + share.unsqueeze(-1) * ve.view(heads)
         q = norm(apply_rotary(q, *rotary)) * QK_SCALE
         k = norm(apply_rotary(k, *rotary)) * QK_SCALE
@@ -245,17 +285,19 @@ class Block(nn.Module):
 def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> Tensor:
     """The initial value of one parameter: float32 on the CPU, a pure function of the arguments.
 
-    Each parameter has its own generator. So its bits are the same on every device and for every number of processes
-    (if their CPUs have the same instruction set), and they do not depend on other parameters: adding a layer leaves the
-    matrices of the others unchanged.
+    Each parameter has its own generator. So its bits are the same on every device and for every
+    number of processes (if their CPUs have the same instruction set), and they do not depend on
+    other parameters: adding a layer leaves the matrices of the others unchanged.
 
-    By default, a matrix is uniform (no outliers) with standard deviation 1/sqrt(n_embd). Matrices that write to the
-    residual stream are called `c_proj` and start at zero, so every block starts as the identity.
+    By default, a matrix is uniform (no outliers) with standard deviation 1/sqrt(n_embd). Matrices
+    that write to the residual stream are called `c_proj` and start at zero, so every block starts
+    as the identity.
     """
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     rng = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)  # a seed has 63 bits
     weight = torch.empty(shape, dtype=torch.float32)
-    bound = (3 / n_embd) ** 0.5  # the uniform distribution from -bound to bound has that standard deviation
+    # the uniform distribution from -bound to bound has that standard deviation
+    bound = (3 / n_embd) ** 0.5
     depth = torch.arange(shape[0]) / max(shape[0] - 1, 1)  # 0 is the first layer, 1 the last
     match name.removesuffix(".weight").split(".")[-1]:
         case "wte":
@@ -280,34 +322,51 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
 
 # ---- the model -----------------------------------------------------------------------------------
 
-class GPT(nn.Module):
-    """The model. Build it on any device; if on `meta`, call `to_empty(device=...)`. Then call `init_weights`,
-    or `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
-    attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere), `varlen` or `flex`
-    (fast on CUDA). activation_checkpointing: keep only the input of each layer, and recompute the layer in the backward
-    pass, which takes a third more time and far less memory. z_loss: weight of the z-loss, the squared logsumexp of a
-    token's logits, which keeps logits from drifting (PaLM, 2204.02311). It affects gradients, not the returned loss.
+class GPT(nn.Module):
+    """The model. Build it on any device; if on `meta`, call `to_empty(device=...)`. Then call
+    `init_weights`, or `load_state_dict` and `set_compute_dtype`. Until then its weights are
+    arbitrary.
+
+    attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere),
+    `varlen` or `flex` (fast on CUDA). activation_checkpointing: keep only the input of each layer,
+    and recompute the layer in the backward pass, which takes a third more time and far less memory.
+    z_loss: weight of the z-loss, the squared logsumexp of a token's logits, which keeps logits from
+    drifting (PaLM, 2204.02311). It affects gradients, not the returned loss.
     """
 
-    def __init__(self, config: GPTConfig, *, attention_mode: str = "causal",
-                 activation_checkpointing: bool = False, z_loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        attention_mode: str = "causal",
+        activation_checkpointing: bool = False,
+        z_loss: float = 0.0,
+    ) -> None:
         super().__init__()
         if attention_mode not in MODES:
-            raise ValueError(f"--attention-mode: got {attention_mode!r}, expected one of {', '.join(MODES)}")
+            raise ValueError(
+                f"--attention-mode: got {attention_mode!r}, expected one of {', '.join(MODES)}"
+            )
         self.config = config
         self.attention_mode = attention_mode
         self.activation_checkpointing = activation_checkpointing
         self.z_loss = z_loss
         kv_width = config.n_kv_head * config.head_dim
         layers = range(config.n_layer)
-        self.transformer = nn.ModuleDict({
-            "wte": Embedding(config.padded_vocab_size, config.n_embd),
-            "h": nn.ModuleList(Block(config, i) for i in layers),
-        })
-        self.value_embeds = nn.ModuleDict({
-            str(i): Embedding(config.padded_vocab_size, kv_width)
-            for i in layers if config.has_value_embedding(i)})
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": Embedding(config.padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList(Block(config, i) for i in layers),
+            }
+        )
+        self.value_embeds = nn.ModuleDict(
+            {
+                str(i): Embedding(config.padded_vocab_size, kv_width)
+                for i in layers
+                if config.has_value_embedding(i)
+            }
+        )
         self.lm_head = Linear(config.n_embd, config.padded_vocab_size)
         self.resid_lambdas = nn.Parameter(torch.empty(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.empty(config.n_layer))
@@ -327,18 +386,22 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, seed: int = 42, compute_dtype: torch.dtype | None = None) -> None:
-        """Fill every parameter and buffer. The values depend on the seed alone, not on PyTorch's generator.
-        compute_dtype: None for the device's default. Raises ValueError on the meta device."""
+        """Fill every parameter and buffer. The values depend on the seed alone, not on PyTorch's
+        generator. compute_dtype: None for the device's default. Raises ValueError on the meta
+        device."""
         if self.get_device().type == "meta":
             raise ValueError("init_weights on the meta device: call to_empty(device=...) first")
         # first, so each value is rounded once
         self.set_compute_dtype(compute_dtype or get_compute_dtype(self.get_device()))
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd))
+            parameter.copy_(
+                initial_weight(name, parameter.shape, seed=seed, n_embd=self.config.n_embd)
+            )
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Cast the embeddings to `dtype`, and the rotary tables, which are computed in float32 and not saved."""
+        """Cast the embeddings to `dtype`, and the rotary tables, which are computed in float32 and
+        not saved."""
         self.transformer["wte"].to(dtype=dtype)
         self.value_embeds.to(dtype=dtype)
         half = self.config.head_dim // 2
@@ -350,19 +413,30 @@ class GPT(nn.Module):
 
     # -- forward --
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, *, masks: DocMasks | None = None,
-                kv_cache: KVCache | None = None, loss_reduction: str = "mean") -> Tensor:
-        """Without targets, returns logits (B, T, vocab_size) float32; with targets, the loss in nats, float32.
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        *,
+        masks: DocMasks | None = None,
+        kv_cache: KVCache | None = None,
+        loss_reduction: str = "mean",
+    ) -> Tensor:
+        """Without targets, returns logits (B, T, vocab_size) float32; with targets, the loss in
+        nats, float32.
 
-        idx, targets: (B, T) int64; a target of -100 turns its loss off. masks: see `masks`. kv_cache: idx (one token or
-        more) continues the positions in the cache and is added to it; not together with masks. loss_reduction: 'mean'
-        over live targets (NaN without any), 'sum' (0 without any) or 'none' ((B, T), 0 where off). Raises ValueError
-        past the end of the rotary tables.
+        idx, targets: (B, T) int64; a target of -100 turns its loss off. masks: see `masks`.
+        kv_cache: idx (one token or more) continues the positions in the cache and is added to it;
+        not together with masks. loss_reduction: 'mean' over live targets (NaN without any), 'sum'
+        (0 without any) or 'none' ((B, T), 0 where off). Raises ValueError past the end of the
+        rotary tables.
         """
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
         if end > self.cos.size(0):
-            raise ValueError(f"position {end:,} is past the rotary tables ({self.cos.size(0):,}); use fewer tokens")
+            raise ValueError(
+                f"position {end:,} is past the rotary tables ({self.cos.size(0):,}); use fewer tokens"
+            )
         rotary = self.cos[start:end], self.sin[start:end]
         x = x0 = middle = self._smear(norm(self.transformer["wte"](idx)), masks, kv_cache)
         for i, block in enumerate(self.transformer["h"].children()):
@@ -381,7 +455,8 @@ class GPT(nn.Module):
         if targets is None:
             return self._logits(x)
         x, flat = x.flatten(0, 1), targets.flatten()
-        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():  # compiled code never stores float32 logits
+        # compiled code never stores float32 logits
+        if len(x) <= LOSS_CHUNK or torch.compiler.is_compiling():
             losses = self._loss(x, flat)
         else:
             chunks = zip(x.split(LOSS_CHUNK), flat.split(LOSS_CHUNK))
@@ -391,7 +466,7 @@ class GPT(nn.Module):
         return losses.sum() if loss_reduction == "sum" else losses.sum() / (flat >= 0).sum()
 
     def _logits(self, x: Tensor) -> Tensor:
-        logits = self.lm_head(x)[..., :self.config.vocab_size].float()
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 
     def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -404,60 +479,84 @@ class GPT(nn.Module):
         return loss
 
     def _smear(self, x: Tensor, masks: DocMasks | None, kv_cache: KVCache | None) -> Tensor:
-        """Add a gated share of the previous embedding to each position, except the first of a row or, with masks, of a
-        document."""
+        """Add a gated share of the previous embedding to each position, except the first of a row
+        or, with masks, of a document."""
         before = x.new_zeros(x.size(0), 1, x.size(2))
         if kv_cache is not None:
             before, kv_cache.prev_embedding = kv_cache.prev_embedding, x[:, -1:]
         previous = torch.cat((before, x[:, :-1]), dim=1)
-        gate = torch.sigmoid(self.smear_gate(x[..., :self.smear_gate.in_features]))
+        gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))
         gate = self.smear_lambda.to(x.dtype) * gate
         if masks is not None:
             gate = gate * masks.same_doc.unsqueeze(-1)
         return x + gate * previous
 
     def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
-        """The masks that separate the documents of a batch in `forward`, see `make_masks`; None in causal mode. Call it
-        outside compiled code. doc_ids: (B, T) int32, equal inside a document (or padding)."""
+        """The masks that separate the documents of a batch in `forward`, see `make_masks`; None in
+        causal mode. Call it outside compiled code. doc_ids: (B, T) int32, equal inside a document
+        (or padding)."""
         if self.attention_mode == "causal":
             return None
         if doc_ids is None:
-            raise ValueError(f"--attention-mode {self.attention_mode}: the batch has no doc_ids; build the loader with "
-                             f"with_doc_ids=True")
-        return make_masks(doc_ids, self.config.window_sizes, mode=self.attention_mode, num_docs=num_docs)
+            raise ValueError(
+                f"--attention-mode {self.attention_mode}: the batch has no doc_ids; build the loader with "
+                f"with_doc_ids=True"
+            )
+        return make_masks(
+            doc_ids, self.config.window_sizes, mode=self.attention_mode, num_docs=num_docs
+        )
 
     # -- accounting --
 
     def num_scaling_params(self) -> dict[str, int]:
-        """Number of parameters by kind, for scaling laws with embeddings (Chinchilla, 2203.15556) and without (Kaplan
-        et al., 2001.08361). The counts include the padding of the vocabulary."""
+        """Number of parameters by kind, for scaling laws with embeddings (Chinchilla, 2203.15556)
+        and without (Kaplan et al., 2001.08361). The counts include the padding of the
+        vocabulary."""
+
         def count(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters())
 
         wte, blocks = self.transformer["wte"], self.transformer["h"]
-        counts = {"wte": count(wte), "value_embeds": count(self.value_embeds),
-                  "lm_head": count(self.lm_head), "transformer_matrices": count(blocks)}
+        counts = {
+            "wte": count(wte),
+            "value_embeds": count(self.value_embeds),
+            "lm_head": count(self.lm_head),
+            "transformer_matrices": count(blocks),
+        }
         counts["scalars"] = count(self) - sum(counts.values())  # residual, x0, smear, backout
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a matrix product
-        (so none for embeddings), and for attention 12 per layer, channel and visible token."""
+        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a
+        matrix product (so none for embeddings), and for attention 12 per layer, channel and visible
+        token."""
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         visible = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
         return 6 * matmuls + 12 * self.config.n_embd * visible
 
-    def estimate_memory(self, batch_size: int, *, dtype: torch.dtype, compiled: bool, world_size: int = 1,
-                        num_leaves: int = 1, micro_batches: int = 1) -> dict[str, int]:
-        """The memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part: rather a little too
-        much than too little. dtype: the compute dtype; num_leaves, micro_batches: how many of each a rank has in a
-        step."""
+    def estimate_memory(
+        self,
+        batch_size: int,
+        *,
+        dtype: torch.dtype,
+        compiled: bool,
+        world_size: int = 1,
+        num_leaves: int = 1,
+        micro_batches: int = 1,
+    ) -> dict[str, int]:
+        """The memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part:
+        rather a little too much than too little. dtype: the compute dtype; num_leaves,
+        micro_batches: how many of each a rank has in a step."""
         counts, config = self.num_scaling_params(), self.config
-        tokens, size, total = batch_size * config.sequence_len, dtype.itemsize, counts["total"]
-        embeddings, matrices = counts["wte"] + counts["value_embeds"], counts["transformer_matrices"]
+        tokens = batch_size * config.sequence_len
+        size = dtype.itemsize
+        total = counts["total"]
+        embeddings = counts["wte"] + counts["value_embeds"]
+        matrices = counts["transformer_matrices"]
         weights = size * embeddings + 4 * (total - embeddings)
         pending = 4 * total * (num_leaves.bit_length() - 1)
-        # The backward pass uses the matrices in the compute dtype. The head's gradient has it, too, before it is cast.
+        # The backward pass uses the matrices in the compute dtype. The head's gradient has it, too,
+        # before it is cast.
         casts = 2 * size * counts["lm_head"]
         if not self.activation_checkpointing:
             casts += size * matrices
@@ -467,29 +566,40 @@ class GPT(nn.Module):
         unit = tokens * config.n_embd * size
         layers = int(unit * (per_layer * config.n_layer + ends))
         gradients = weights if micro_batches == 1 else 4 * total
-        if micro_batches == num_leaves:  # a leaf's only micro-batch has gradients when its layers are free again
+        # a leaf's only micro-batch has gradients when its layers are free again
+        if micro_batches == num_leaves:
             gradients = max(0, gradients - layers)
         logits = size * tokens * config.padded_vocab_size
         if not compiled:
             logits = 18 * min(tokens, LOSS_CHUNK) * config.vocab_size
-        # The gradients of a step's first micro-batch lie where its logits were, so the second one's logits do not fit
-        # there: that memory stays empty, except for the gradients.
+        # The gradients of a step's first micro-batch lie where its logits were, so the second one's
+        # logits do not fit there: that memory stays empty, except for the gradients.
         empty = max(0, logits - gradients - pending) if compiled and micro_batches > 1 else 0
-        parts = {"weights": weights, "gradients": gradients,
-                 "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
-                 "pending leaves": pending,
-                 "casts": casts,
-                 "layers": layers,
-                 "logits or one layer": max(logits + empty, int(unit * one_layer))}
+        parts = {
+            "weights": weights,
+            "gradients": gradients,
+            "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
+            "pending leaves": pending,
+            "casts": casts,
+            "layers": layers,
+            "logits or one layer": max(logits + empty, int(unit * one_layer)),
+        }
         return parts | {"spare": int(SPARE * sum(parts.values()))}
 
     # -- optimizer --
 
-    def param_groups(self, *, unembedding_lr: float = 0.004, embedding_lr: float = 0.2,
-                     matrix_lr: float = 0.02, weight_decay: float = 0.0,
-                     scalar_lr: float = 0.5) -> list[dict[str, Any]]:
-        """The parameter groups of `MuonAdamW`: AdamW for embeddings, head and scalars (the rates of embeddings and head
-        are scaled by 1/sqrt(width / 768)), and Muon for the matrices of the layers, one group per shape."""
+    def param_groups(
+        self,
+        *,
+        unembedding_lr: float = 0.004,
+        embedding_lr: float = 0.2,
+        matrix_lr: float = 0.02,
+        weight_decay: float = 0.0,
+        scalar_lr: float = 0.5,
+    ) -> list[dict[str, Any]]:
+        """The parameter groups of `MuonAdamW`: AdamW for embeddings, head and scalars (the rates of
+        embeddings and head are scaled by 1/sqrt(width / 768)), and Muon for the matrices of the
+        layers, one group per shape."""
         scale = (self.config.n_embd / 768) ** -0.5
         adamw: list[tuple[str | tuple[str, ...], float, tuple[float, float], float]] = [
             # prefix of the names, learning rate, betas, weight decay
@@ -502,14 +612,29 @@ class GPT(nn.Module):
         ]
         named = dict(self.named_parameters())
         groups: list[dict[str, Any]] = [
-            {"kind": "adamw", "lr": lr, "betas": betas, "eps": 1e-10, "weight_decay": decay,
-             "names": [name for name in named if name.startswith(prefix)]}
-            for prefix, lr, betas, decay in adamw]
+            {
+                "kind": "adamw",
+                "lr": lr,
+                "betas": betas,
+                "eps": 1e-10,
+                "weight_decay": decay,
+                "names": [name for name in named if name.startswith(prefix)],
+            }
+            for prefix, lr, betas, decay in adamw
+        ]
         matrices = {n: p.shape for n, p in named.items() if n.startswith("transformer.h.")}
         groups += [
-            {"kind": "muon", "lr": matrix_lr, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9,
-             "weight_decay": weight_decay, "names": [n for n in matrices if matrices[n] == shape]}
-            for shape in sorted(set(matrices.values()))]
+            {
+                "kind": "muon",
+                "lr": matrix_lr,
+                "momentum": 0.95,
+                "ns_steps": 5,
+                "beta2": 0.9,
+                "weight_decay": weight_decay,
+                "names": [n for n in matrices if matrices[n] == shape],
+            }
+            for shape in sorted(set(matrices.values()))
+        ]
         for group in groups:
             group["initial_lr"] = group["lr"]
             group["params"] = [named[name] for name in group["names"]]
@@ -517,5 +642,6 @@ class GPT(nn.Module):
         return groups
 
     def setup_optimizer(self, **learning_rates: float) -> MuonAdamW:
-        """The optimizer over `param_groups(**learning_rates)`. It orthogonalizes in the model's compute dtype."""
+        """The optimizer over `param_groups(**learning_rates)`. It orthogonalizes in the model's
+        compute dtype."""
         return MuonAdamW(self.param_groups(**learning_rates), polar_dtype=self.compute_dtype)

@@ -1,17 +1,19 @@
-"""
-Bits per byte: how many bits a model needs per byte of text, which makes models with different tokenizers comparable.
+"""Bits per byte: how many bits a model needs per byte of text, which makes models with different
+tokenizers comparable.
 
     bpb = sum of -ln p(target) over counted targets  /  (ln 2 * sum of their bytes)
 
-A target counts if it is not masked (-100) and its token has bytes of text, unlike special tokens. If a tokenizer
-inserts a space at the start of every document, `token_bytes` of BOS is -1, which subtracts that byte from the next
-target. Bits per byte is a ratio of two sums over the whole set, not a mean of batch means, so it does not depend on how
-rows are dealt to batches and ranks. With 1 byte for every token, the result is bits per token (see `in_nats`).
+A target counts if it is not masked (-100) and its token has bytes of text, unlike special tokens.
+If a tokenizer inserts a space at the start of every document, `token_bytes` of BOS is -1, which
+subtracts that byte from the next target. Bits per byte is a ratio of two sums over the whole set,
+not a mean of batch means, so it does not depend on how rows are dealt to batches and ranks. With 1
+byte for every token, the result is bits per token (see `in_nats`).
 
-The sums do not depend on order either: each row is summed separately in float64 on the CPU, and `math.fsum` adds the
-rows and rounds the true sum once. So order, batch size and number of ranks do not change a single bit. To that end,
-ranks exchange the sums of all rows, one number per row. Losses stay on the device until the end (4 bytes per token), so
-the host waits for the device once per pass.
+The sums do not depend on order either: each row is summed separately in float64 on the CPU, and
+`math.fsum` adds the rows and rounds the true sum once. So order, batch size and number of ranks do
+not change a single bit. To that end, ranks exchange the sums of all rows, one number per row.
+Losses stay on the device until the end (4 bytes per token), so the host waits for the device once
+per pass.
 """
 
 import math
@@ -27,24 +29,31 @@ from nanochat.dist import gather_results
 
 
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over the batches of all ranks together: the first `steps` of each rank (None: all).
+    """Bits per byte of `model` over the batches of all ranks together: the first `steps` of each
+    rank (None: all).
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a batch with `doc_ids`,
-    also masks=model.masks(doc_ids, num_docs). batches: yields (x, y, ...) or objects with .inputs and .targets, (B, T)
-    int64, where a target of -100 does not count. token_bytes: (vocab_size,) integers, the bytes of each token's text, 0
-    for special tokens; a negative entry is added to the bytes of the next target.
+    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a
+    batch with `doc_ids`, also masks=model.masks(doc_ids, num_docs). batches: yields (x, y, ...) or
+    objects with .inputs and .targets, (B, T) int64, where a target of -100 does not count.
+    token_bytes: (vocab_size,) integers, the bytes of each token's text, 0 for special tokens; a
+    negative entry is added to the bytes of the next target.
 
-    Collective if torch.distributed is initialized; ranks may have different numbers of batches, or none. Raises
-    ValueError on all ranks if no target has bytes. Does not change the model's train or eval mode.
+    Collective if torch.distributed is initialized; ranks may have different numbers of batches, or
+    none. Raises ValueError on all ranks if no target has bytes. Does not change the model's train
+    or eval mode.
     """
     together, _ = evaluate_buckets(model, {"": islice(batches, steps)}, token_bytes)
     return together
 
 
 @torch.no_grad()
-def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_bytes: Any,
-                     ) -> tuple[float, dict[str, float]]:
-    """(bits per byte of all buckets' batches together, bits per byte of each bucket); see `evaluate_bpb`."""
+def evaluate_buckets(
+    model: Any,
+    buckets: Mapping[str, Iterable[Any]],
+    token_bytes: Any,
+) -> tuple[float, dict[str, float]]:
+    """(bits per byte of all buckets' batches together, bits per byte of each bucket); see
+    `evaluate_bpb`."""
     by_bucket: dict[str, list[Measured]] = {}  # what each rank has measured
     for name, batches in buckets.items():
         by_bucket[name] = gather_results(partial(_measure_own, model, batches, token_bytes))
@@ -54,8 +63,8 @@ def evaluate_buckets(model: Any, buckets: Mapping[str, Iterable[Any]], token_byt
 
 
 def in_nats(bits: float) -> float:
-    """Convert bits per token to nats per token, the loss. With a tokenizer that does not know bytes, this module
-    measures bits per token."""
+    """Convert bits per token to nats per token, the loss. With a tokenizer that does not know
+    bytes, this module measures bits per token."""
     return bits * math.log(2)
 
 
@@ -70,7 +79,9 @@ def _bits_per_byte(measured: Sequence[Measured]) -> float:
     """The ratio of the two sums over several results of `_measure_own`."""
     num_bytes = sum(part.num_bytes for part in measured)
     if num_bytes == 0:
-        raise ValueError("nothing to evaluate: no target has bytes of text; check the validation data and `steps`")
+        raise ValueError(
+            "nothing to evaluate: no target has bytes of text; check the validation data and `steps`"
+        )
     nats = math.fsum(chain.from_iterable(part.row_nats for part in measured))
     return nats / (math.log(2) * num_bytes)
 
@@ -95,7 +106,8 @@ def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> Measur
         # bytes that the previous token subtracts (negative entries)
         corrections = torch.where(counts, token_bytes[x], 0).clamp(max=0)
         sizes.append(target_bytes.sum() + corrections.sum())
-    # wait for the device only here: after a wait inside the loop, it would be idle until the next batch
+    # wait for the device only here: after a wait inside the loop, it would be idle until the next
+    # batch
     row_nats: list[float] = []
     for losses in counted:
         row_nats += losses.cpu().double().sum(dim=1).tolist()

@@ -1,44 +1,48 @@
-"""
-MuonAdamW: Muon for matrices and AdamW for everything else, in one class for any number of processes.
+"""MuonAdamW: Muon for matrices and AdamW for everything else, in one class for any number of
+processes.
 
-**Muon** replaces the momentum of a matrix with the nearest semi-orthogonal matrix (all singular values become 1), so
-every direction is learned at the same speed. The steps are Nesterov momentum -> row equilibration -> Polar Express ->
-renormalization -> per-neuron variance reduction -> update with cautious weight decay. Row equilibration (all row
-norms become their RMS, arXiv 2603.28254) and renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545)
-stay because nanochat's learning rates were tuned with them.
+**Muon** replaces the momentum of a matrix with the nearest semi-orthogonal matrix (all singular
+values become 1), so every direction is learned at the same speed. The steps are Nesterov momentum
+-> row equilibration -> Polar Express -> renormalization -> per-neuron variance reduction -> update
+with cautious weight decay. Row equilibration (all row norms become their RMS, arXiv 2603.28254) and
+renormalization (Frobenius norm sqrt(min(rows, cols)), arXiv 2602.21545) stay because nanochat's
+learning rates were tuned with them.
 
-**Sharding** (ZeRO, arXiv 1910.02054; reduce.py has a diagram). Flattened tensors are laid out in messages of W equal
-chunks. Rank r owns chunk r of every message: only rank r keeps its optimizer state and computes its update. A large
-AdamW tensor is cut between ranks, a matrix never is.
+**Sharding** (ZeRO, arXiv 1910.02054; reduce.py has a diagram). Flattened tensors are laid out in
+messages of W equal chunks. Rank r owns chunk r of every message: only rank r keeps its optimizer
+state and computes its update. A large AdamW tensor is cut between ranks, a matrix never is.
 
     step:  gradients -> reduce (sum) each message -> norm -> update own chunk -> all-gather
            reductions run while later messages are packed; gathers run during later updates
 
-The update waits for all reductions because the global norm guards it: if any gradient is NaN or infinite, no weight and
-no state changes, and the caller keeps the last good weights. The guard is a 0-dim tensor `live` that multiplies every
-rate: it is 1, or 0 if the step is skipped; zeros then replace the gradient, too. So the host never waits for the
-device: it launches the whole step while the backward pass is still running. To skip a step, the caller scales the
-gradient by NaN. On several ranks, a step needs memory for one more copy of the gradients.
+The update waits for all reductions because the global norm guards it: if any gradient is NaN or
+infinite, no weight and no state changes, and the caller keeps the last good weights. The guard is a
+0-dim tensor `live` that multiplies every rate: it is 1, or 0 if the step is skipped; zeros then
+replace the gradient, too. So the host never waits for the device: it launches the whole step while
+the backward pass is still running. To skip a step, the caller scales the gradient by NaN. On
+several ranks, a step needs memory for one more copy of the gradients.
 
-**Compiled** (on CUDA), each matrix shape is one graph, and all AdamW groups share three graphs (float32, bfloat16, a
-single element; ranks above 0 need a fourth), because values that differ between groups are passed as 0-dim tensors.
-Whatever AdamW needs beyond arithmetic and square roots is computed outside the graphs, once per group. AdamW's graphs
-round like eager code (`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a sum into one FMA,
-divide approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW, except for the last bit of
-square roots on a CPU, which eager code takes from MKL. Compiled Muon differs from eager Muon: its norms and means sum
-in a different order, and on CUDA it uses FMAs. No promise about W depends on this, because every rank compiles the same
-code.
+**Compiled** (on CUDA), each matrix shape is one graph, and all AdamW groups share three graphs
+(float32, bfloat16, a single element; ranks above 0 need a fourth), because values that differ
+between groups are passed as 0-dim tensors. Whatever AdamW needs beyond arithmetic and square roots
+is computed outside the graphs, once per group. AdamW's graphs round like eager code
+(`EAGER_ROUNDING`); otherwise Triton on CUDA would contract a product and a sum into one FMA, divide
+approximately and flush denormals. So compiled AdamW has the same bits as eager AdamW, except for
+the last bit of square roots on a CPU, which eager code takes from MKL. Compiled Muon differs from
+eager Muon: its norms and means sum in a different order, and on CUDA it uses FMAs. No promise about
+W depends on this, because every rank compiles the same code.
 
-**Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes the order of sums, a
-matrix is orthogonalized on one rank, and elementwise updates use only operations whose vectorized and scalar forms
-round alike (no `pow` with fractions, no `sigmoid`). The norm is added up from **grains**, which chunks never cut: a
-grain is 1/64 of a tensor that may be cut; any other tensor is one grain. Each rank enters the sums of squares of its
-own grains into a table, the tables are added exactly (x + 0), and the summed entries are added in a fixed order.
+**Bits.** A step has the same bits for every W that divides the number of leaves: reduce.py fixes
+the order of sums, a matrix is orthogonalized on one rank, and elementwise updates use only
+operations whose vectorized and scalar forms round alike (no `pow` with fractions, no `sigmoid`).
+The norm is added up from **grains**, which chunks never cut: a grain is 1/64 of a tensor that may
+be cut; any other tensor is one grain. Each rank enters the sums of squares of its own grains into a
+table, the tables are added exactly (x + 0), and the summed entries are added in a fixed order.
 
-State and arithmetic are float32, except that a model that computes in bfloat16 runs `polar_express` in bfloat16.
-bfloat16 parameters are rounded when they are written back. For a bfloat16 embedding, float32 state costs 8 bytes per
-element instead of 4, divided by W, but bfloat16 would often leave exp_avg_sq unchanged: its relative change per step
-is often below bfloat16's resolution of 2**-8.
+State and arithmetic are float32, except that a model that computes in bfloat16 runs `polar_express`
+in bfloat16. bfloat16 parameters are rounded when they are written back. For a bfloat16 embedding,
+float32 state costs 8 bytes per element instead of 4, divided by W, but bfloat16 would often leave
+exp_avg_sq unchanged: its relative change per step is often below bfloat16's resolution of 2**-8.
 """
 
 import contextlib
@@ -57,8 +61,9 @@ from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
 
-# Quintics a X + b (X X^T) X + c (X X^T)^2 X, each optimal for the interval of singular values after the previous one:
-# Polar Express (Amsel, Persson, Musco, Gower; arXiv 2505.16932), 5 steps, safety 2e-2.
+# Quintics a X + b (X X^T) X + c (X X^T)^2 X, each optimal for the interval of singular values after
+# the previous one: Polar Express (Amsel, Persson, Musco, Gower; arXiv 2505.16932), 5 steps, safety
+# 2e-2.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -66,9 +71,9 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-# Lower bounds for norms in denominators, so that a zero matrix stays zero instead of becoming NaN. For gradients of
-# about this size (small gates have them), the bounds also decide how far singular values are evened out. So they are
-# nanochat's, like the learning rates.
+# Lower bounds for norms in denominators, so that a zero matrix stays zero instead of becoming NaN.
+# For gradients of about this size (small gates have them), the bounds also decide how far singular
+# values are evened out. So they are nanochat's, like the learning rates.
 NORM_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-10
 
@@ -76,9 +81,9 @@ VARIANCE_FLOOR = 1e-10
 def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     """The approximate orthogonal polar factor of G: U V^T for G = U S V^T.
 
-    G: (rows, cols), float32 or bfloat16, of any scale. The result has the same shape and dtype, and is computed in that
-    dtype. After 5 steps, singular values above 1e-3 of the Frobenius norm are within 0.14 of 1. Further steps repeat
-    the last row of the table.
+    G: (rows, cols), float32 or bfloat16, of any scale. The result has the same shape and dtype, and
+    is computed in that dtype. After 5 steps, singular values above 1e-3 of the Frobenius norm are
+    within 0.14 of 1. Further steps repeat the last row of the table.
     """
     tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # so the Gram matrix below is the smaller of the two
@@ -91,12 +96,15 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     return X.mT if tall else X
 
 
-def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor) -> Tensor:
-    """Divide each neuron of `update` by the running root mean square of its updates, and keep the Frobenius norm.
-    Source: NorMuon, arXiv 2510.05491.
+def reduce_variance(
+    update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor
+) -> Tensor:
+    """Divide each neuron of `update` by the running root mean square of its updates, and keep the
+    Frobenius norm. Source: NorMuon, arXiv 2510.05491.
 
-    update: (rows, cols) float32. A neuron is a row if rows >= cols, else a column. The buffer, (rows, 1) or (1, cols)
-    float32, holds the running mean squares; it moves in place towards the new ones by `weight` (1 - beta2).
+    update: (rows, cols) float32. A neuron is a row if rows >= cols, else a column. The buffer,
+    (rows, 1) or (1, cols) float32, holds the running mean squares; it moves in place towards the
+    new ones by `weight` (1 - beta2).
     """
     dim = 1 if second_momentum_buffer.size(1) == 1 else 0
     mean_square = update.square().mean(dim=dim, keepdim=True)
@@ -105,15 +113,27 @@ def reduce_variance(update: Tensor, second_momentum_buffer: Tensor, *, weight: f
     return scaled * (update.norm() / scaled.norm().clamp_min(VARIANCE_FLOOR))
 
 
-def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_momentum_buffer: Tensor, *,
-                lr: float | Tensor, momentum: float | Tensor, beta2: float, weight_decay: float | Tensor,
-                grad_scale: Tensor, live: Tensor, ns_steps: int = 5,
-                polar_dtype: torch.dtype = torch.float32) -> None:
-    """One Muon step for one matrix, in place on `param` and both buffers; a pure function of its arguments. Source:
-    https://kellerjordan.github.io/posts/muon/ and the papers cited above.
+def muon_update(
+    param: Tensor,
+    grad: Tensor,
+    momentum_buffer: Tensor,
+    second_momentum_buffer: Tensor,
+    *,
+    lr: float | Tensor,
+    momentum: float | Tensor,
+    beta2: float,
+    weight_decay: float | Tensor,
+    grad_scale: Tensor,
+    live: Tensor,
+    ns_steps: int = 5,
+    polar_dtype: torch.dtype = torch.float32,
+) -> None:
+    """One Muon step for one matrix, in place on `param` and both buffers; a pure function of its
+    arguments. Source: https://kellerjordan.github.io/posts/muon/ and the papers cited above.
 
-    param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32; second_momentum_buffer: see
-    `reduce_variance`. The gradient is multiplied by `grad_scale`. If `live` is 0, nothing changes.
+    param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32;
+    second_momentum_buffer: see `reduce_variance`. The gradient is multiplied by `grad_scale`. If
+    `live` is 0, nothing changes.
     """
     grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
@@ -128,33 +148,61 @@ def muon_update(param: Tensor, grad: Tensor, momentum_buffer: Tensor, second_mom
     update = reduce_variance(update, second_momentum_buffer, weight=(1 - beta2) * live)
     p = param.float()
     rate = lr * (max(1.0, rows / cols) ** 0.5) * live
-    # cautious: weight decay applies to the elements that subtracting `update` also shrinks (arXiv 2510.12402)
+    # cautious: weight decay applies to the elements that subtracting `update` also shrinks (arXiv
+    # 2510.12402)
     decayed = p * (p * update >= 0)
     param.copy_(p - (update + decayed * weight_decay) * rate)
 
 
-def adamw_rates(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-                step: Tensor, live: Tensor) -> dict[str, Tensor]:
-    """The scalars of `adamw_update` in step number `step` (1 for the first): 0-dim float32 tensors on the device of
-    `live`. If `live` is 0, all rates are 0."""
+def adamw_rates(
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: Tensor,
+    live: Tensor,
+) -> dict[str, Tensor]:
+    """The scalars of `adamw_update` in step number `step` (1 for the first): 0-dim float32 tensors
+    on the device of `live`. If `live` is 0, all rates are 0."""
+
     def scalar(value: float) -> Tensor:
         return torch.full_like(live, value)
 
-    bias1, bias2 = (-torch.expm1(step * scalar(math.log(beta) if beta else -math.inf)) for beta in betas)
+    bias1, bias2 = (
+        -torch.expm1(step * scalar(math.log(beta) if beta else -math.inf)) for beta in betas
+    )
     rate = scalar(lr) * live
-    return {"weight1": scalar(1 - betas[0]) * live, "weight2": scalar(1 - betas[1]) * live,
-            "bias2": bias2, "eps": scalar(eps), "keep": 1 - rate * scalar(weight_decay),
-            "rate": rate / bias1}
+    return {
+        "weight1": scalar(1 - betas[0]) * live,
+        "weight2": scalar(1 - betas[1]) * live,
+        "bias2": bias2,
+        "eps": scalar(eps),
+        "keep": 1 - rate * scalar(weight_decay),
+        "rate": rate / bias1,
+    }
 
 
-def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
-                 weight1: Tensor, weight2: Tensor, bias2: Tensor, eps: Tensor, keep: Tensor,
-                 rate: Tensor, grad_scale: Tensor, live: Tensor) -> None:
-    """One AdamW step, in place on `param` and both averages; a pure function of its arguments. Source: arXiv
-    1711.05101, with the formula of torch.optim.AdamW.
+def adamw_update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    eps: Tensor,
+    keep: Tensor,
+    rate: Tensor,
+    grad_scale: Tensor,
+    live: Tensor,
+) -> None:
+    """One AdamW step, in place on `param` and both averages; a pure function of its arguments.
+    Source: arXiv 1711.05101, with the formula of torch.optim.AdamW.
 
-    param: any shape, float32 or bfloat16; the other three tensors: the same shape, float32. The gradient is multiplied
-    by `grad_scale`; the other scalars come from `adamw_rates`.
+    param: any shape, float32 or bfloat16; the other three tensors: the same shape, float32. The
+    gradient is multiplied by `grad_scale`; the other scalars come from `adamw_rates`.
     """
     # Temporaries are reused in place: allocating them would take a third of the time on a CPU.
     grad = (grad * grad_scale).masked_fill_(live == 0, 0.0)
@@ -166,13 +214,19 @@ def adamw_update(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
 
 # ---- the optimizer -------------------------------------------------------------------------------
 
-# Inductor's options for the rounding of eager code: no FMA, IEEE division, no flushed denormals. AdamW is bound by
-# memory bandwidth, so this costs next to nothing.
-EAGER_ROUNDING: dict[str, Any] = {"emulate_precision_casts": True, "eager_numerics.division_rounding": True,
-                                  "eager_numerics.disable_ftz": True}
-CPU_BLOCK = 1 << 17  # AdamW's temporaries stay in cache: 10 M elements take 63 ms in blocks, 211 ms at once
-NEEDED = {"adamw": ("lr", "betas", "eps", "weight_decay"),
-          "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay")}
+# Inductor's options for the rounding of eager code: no FMA, IEEE division, no flushed denormals.
+# AdamW is bound by memory bandwidth, so this costs next to nothing.
+EAGER_ROUNDING: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+# AdamW's temporaries stay in cache: 10 M elements take 63 ms in blocks, 211 ms at once
+CPU_BLOCK = 1 << 17
+NEEDED = {
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay"),
+}
 
 
 def get_rank_and_world_size() -> tuple[int, int]:
@@ -184,8 +238,9 @@ def get_rank_and_world_size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def one_thread_each(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A `map` that runs on this many CPU threads and yields results in order. Meanwhile, PyTorch uses one thread per
-    operation: threads that share the product of two small matrices mostly wait for each other."""
+    """A `map` that runs on this many CPU threads and yields results in order. Meanwhile, PyTorch
+    uses one thread per operation: threads that share the product of two small matrices mostly wait
+    for each other."""
     if threads == 1:
         yield map
         return
@@ -205,24 +260,36 @@ def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
         n = part.stop - part.start
         return dict.fromkeys(("exp_avg", "exp_avg_sq"), shape if n == part.param.numel() else (n,))
     rows, cols = shape
-    return {"momentum_buffer": shape, "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols)}
+    return {
+        "momentum_buffer": shape,
+        "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols),
+    }
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW over parameter groups. State and work are sharded over the default process group, if any.
+    """Muon and AdamW over parameter groups. State and work are sharded over the default process
+    group, if any.
 
-    param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum, ns_steps, beta2,
-    weight_decay; 2-D parameters only), `params` and their unique `names`, under which state is saved (default param_0,
-    param_1, ...). `lr`, `weight_decay` and Muon's `momentum` may change at any time; `initial_lr` is the lr at
-    construction unless given. Create the process group first, and pass the same groups on every rank.
+    param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum,
+    ns_steps, beta2, weight_decay; 2-D parameters only), `params` and their unique `names`, under
+    which state is saved (default param_0, param_1, ...). `lr`, `weight_decay` and Muon's `momentum`
+    may change at any time; `initial_lr` is the lr at construction unless given. Create the process
+    group first, and pass the same groups on every rank.
 
-    reduce: how gradients are added over ranks (default: inside torchrun's nodes, then across them). compiled: fuse each
-    update with torch.compile (default: on CUDA); a model that needs more graphs than torch caches raises an error
-    instead of slowing down. polar_dtype: the dtype of `polar_express`. Raises ValueError for an incomplete group.
+    reduce: how gradients are added over ranks (default: inside torchrun's nodes, then across them).
+    compiled: fuse each update with torch.compile (default: on CUDA); a model that needs more graphs
+    than torch caches raises an error instead of slowing down. polar_dtype: the dtype of
+    `polar_express`. Raises ValueError for an incomplete group.
     """
 
-    def __init__(self, param_groups: list[dict[str, Any]], *, reduce: Reduce | None = None,
-                 compiled: bool | None = None, polar_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        param_groups: list[dict[str, Any]],
+        *,
+        reduce: Reduce | None = None,
+        compiled: bool | None = None,
+        polar_dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__(param_groups, defaults={})
         self._params = self._name_params()
         self._device = self._params[0].param.device
@@ -235,53 +302,78 @@ class MuonAdamW(torch.optim.Optimizer):
         if compiled:
             # fullgraph: exceeding torch's recompile_limit is an error
             self._muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
-            self._adamw_update = torch.compile(adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING)
+            self._adamw_update = torch.compile(
+                adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING
+            )
         self._messages = lay_out(self._params, self._world_size)
         self._mine = [message.parts[self._rank] for message in self._messages]
         first, self._num_grains = {}, 0  # the index of each parameter's first grain
         for whole in self._params:
             first[whole.name] = self._num_grains
             self._num_grains += -(-whole.stop // whole.grain)
-        mine = [first[part.name] + at // part.grain for part in self._mine if part
-                for at in range(part.start, part.stop, part.grain)]
-        self._grains = torch.tensor(mine, dtype=torch.int64, device=self._device)  # this rank's, in the order of parts
+        mine = [
+            first[part.name] + at // part.grain
+            for part in self._mine
+            if part
+            for at in range(part.start, part.stop, part.grain)
+        ]
+        # this rank's, in the order of parts
+        self._grains = torch.tensor(mine, dtype=torch.int64, device=self._device)
         self._steps = torch.zeros((), device=self._device)  # live steps, counted on the device
         for part in filter(None, self._mine):
-            self.state[part.param] = {key: torch.zeros(shape, device=self._device)
-                                      for key, shape in state_shapes(part).items()}
+            self.state[part.param] = {
+                key: torch.zeros(shape, device=self._device)
+                for key, shape in state_shapes(part).items()
+            }
 
     def _name_params(self) -> list[Part]:
         """All non-empty parameters in order, after checking and completing the groups."""
         parts: dict[str, Part] = {}
         for index, group in enumerate(self.param_groups):
             kind, params = group.get("kind", ""), group["params"]
-            if missing := [key for key in NEEDED.get(kind, ["a known kind (adamw or muon)"]) if key not in group]:
+            if missing := [
+                key
+                for key in NEEDED.get(kind, ["a known kind (adamw or muon)"])
+                if key not in group
+            ]:
                 raise ValueError(f"parameter group {index} ({kind}) lacks {', '.join(missing)}")
             group.setdefault("names", [f"param_{len(parts) + i}" for i in range(len(params))])
             group.setdefault("initial_lr", group["lr"])
             for name, param in zip(group["names"], params, strict=True):
                 if kind == "muon" and param.ndim != 2:
-                    raise ValueError(f"{name}: Muon takes matrices, got shape {tuple(param.shape)}; use AdamW")
+                    raise ValueError(
+                        f"{name}: Muon takes matrices, got shape {tuple(param.shape)}; use AdamW"
+                    )
                 if name in parts:
                     raise ValueError(f"parameter names are not unique: {name}")
                 if not param.is_contiguous():
-                    raise ValueError(f"{name}: the tensor is not contiguous; pass tensor.contiguous()")
+                    raise ValueError(
+                        f"{name}: the tensor is not contiguous; pass tensor.contiguous()"
+                    )
                 parts[name] = Part(name, param, group, 0, param.numel())
         return [part for part in parts.values() if part.stop]
 
     # -- a step --
 
     @torch.no_grad()
-    def step(self, grad_scale: float | Tensor = 1.0, *,  # type: ignore[override]
-             max_norm: float = math.inf, limit: float | Tensor = math.inf) -> Tensor:
-        """Add up the ranks' gradients, multiply them by `grad_scale`, and update all parameters. Collective.
+    def step(  # type: ignore[override]
+        self,
+        grad_scale: float | Tensor = 1.0,
+        *,
+        max_norm: float = math.inf,
+        limit: float | Tensor = math.inf,
+    ) -> Tensor:
+        """Add up the ranks' gradients, multiply them by `grad_scale`, and update all parameters.
+        Collective.
 
-        Returns the L2 norm of the scaled gradient over all parameters: 0-dim float32, the same on every rank. A
-        gradient whose norm exceeds `max_norm` is clipped to it. If the norm is NaN, infinite or above `limit`, no
-        parameter, state or step count changes. A gradient of None counts as zeros.
+        Returns the L2 norm of the scaled gradient over all parameters: 0-dim float32, the same on
+        every rank. A gradient whose norm exceeds `max_norm` is clipped to it. If the norm is NaN,
+        infinite or above `limit`, no parameter, state or step count changes. A gradient of None
+        counts as zeros.
         """
         rank, world_size = self._rank, self._world_size
-        # launch the sums of all messages, then wait for this rank's chunks; each pop frees the received parts
+        # launch the sums of all messages, then wait for this rank's chunks; each pop frees the
+        # received parts
         reductions = [self._reduce(m.gradients(), rank, world_size) for m in self._messages]
         chunks = [reductions.pop(0)() for _ in self._messages]
         # the global norm decides on the device whether this step is live, and how far it is clipped
@@ -294,18 +386,28 @@ class MuonAdamW(torch.optim.Optimizer):
 
         @torch.no_grad()  # the grad mode is per thread
         def update(message: Message, part: Part | None, chunk: Tensor) -> Tensor:
-            """Update this rank's part. Returns the message of parameters, in which only that part is up to date."""
+            """Update this rank's part. Returns the message of parameters, in which only that part
+            is up to date."""
             packed = message.parameters()
             if part is not None:
                 size = part.stop - part.start
                 param = packed.split(message.chunk)[rank][:size]
-                self._update(part, param, chunk[:size], grad_scale=grad_scale, live=live, **scalars[id(part.group)])
+                self._update(
+                    part,
+                    param,
+                    chunk[:size],
+                    grad_scale=grad_scale,
+                    live=live,
+                    **scalars[id(part.group)],
+                )
             return packed
 
         # launch the all-gather of each message as soon as its part is updated
         with one_thread_each(torch.get_num_threads() if self._eager_on_cpu else 1) as map_updates:
             updated = map_updates(update, self._messages, self._mine, chunks)
-            gathers = [message.gather(packed, rank) for message, packed in zip(self._messages, updated)]
+            gathers = [
+                message.gather(packed, rank) for message, packed in zip(self._messages, updated)
+            ]
         # wait until every rank has all new parameters
         for finish in gathers:
             finish()
@@ -316,8 +418,12 @@ class MuonAdamW(torch.optim.Optimizer):
         """The L2 norm over the chunks of all ranks, summed in float64 if the device supports it."""
         wide = wide_dtype(self._device)
         table = torch.zeros(self._num_grains, dtype=wide, device=self._device)
-        grains = [grain for part, chunk in zip(self._mine, chunks) if part
-                  for grain in chunk[:part.stop - part.start].split(part.grain)]
+        grains = [
+            grain
+            for part, chunk in zip(self._mine, chunks)
+            if part
+            for grain in chunk[: part.stop - part.start].split(part.grain)
+        ]
         if grains:
             table[self._grains] = torch.stack(torch._foreach_norm(grains, dtype=wide)).square()
         if self._world_size > 1:
@@ -325,37 +431,51 @@ class MuonAdamW(torch.optim.Optimizer):
         return table.sum().sqrt().float()
 
     def _scalars(self, group: dict[str, Any], live: Tensor) -> dict[str, Any]:
-        """The scalar arguments of a group's updates: 0-dim tensors if they differ between groups or change with the
-        schedule, so that new values trigger no recompilation."""
+        """The scalar arguments of a group's updates: 0-dim tensors if they differ between groups or
+        change with the schedule, so that new values trigger no recompilation."""
         values = {key: group[key] for key in NEEDED[group["kind"]]}
         if group["kind"] == "adamw":
             return adamw_rates(**values, step=self._steps + 1, live=live)
-        return values | {key: torch.full_like(live, values[key]) for key in ("lr", "momentum", "weight_decay")}
+        return values | {
+            key: torch.full_like(live, values[key]) for key in ("lr", "momentum", "weight_decay")
+        }
 
     def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
-        """Update a matrix, or this rank's elements of an AdamW tensor. `param` and `grad` are flat."""
+        """Update a matrix, or this rank's elements of an AdamW tensor. `param` and `grad` are
+        flat."""
         shape, state = part.param.shape, self.state[part.param]
         if part.group["kind"] == "muon":
-            self._muon_update(param.view(shape), grad.view(shape), *state.values(), **scalars,
-                              polar_dtype=self._polar_dtype)
+            self._muon_update(
+                param.view(shape),
+                grad.view(shape),
+                *state.values(),
+                **scalars,
+                polar_dtype=self._polar_dtype,
+            )
             return
         tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):
-            # .data drops a view's link to its base; torch would compile another graph for each kind of link
+            # .data drops a view's link to its base; torch would compile another graph for each kind
+            # of link
             self._adamw_update(*(tensor.data for tensor in blocks), **scalars)
 
     # -- saving and loading --
 
     @torch.no_grad()
     def gather_state(self) -> dict[str, Any]:
-        """Collective. On rank 0, returns the whole state on the CPU, the same for every W; on other ranks, {}.
+        """Collective. On rank 0, returns the whole state on the CPU, the same for every W; on other
+        ranks, {}.
 
-        {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}}, "groups": [hyper-parameters
-        and names]}. Tensors and plain values only; AdamW's tensors have the shape of their parameter.
+        {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}},
+        "groups": [hyper-parameters and names]}. Tensors and plain values only; AdamW's tensors have
+        the shape of their parameter.
         """
-        state = {whole.name: {key: torch.empty(shape) for key, shape in state_shapes(whole).items()}
-                 for whole in self._params if self._rank == 0}
+        state = {
+            whole.name: {key: torch.empty(shape) for key, shape in state_shapes(whole).items()}
+            for whole in self._params
+            if self._rank == 0
+        }
         for message, mine in zip(self._messages, self._mine):
             # one gather for each of the state's tensors, padded to the largest part
             shapes = [state_shapes(part) if part else {} for part in message.parts]
@@ -363,7 +483,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 sizes = [math.prod(shape[key]) if shape else 0 for shape in shapes]
                 sent = torch.zeros(max(sizes), device=self._device)
                 if mine is not None:
-                    sent[:sizes[self._rank]] = self.state[mine.param][key].view(-1)
+                    sent[: sizes[self._rank]] = self.state[mine.param][key].view(-1)
                 received = [sent]
                 if self._world_size > 1:
                     received = [torch.empty_like(sent) for _ in sizes] if self._rank == 0 else []
@@ -371,19 +491,22 @@ class MuonAdamW(torch.optim.Optimizer):
                 for part, size, values in zip(message.parts, sizes, received):
                     if part is not None and state:
                         flat = state[part.name][key].view(-1)
-                        flat[part.start:part.start + size].copy_(values[:size])
+                        flat[part.start : part.start + size].copy_(values[:size])
         if self._rank != 0:
             return {}
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
         return {"format": 1, "step": int(self._steps), "groups": groups, "state": state}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Collective. Restore rank 0's `state`, which `gather_state` returned with any W. Its tensors are sent one by
-        one, so other ranks hold at most their own parts and one tensor.
+        """Collective. Restore rank 0's `state`, which `gather_state` returned with any W. Its
+        tensors are sent one by one, so other ranks hold at most their own parts and one tensor.
 
-        Sets tensors and the step count, but not hyper-parameters. Raises ValueError, before any change, with a list of
-        names and shapes that differ.
+        Sets tensors and the step count, but not hyper-parameters. Raises ValueError, before any
+        change, with a list of names and shapes that differ.
         """
         on_rank0(lambda: self._check(state))
         mine = {part.name: part for part in self._mine if part}
@@ -395,7 +518,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 share(flat)
                 if (part := mine.get(whole.name)) is not None:
                     own = self.state[part.param][key].view(-1)
-                    own.copy_(flat[part.start:part.start + len(own)])
+                    own.copy_(flat[part.start : part.start + len(own)])
         if self._rank == 0:
             self._steps.fill_(state["step"])
         share(self._steps)
@@ -404,14 +527,25 @@ class MuonAdamW(torch.optim.Optimizer):
         """ValueError if the state belongs to different parameters."""
         if state.get("format") != 1:
             raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
-        expected = {f"{whole.name}.{key}": shape for whole in self._params
-                    for key, shape in state_shapes(whole).items()}
-        shapes = {f"{name}.{key}": tuple(tensor.shape) for name, tensors in state["state"].items()
-                  for key, tensor in tensors.items()}
-        different = [f"{key}: got {shapes.get(key, 'nothing')}, expected {expected.get(key, 'nothing')}"
-                     for key in dict.fromkeys([*expected, *shapes]) if shapes.get(key) != expected.get(key)]
+        expected = {
+            f"{whole.name}.{key}": shape
+            for whole in self._params
+            for key, shape in state_shapes(whole).items()
+        }
+        shapes = {
+            f"{name}.{key}": tuple(tensor.shape)
+            for name, tensors in state["state"].items()
+            for key, tensor in tensors.items()
+        }
+        different = [
+            f"{key}: got {shapes.get(key, 'nothing')}, expected {expected.get(key, 'nothing')}"
+            for key in dict.fromkeys([*expected, *shapes])
+            if shapes.get(key) != expected.get(key)
+        ]
         if different:
-            raise ValueError(f"optimizer state does not fit this model: {'; '.join(different[:20])}")
+            raise ValueError(
+                f"optimizer state does not fit this model: {'; '.join(different[:20])}"
+            )
 
     def state_dict(self, *_: Any) -> NoReturn:
         """Refused, because it would contain only this rank's shard."""

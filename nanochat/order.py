@@ -1,8 +1,9 @@
 """
 The order of the data: the settings of the stream, and which lane reads which documents when.
 
-An epoch of a bucket (a named part of the data) is a sequence of its documents, divided into V contiguous shares that
-fill about the same number of rows. In epoch e, lane (reader) l of V reads share (l + e) mod V:
+An epoch of a bucket (a named part of the data) is a sequence of its documents, divided into V
+contiguous shares that fill about the same number of rows. In epoch e, lane (reader) l of V reads
+share (l + e) mod V:
 
     small    d7 d2 d9 | d0 d4 | d8 | d1 d6 d3 d5      every document by itself, in a seeded permutation
              lane 0     lane 1  lane 2   lane 3       (V = 4; d8 is a book)
@@ -10,14 +11,14 @@ fill about the same number of rows. In epoch e, lane (reader) l of V reads share
     large    group 7         group 2         group 0            groups in a seeded permutation
              u0 u1 u2 u3  |  u4 u5 u6     |  u7 u8 u9 u10       lane 0: u0 u1   lane 1: u2 u3 u4   ...
 
-A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a permuted run of documents of
-one group (such as a row group of a parquet file). So each group is read by one lane (or a few neighbours), unit by
-unit. A lane may then see one kind of document for as long as a group lasts, which evens out if it reads many groups. In
-a small bucket it would not: one lane's whole epoch could be books, another's notes. So a small bucket is shuffled
-document by document.
+A lane reads one **unit** at a time: at most 64 documents. In a large bucket, a unit is a permuted
+run of documents of one group (such as a row group of a parquet file). So each group is read by one
+lane (or a few neighbours), unit by unit. A lane may then see one kind of document for as long as a
+group lasts, which evens out if it reads many groups. In a small bucket it would not: one lane's
+whole epoch could be books, another's notes. So a small bucket is shuffled document by document.
 
-The length of a text is unknown before it is tokenized. So each document counts as the estimated mean length in its file
-(`nanochat.sources`), and as at most one row if `crop` will cut it.
+The length of a text is unknown before it is tokenized. So each document counts as the estimated
+mean length in its file (`nanochat.sources`), and as at most one row if `crop` will cut it.
 
 A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, group):
 `nanochat.common.permutation`.
@@ -39,7 +40,8 @@ ORDERS = {  # the door for --order: {name: "module:class"}, each a `nanochat.run
     "megatron": "nanochat.integrations.megatron_order:MegatronOrder",
 }
 
-UNITS = 8  # minimum number of units in a lane's share of an epoch, if the share has that many documents
+# minimum number of units in a lane's share of an epoch, if the share has that many documents
+UNITS = 8
 UNIT_TOKENS = 1 << 16  # approximate maximum number of tokens in a large bucket's unit
 MAX_LANES = 64  # maximum of the default V
 MIN_LANES = 8  # minimum of the default V, however small the data is
@@ -48,7 +50,8 @@ PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending on
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Everything that decides the tokens of a row except the data and tokenizer. ValueError for impossible values."""
+    """Everything that decides the tokens of a row except the data and tokenizer. ValueError for
+    impossible values."""
 
     T: int  # targets in a row; the row holds T + 1 tokens
     V: int = 64  # lanes
@@ -68,20 +71,31 @@ class StreamConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
         if self.layout not in LAYOUTS:
-            raise ValueError(f"--packing: got {self.layout!r}, expected one of {', '.join(LAYOUTS)}")
+            raise ValueError(
+                f"--packing: got {self.layout!r}, expected one of {', '.join(LAYOUTS)}"
+            )
         if not self.pack and self.layout != "binned":
             raise ValueError(f"--no-pack: needs --packing binned, got --packing {self.layout}")
         if self.long_docs not in ("crop", "split"):
             raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
-        if self.layout == "bestfit" and self.long_docs == "split" and not 0 <= self.overlap <= self.T - 2:
-            raise ValueError(f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that the "
-                             f"continuation of a document has new tokens")
+        if (
+            self.layout == "bestfit"
+            and self.long_docs == "split"
+            and not 0 <= self.overlap <= self.T - 2
+        ):
+            raise ValueError(
+                f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that the "
+                f"continuation of a document has new tokens"
+            )
         if self.packer_version != VERSION:
-            raise ValueError(f"the run uses packer version {self.packer_version}, but this code has {VERSION}; resume "
-                             f"with the code that started it, or start a new run (--model-tag)")
+            raise ValueError(
+                f"the run uses packer version {self.packer_version}, but this code has {VERSION}; resume "
+                f"with the code that started it, or start a new run (--model-tag)"
+            )
 
     def identity(self) -> dict[str, Any]:
-        """All settings as JSON values: with equal identities, the same data gives the same stream."""
+        """All settings as JSON values: with equal identities, the same data gives the same
+        stream."""
         curriculum = None if self.curriculum is None else self.curriculum.identity()
         return {**asdict(replace(self, curriculum=None)), "curriculum": curriculum}
 
@@ -99,33 +113,43 @@ class StreamConfig:
         return LAYOUTS[self.layout].of(self)
 
     def fill_target(self, row: int) -> int:
-        """How many documents should be pending before row `row` of a lane is packed. The number grows to `buffer_size`
-        over the first rows, so that the first step needs only one unit of each lane."""
+        """How many documents should be pending before row `row` of a lane is packed. The number
+        grows to `buffer_size` over the first rows, so that the first step needs only one unit of
+        each lane."""
         return min(self.buffer_size, 2 * row)
 
 
 # ---- how many lanes ------------------------------------------------------------------------------
 
-def fed_lanes(documents: np.ndarray, means: np.ndarray, *, T: int, buffer_size: int = StreamConfig.buffer_size,
-              unit_size: int = StreamConfig.unit_size) -> int:
-    """How many lanes a bucket can feed: each lane's share of an epoch has at least `PLENTY` times as many documents
-    as the lane keeps pending.
 
-    documents, means (G,) int64: the number of documents in each group, and their estimated mean length in tokens. A
-    lane reads a unit at a time, and `buffer_size` documents that are shorter than a row stay pending. Longer documents
-    stay pending, too, up to the packer's token limit. Lengths are assumed to be exponentially
-    distributed with this mean.
+def fed_lanes(
+    documents: np.ndarray,
+    means: np.ndarray,
+    *,
+    T: int,
+    buffer_size: int = StreamConfig.buffer_size,
+    unit_size: int = StreamConfig.unit_size,
+) -> int:
+    """How many lanes a bucket can feed: each lane's share of an epoch has at least `PLENTY` times
+    as many documents as the lane keeps pending.
+
+    documents, means (G,) int64: the number of documents in each group, and their estimated mean
+    length in tokens. A lane reads a unit at a time, and `buffer_size` documents that are shorter
+    than a row stay pending. Longer documents stay pending, too, up to the packer's token limit.
+    Lengths are assumed to be exponentially distributed with this mean.
     """
     shorter = -np.expm1(-(T + 1) / means)  # the fraction of documents shorter than a row
     all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
-    pending = min((buffer_size + unit_size) * all_documents / float((documents * shorter).sum()),
-                  unit_size + token_limit(buffer_size, T + 1) * all_documents / counted)
+    pending = min(
+        (buffer_size + unit_size) * all_documents / float((documents * shorter).sum()),
+        unit_size + token_limit(buffer_size, T + 1) * all_documents / counted,
+    )
     return int(all_documents / (PLENTY * pending))
 
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
-    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed` (see `fed_lanes`). Small data
-    alone never makes V smaller than 8 or than the number of processes."""
+    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed` (see
+    `fed_lanes`). Small data alone never makes V smaller than 8 or than the number of processes."""
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
     smallest = enough[0] if enough else divisors[-1]
@@ -134,13 +158,24 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 
 # ---- the order of a bucket -----------------------------------------------------------------------
 
-class Order:
-    """The order of one bucket: epochs, shares, units. `SmallOrder` shuffles documents, `LargeOrder` groups, and
-    `open_order` decides which. A *place* is a position in an epoch's sequence of documents, counted from 0."""
 
-    def __init__(self, counts: np.ndarray, means: np.ndarray, sizes: np.ndarray, *, bucket: str, config: StreamConfig):
-        """The arrays, (items,) int64, describe what is shuffled: the number of documents of each item, their estimated
-        mean length in tokens, and the number of documents that are read at once."""
+class Order:
+    """The order of one bucket: epochs, shares, units. `SmallOrder` shuffles documents, `LargeOrder`
+    groups, and `open_order` decides which. A *place* is a position in an epoch's sequence of
+    documents, counted from 0."""
+
+    def __init__(
+        self,
+        counts: np.ndarray,
+        means: np.ndarray,
+        sizes: np.ndarray,
+        *,
+        bucket: str,
+        config: StreamConfig,
+    ):
+        """The arrays, (items,) int64, describe what is shuffled: the number of documents of each
+        item, their estimated mean length in tokens, and the number of documents that are read at
+        once."""
         self.V, self.key = config.V, (config.seed, bucket)
         self.counts, self.sizes = counts, sizes
         # shares have about equal numbers of tokens, counting only what rows can hold
@@ -151,14 +186,15 @@ class Order:
         self._epoch = functools.lru_cache(4)(self._new_epoch)
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shuffled items; the place where each begins, then the end; the number of tokens before each, then the
-        total)."""
+        """(shuffled items; the place where each begins, then the end; the number of tokens before
+        each, then the total)."""
         sequence = permutation(len(self.counts), *self.key, epoch)
         counts = self.counts[sequence]
         return sequence, _running(counts), _running(counts * self.means[sequence])
 
     def _cut(self, epoch: int, share: int) -> int:
-        """The place where a share begins: the start of the unit that is nearest to the share's first token."""
+        """The place where a share begins: the start of the unit that is nearest to the share's
+        first token."""
         sequence, places, tokens = self._epoch(epoch)
         if share == self.V:
             return int(places[-1])
@@ -177,26 +213,31 @@ class Order:
 
     def lane_of(self, epoch: int, place: int) -> int:
         """The lane that reads a place of an epoch."""
-        number = bisect.bisect_right(range(self.V), place, key=lambda share: self._cut(epoch, share)) - 1
+        number = (
+            bisect.bisect_right(range(self.V), place, key=lambda share: self._cut(epoch, share)) - 1
+        )
         return (number - epoch) % self.V
 
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) of document number `row` of a group: the lane that reads it in an epoch, and its position in
-        the sequence. In a large bucket the place is exact only to within a unit, because the documents of a unit are
-        permuted."""
+        """(lane, place) of document number `row` of a group: the lane that reads it in an epoch,
+        and its position in the sequence. In a large bucket the place is exact only to within a
+        unit, because the documents of a unit are permuted."""
         raise NotImplementedError
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep). groups, rows (n,)
-        int64: the group of each document and its number in the group, in the order of use. keep: the lane
-        will soon read the group's documents up to this number (exclusive); 0 in a small bucket."""
+        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep).
+        groups, rows (n,) int64: the group of each document and its number in the group, in the
+        order of use. keep: the lane will soon read the group's documents up to this number
+        (exclusive); 0 in a small bucket."""
         raise NotImplementedError
 
 
 class SmallOrder(Order):
     """A small bucket: its documents are shuffled one by one."""
 
-    def __init__(self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig):
+    def __init__(
+        self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig
+    ):
         """documents, means (G,) int64: see `fed_lanes`."""
         self.first = _running(documents)  # number of each group's first document
         ones = np.ones(int(self.first[-1]), np.int64)
@@ -211,22 +252,25 @@ class SmallOrder(Order):
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """See `Order.unit`."""
         sequence, _, _ = self._epoch(epoch)
-        numbers = sequence[place:min(place + self.batch, stop)]
+        numbers = sequence[place : min(place + self.batch, stop)]
         groups = np.searchsorted(self.first, numbers, side="right") - 1
         return groups, numbers - self.first[groups], 0
 
 
 class LargeOrder(Order):
-    """A large bucket: its groups are shuffled. A lane reads a group unit by unit, and each unit's documents are
-    permuted."""
+    """A large bucket: its groups are shuffled. A lane reads a group unit by unit, and each unit's
+    documents are permuted."""
 
-    def __init__(self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig):
+    def __init__(
+        self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig
+    ):
         """documents, means (G,) int64: see `fed_lanes`."""
         # units have about equal numbers of tokens, and a lane's share has several of them
         unit_tokens = min(UNIT_TOKENS, int(documents @ means) // (UNITS * config.V))
         sizes = np.clip(unit_tokens // means, 1, config.unit_size)
         super().__init__(documents, means, sizes, bucket=bucket, config=config)
-        self._words = functools.lru_cache(config.V)(words)  # random numbers of the groups being read
+        # random numbers of the groups being read
+        self._words = functools.lru_cache(config.V)(words)
 
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
         """See `Order.find`."""
@@ -240,15 +284,19 @@ class LargeOrder(Order):
         sequence, places, _ = self._epoch(epoch)
         at = int(np.searchsorted(places, place, side="right")) - 1
         group, first_place = int(sequence[at]), int(places[at])
-        drawn = self._words(int(self.counts[group]), *self.key, epoch, group)  # a random number per document
+        # a random number per document
+        drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
         begin, last = place - first_place, min(len(drawn), stop - first_place)
         end = min(begin + int(self.sizes[group]), last)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")
         return np.full(len(rows), group), rows, last
 
 
-def open_order(documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig) -> Order:
-    """The order of a bucket. documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`."""
+def open_order(
+    documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig
+) -> Order:
+    """The order of a bucket. documents, means (G,) int64: see `fed_lanes`. `small`: see
+    `nanochat.sources.Source`."""
     kind = SmallOrder if small else LargeOrder
     return kind(documents, means, bucket=bucket, config=config)
 

@@ -1,9 +1,9 @@
 """
 Packers: from document lengths to rows, without a token in sight.
 
-A packer takes documents as (key, length) and returns rows as lists of placements. It never sees a token. So the same
-code streams text, reads token files, plans a run from lengths alone, counts where every token goes, and finds the
-documents of any step.
+A packer takes documents as (key, length) and returns rows as lists of placements. It never sees a
+token. So the same code streams text, reads token files, plans a run from lengths alone, counts
+where every token goes, and finds the documents of any step.
 
     T = 7, so a row has 8 tokens; three documents are pending, # is BOS:   a: #aaaaa    b: #b    c: #cccccccc
 
@@ -15,16 +15,16 @@ documents of any step.
                b # c c c c c c
     binned     a a a a a / b /      stored entries (/ is EOD), whole; padding fills the row
 
-**A new packer** is a subclass of `Packer` and a line in `LAYOUTS` at the end of this file. --packing=NAME selects it.
-It must implement:
+**A new packer** is a subclass of `Packer` and a line in `LAYOUTS` at the end of this file.
+--packing=NAME selects it. It must implement:
 
     push(key, length, start, place)    add a document, or a piece that `waiting` returned
     next_row()                         return the placements of the next row
     waiting()                          return {key: Piece} of all pending documents; `push` restores the packer from it
     key in packer                      whether any part of a document is still pending
 
-`push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up to date. The packer may
-override:
+`push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up to
+date. The packer may override:
 
     ready, wants(target), pending      if the number `tokens` alone does not decide them
     of(config)                         if it needs more settings than T
@@ -32,45 +32,50 @@ override:
     whole_length(piece)                if a piece is shorter than its document
     framed, own_bos, max_tokens        if documents have no BOS, tails get one, or rows hold only part of a document
 
-`tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to change any placement
-of an existing layout, rename it or raise VERSION.
+`tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to
+change any placement of an existing layout, rename it or raise VERSION.
 
-A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from document `key`, beginning
-at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with `start > 0` begins with a BOS of
-its own, which `length` counts, and the `off` tokens after that BOS are repeated context whose targets are off.
+A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from
+document `key`, beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a
+placement with `start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens
+after that BOS are repeated context whose targets are off.
 
-**Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers are stored as bits of
-a Python integer: bit n is 1 if a filler of n tokens is pending. A second integer is its mirror image, where bit
-T + 1 - n is 1. One mask and one `bit_length` find the largest filler that fits r tokens. Two fillers fill r exactly if
-`bits & (mirror >> (T + 1 - r))` has a bit set: an n for which both bit n and bit r - n are 1.
+**Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers
+are stored as bits of a Python integer: bit n is 1 if a filler of n tokens is pending. A second
+integer is its mirror image, where bit T + 1 - n is 1. One mask and one `bit_length` find the
+largest filler that fits r tokens. Two fillers fill r exactly if `bits & (mirror >> (T + 1 - r))`
+has a bit set: an n for which both bit n and bit r - n are 1.
 
-**The token clock.** Each pending piece has a place: the number of tokens that arrived before it, counting at most one
-row per piece. A document that fills a row is due once the number of tokens that have left reaches its place. If none
-is due, the row starts with the oldest filler. Each row is completed by exact fits, pairs, and the largest filler that
-fits.
+**The token clock.** Each pending piece has a place: the number of tokens that arrived before it,
+counting at most one row per piece. A document that fills a row is due once the number of tokens
+that have left reaches its place. If none is due, the row starts with the oldest filler. Each row is
+completed by exact fits, pairs, and the largest filler that fits.
 
     arrives     a(3)   L(20)   b(5)   c(2)  ...     T = 8; places 0, 3, 12, 17: L counts 9, a full row
     tokens gone  0..2: rows of a, b, c ...          3 or more: L is due, the next row is L
 
-So every stretch of rows holds long and short documents in the proportions of the data, and nothing waits forever. The
-tail of a cut document arrives again behind all pending pieces, and starts a row when it is due. So the pieces of one
-document lie as far apart as the buffer allows.
+So every stretch of rows holds long and short documents in the proportions of the data, and nothing
+waits forever. The tail of a cut document arrives again behind all pending pieces, and starts a row
+when it is due. So the pieces of one document lie as far apart as the buffer allows.
 
-**The buffer** counts fillers only. Long documents need no partner, so a lane continues to read until enough fillers are
-pending, or until its pending tokens reach a limit (`token_limit`).
+**The buffer** counts fillers only. Long documents need no partner, so a lane continues to read
+until enough fillers are pending, or until its pending tokens reach a limit (`token_limit`).
 
-**The end of an epoch.** A lane finishes an epoch before it begins the next one. Pieces that no longer fill a row are
-passed to `lead`: the next row starts with them, and documents of the next epoch complete it.
+**The end of an epoch.** A lane finishes an epoch before it begins the next one. Pieces that no
+longer fill a row are passed to `lead`: the next row starts with them, and documents of the next
+epoch complete it.
 
-Rejected: long documents first (the first rows hold nothing else); starting each row with the oldest document (early
-rows then hold mostly short ones); tails as fillers (two pieces of one document in neighbouring rows); nanochat's
-search through a list for each placement, where long documents fill up the buffer.
+Rejected: long documents first (the first rows hold nothing else); starting each row with the oldest
+document (early rows then hold mostly short ones); tails as fillers (two pieces of one document in
+neighbouring rows); nanochat's search through a list for each placement, where long documents fill
+up the buffer.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-VERSION = 3  # part of the stream's law: a packer that places anything differently needs a new number
+# part of the stream's law: a packer that places anything differently needs a new number
+VERSION = 3
 LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
@@ -87,19 +92,23 @@ class Piece(NamedTuple):
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row per document:
-    `buffer_size` rows, each counted as at least 2,049 tokens. It takes effect if few documents are shorter than a row.
-    At 2 bytes per token, 64 lanes hold at most 34 MB for T up to 2,048."""
+    """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row
+    per document: `buffer_size` rows, each counted as at least 2,049 tokens. It takes effect if few
+    documents are shorter than a row. At 2 bytes per token, 64 lanes hold at most 34 MB for T up to
+    2,048."""
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
 class Packer:
-    """The base of all packers. Counts are in tokens and cover the packer's whole life, including before a resume.
+    """The base of all packers. Counts are in tokens and cover the packer's whole life, including
+    before a resume.
 
-    `state` and `restore` carry everything over: a restored packer places documents exactly as the original would.
+    `state` and `restore` carry everything over: a restored packer places documents exactly as the
+    original would.
     """
 
-    framed = True  # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
+    # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
+    framed = True
     own_bos = False  # whether placements with start > 0 begin with a BOS of their own
 
     @classmethod
@@ -109,7 +118,8 @@ class Packer:
 
     def __init__(self, T: int):
         self.capacity = T + 1  # tokens of a row
-        self.max_tokens: int | None = None  # the part of a document that rows can hold, in tokens; None: all of it
+        # the part of a document that rows can hold, in tokens; None: all of it
+        self.max_tokens: int | None = None
         self.tokens = 0  # in all pending pieces
         self.row = 0  # number of rows packed
         self.inserted = 0  # BOS tokens put in front of documents and tails
@@ -137,16 +147,18 @@ class Packer:
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether to push more documents before packing the next row. `target`: documents that should be pending."""
+        """Whether to push more documents before packing the next row. `target`: documents that
+        should be pending."""
         return not self.ready
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document of `length` tokens. A restored piece also has `start` and `place`, as in `Piece`."""
+        """Add a document of `length` tokens. A restored piece also has `start` and `place`, as in
+        `Piece`."""
         raise NotImplementedError
 
     def lead(self, keys: Sequence[Key]) -> None:
-        """Start the next row with these pieces, which together are shorter than a row. A packer that keeps documents
-        in order does that anyway."""
+        """Start the next row with these pieces, which together are shorter than a row. A packer
+        that keeps documents in order does that anyway."""
 
     def next_row(self) -> list[Placement]:
         """The placements of the next row. Call it only if `ready`."""
@@ -170,8 +182,8 @@ class Packer:
 
 
 class BestFit(Packer):
-    """Rows that start with BOS and are always full. The tail of a cut document is packed later if `split`; otherwise
-    it is dropped."""
+    """Rows that start with BOS and are always full. The tail of a cut document is packed later if
+    `split`; otherwise it is dropped."""
 
     own_bos = True
 
@@ -183,7 +195,8 @@ class BestFit(Packer):
         super().__init__(T)
         self.split, self.overlap = split, overlap
         self.max_tokens = None if split else self.capacity
-        self.crops_fillers = not split  # whether a row may end with a filler that is slightly too long
+        # whether a row may end with a filler that is slightly too long
+        self.crops_fillers = not split
         self.leading: list[Key] = []  # the pieces that the next row must start with
         self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
         self.timed: dict[Key, Piece] = {}  # documents that fill a row, and tails, oldest first
@@ -209,8 +222,8 @@ class BestFit(Packer):
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document, or its tail from token `start`. `place` is its place on the token clock (default: behind
-        everything that has arrived)."""
+        """Add a document, or its tail from token `start`. `place` is its place on the token clock
+        (default: behind everything that has arrived)."""
         piece = Piece(length, start, self.left + self.counted if place is None else place)
         self.tokens += length
         self.counted += min(length, self.capacity)
@@ -252,12 +265,12 @@ class BestFit(Packer):
         return piece
 
     def _place(self, key: Key, room: int, placements: list[Placement]) -> int:
-        """Place a piece in the last `room` tokens of a row, and return the room that remains. Tokens that do not fit
-        are dropped or come back."""
+        """Place a piece in the last `room` tokens of a row, and return the room that remains.
+        Tokens that do not fit are dropped or come back."""
         length, start, _ = self._pop(key)
         placed = min(length, room)
-        # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at the first token of the
-        # context. If there is little room, the row may end within the context.
+        # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at the
+        # first token of the context. If there is little room, the row may end within the context.
         context = self._context(start)
         off = min(context, placed) - 1 if start else 0
         placements.append((key, start - context + 1 if start else 0, placed, off))
@@ -266,7 +279,8 @@ class BestFit(Packer):
             self.repeated += off
         if placed < length:
             if self.split:
-                # `used` of the document's `whole` tokens are now in rows. The others arrive again with new context.
+                # `used` of the document's `whole` tokens are now in rows. The others arrive again
+                # with new context.
                 used = start + placed - 1 - off if start else placed
                 whole = start + length - context
                 self.push(key, self._context(used) + whole - used, used)
@@ -278,8 +292,8 @@ class BestFit(Packer):
         self.leading = [*keys]
 
     def next_row(self) -> list[Placement]:
-        """A full row: it starts with the pieces that lead it, or with the long document that is due, or with the oldest
-        filler. Then come the pieces that fill it best."""
+        """A full row: it starts with the pieces that lead it, or with the long document that is
+        due, or with the oldest filler. Then come the pieces that fill it best."""
         placements: list[Placement] = []
         self.row += 1
         room = self.capacity
@@ -298,8 +312,8 @@ class BestFit(Packer):
             else:
                 length = self._best(room)
                 if length == 0:
-                    # Nothing fits, so a filler is cut: the shortest one if its tail is dropped, because that loses
-                    # least; the longest one if its tail comes back.
+                    # Nothing fits, so a filler is cut: the shortest one if its tail is dropped,
+                    # because that loses least; the longest one if its tail comes back.
                     length = (self.bits if self.split else self.bits & -self.bits).bit_length() - 1
                 key = self.by_length[length][0]
             room = self._place(key, room, placements)
@@ -310,13 +324,15 @@ class BestFit(Packer):
         # an exact fit
         if room in self.by_length:
             return room
-        # the larger of two fillers that fit exactly together; two of length room / 2 must be different ones
+        # the larger of two fillers that fit exactly together; two of length room / 2 must be
+        # different ones
         pairs = self.bits & self.mirror >> self.capacity - room
         larger = pairs.bit_length() - 1
         if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
             return larger
-        # A filler that is too long by at most the length of the shortest one. Otherwise the row would often end with
-        # the shortest filler, cropped. Cropping the longer one saves the short ones for rows that need them.
+        # A filler that is too long by at most the length of the shortest one. Otherwise the row
+        # would often end with the shortest filler, cropped. Cropping the longer one saves the short
+        # ones for rows that need them.
         if self.crops_fillers and (longer := self.bits >> room):
             excess, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
             if excess <= shortest:
@@ -326,8 +342,8 @@ class BestFit(Packer):
 
 
 class Binned(BestFit):
-    """Rows of whole stored entries: the oldest first, then those that fill the row best, then padding. With
-    `pack=False` each row is one entry, in order."""
+    """Rows of whole stored entries: the oldest first, then those that fill the row best, then
+    padding. With `pack=False` each row is one entry, in order."""
 
     framed = own_bos = False
 
@@ -337,7 +353,9 @@ class Binned(BestFit):
 
     def __init__(self, T: int, *, pack: bool = True):
         super().__init__(T + 1)  # so that an entry of T + 1 tokens is a filler, too
-        self.crops_fillers, self.max_tokens, self.pack = False, None, pack
+        self.crops_fillers = False
+        self.max_tokens = None
+        self.pack = pack
 
     @property
     def ready(self) -> bool:
@@ -351,8 +369,10 @@ class Binned(BestFit):
         """ValueError for an entry that is longer than a row."""
         T = self.capacity - 2
         if length > T + 1:
-            raise ValueError(f"a stored document has {length:,} tokens, but a row of the binned layout holds only "
-                             f"{T + 1:,}; make the shards with --max-length {T}, or use --packing bestfit")
+            raise ValueError(
+                f"a stored document has {length:,} tokens, but a row of the binned layout holds only "
+                f"{T + 1:,}; make the shards with --max-length {T}, or use --packing bestfit"
+            )
         super().push(key, length, start, place)
 
     def next_row(self) -> list[Placement]:
@@ -366,8 +386,8 @@ class Binned(BestFit):
 
 
 class Concat(Packer):
-    """One stream of tokens. Nothing is dropped, and rows need not begin with a document. Each row starts with the last
-    token of the previous row."""
+    """One stream of tokens. Nothing is dropped, and rows need not begin with a document. Each row
+    starts with the last token of the previous row."""
 
     def __init__(self, T: int):
         super().__init__(T)
@@ -388,7 +408,8 @@ class Concat(Packer):
         self.tokens += length - start
 
     def next_row(self) -> list[Placement]:
-        """A full row: documents in the order of their arrival, the last one cut at the row's end."""
+        """A full row: documents in the order of their arrival, the last one cut at the row's
+        end."""
         placements: list[Placement] = []
         room = self.capacity
         while room:
@@ -406,4 +427,5 @@ class Concat(Packer):
         return placements
 
 
-LAYOUTS: dict[str, type[Packer]] = {"bestfit": BestFit, "concat": Concat, "binned": Binned}  # --packing
+# --packing
+LAYOUTS: dict[str, type[Packer]] = {"bestfit": BestFit, "concat": Concat, "binned": Binned}

@@ -1,13 +1,14 @@
 """
 The source of text: parquet files, and other text files after their conversion to parquet.
 
-A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64 much
-later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each unit would decode a group
-of 1,024 documents sixteen times. So a group is decoded once, and the units that the lane will read soon are kept
-compressed. A *small* bucket (at most 32 Mi tokens, about 128 MB of text) is read in random order: each group is decoded
-once in the whole run, and its documents stay in memory, each compressed individually. (Compressing several together
-saved no memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a file that
-all lanes read (nanochat/spill.py).
+A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64
+much later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each
+unit would decode a group of 1,024 documents sixteen times. So a group is decoded once, and the
+units that the lane will read soon are kept compressed. A *small* bucket (at most 32 Mi tokens,
+about 128 MB of text) is read in random order: each group is decoded once in the whole run, and its
+documents stay in memory, each compressed individually. (Compressing several together saved no
+memory, and took 20 % longer per document.) A *large* group, such as one of books, is decoded into a
+file that all lanes read (nanochat/spill.py).
 """
 
 import functools
@@ -42,7 +43,9 @@ class KeptUnits:
         """Keep the texts of a unit, as a compressed Arrow stream of one batch."""
         batch = pa.record_batch([texts], ["text"])
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        with pa.ipc.new_stream(
+            sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        ) as out:
             out.write(batch)
         self.units[group, first, len(texts)] = sink.getvalue().to_pybytes()
 
@@ -59,7 +62,9 @@ class ParquetSource(Source):
         super().__init__(manifest, tokenizer)
         selection = Selection.of(manifest)
         self.field = selection.text_field
-        self.paths = [as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])]
+        self.paths = [
+            as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])
+        ]
         self._kept = KeptUnits()
         self._groups = functools.cache(self._pack_group)  # of a small bucket
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
@@ -68,13 +73,19 @@ class ParquetSource(Source):
 
     @staticmethod
     def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
-        """See `Source.scan_file`. The entry of a file that is converted to parquet describes the parquet file, except
-        for "own_size", which is for reports."""
+        """See `Source.scan_file`. The entry of a file that is converted to parquet describes the
+        parquet file, except for "own_size", which is for reports."""
         parquet, footer = open_footer(path, selection)
         own_size = {} if parquet == path else {"own_size": path.stat().st_size}
-        return {"name": name, "size": parquet.stat().st_size, "footer": hash_bytes(footer.raw),
-                "groups": footer.counts, "tokens": text_tokens(footer.text_bytes, sum(footer.counts)),
-                **etag_of(parquet), **own_size}
+        return {
+            "name": name,
+            "size": parquet.stat().st_size,
+            "footer": hash_bytes(footer.raw),
+            "groups": footer.counts,
+            "tokens": text_tokens(footer.text_bytes, sum(footer.counts)),
+            **etag_of(parquet),
+            **own_size,
+        }
 
     @staticmethod
     def is_empty(path: Path) -> bool:
@@ -82,20 +93,25 @@ class ParquetSource(Source):
 
     @staticmethod
     def check_scanned(files: Sequence[Path], selection: Selection) -> None:
-        """See `Source.check_scanned`: one warning about nulls, and an error if all documents are empty."""
+        """See `Source.check_scanned`: one warning about nulls, and an error if all documents are
+        empty."""
         warn_of_nulls()
         if all(is_blank(as_parquet(file, selection), selection.text_field) for file in files):
             part = f"the {selection.part} part of the data" if selection.part else "this data"
-            raise ValueError(f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; "
-                             f"choose other data with --data-path and --val-path, or another --text-field")
+            raise ValueError(
+                f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; "
+                f"choose other data with --data-path and --val-path, or another --text-field"
+            )
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """See `Source.read`. The next rows up to `keep` are also decoded, and kept compressed."""
         if self.small:
             with self._locks[group]:  # other threads wait here until this group is decoded
                 packed = self._groups(group)
-            texts = [pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
-                     for size, data in (packed[row] for row in rows.tolist())]
+            texts = [
+                pa.decompress(data, size, codec="lz4_raw", asbytes=True).decode()
+                for size, data in (packed[row] for row in rows.tolist())
+            ]
         elif self._is_large(group):
             texts = self._read_large(group, rows, keep)
         else:
@@ -108,7 +124,9 @@ class ParquetSource(Source):
             ids, edges = self.tokenizer.encode_flat(texts, num_threads=1)
         except CannotEncode as e:
             name, number = self.locate(group)
-            raise ValueError(f"{name}: row group {number}, row {rows[e.number]}: {e.reason}") from None
+            raise ValueError(
+                f"{name}: row group {number}, row {rows[e.number]}: {e.reason}"
+            ) from None
         # a copy of each: a view would keep the ids of all in memory
         return [Document(ids[begin:end].copy()) for begin, end in pairwise(edges.tolist())]
 
@@ -134,10 +152,14 @@ class ParquetSource(Source):
         with open_parquet(self.paths[file], self.field) as f:
             metadata = f.metadata
         text = leaf_column(metadata, self.field)
-        return [metadata.row_group(g).column(text).total_uncompressed_size for g in range(metadata.num_row_groups)]
+        return [
+            metadata.row_group(g).column(text).total_uncompressed_size
+            for g in range(metadata.num_row_groups)
+        ]
 
     def _is_large(self, group: int) -> bool:
-        """Whether a group is decoded into a file. A group that is missing is not: reading it names the problem."""
+        """Whether a group is decoded into a file. A group that is missing is not: reading it names
+        the problem."""
         file, number = self.file_of(group)
         sizes = self._text_bytes(file)
         return number < len(sizes) and sizes[number] > LARGE_BYTES
@@ -158,18 +180,25 @@ class ParquetSource(Source):
     def _shorter(self, group: int, num_documents: int) -> ValueError:
         """The error for a group with fewer documents than the run has pinned."""
         file, number = self.file_of(group)
-        return ValueError(f"{self.paths[file]}: row group {number} ends at row {num_documents:,}, so the file has "
-                          f"changed since the run began; restore it, or start a new run (--model-tag)")
+        return ValueError(
+            f"{self.paths[file]}: row group {number} ends at row {num_documents:,}, so the file has "
+            f"changed since the run began; restore it, or start a new run (--model-tag)"
+        )
 
     def _decode(self, group: int, first: int, stop: int, keep: int) -> pa.ChunkedArray:
-        """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in units of the same
-        size. ValueError names the file."""
+        """Texts `first` to `stop` - 1 of a group. The following ones up to row `keep` are kept, in
+        units of the same size. ValueError names the file."""
         file, number = self.file_of(group)
-        path, size, at = self.paths[file], stop - first, 0
+        path = self.paths[file]
+        size = stop - first
+        at = 0
         texts: list[pa.Array] = []
         with open_parquet(path, self.field) as f:
-            # Read whole units at a time. All units of a group have the same size, except the last one.
-            for column in read_batches(f, number, path, batch_size=size * -(-64 // size), field=self.field):
+            # Read whole units at a time. All units of a group have the same size, except the last
+            # one.
+            for column in read_batches(
+                f, number, path, batch_size=size * -(-64 // size), field=self.field
+            ):
                 texts.append(column.slice(max(first - at, 0), max(stop - max(first, at), 0)))
                 for row in range(max(at, stop), min(at + len(column), keep), size):
                     self._kept.put(group, row, column.slice(row - at, min(size, keep - row)))

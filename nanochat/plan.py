@@ -8,19 +8,19 @@ The plan: what a run will take from each bucket, and the step at which a bucket 
     bucket      tokens   requested     trained      usable   passes   cropped %   dry at step
     code     4,120,388   4,500,000   4,083,712   4,083,712     1.00        1.10         4,544
 
-Lengths alone decide what a row holds. So a stream of lengths alone packs exactly the rows of the run, and a plan
-follows that stream step by step:
+Lengths alone decide what a row holds. So a stream of lengths alone packs exactly the rows of the
+run, and a plan follows that stream step by step:
 
     lengths --> Stream(feed=Rehearsal) --rows of a step--> all lanes have rows, or one halts or drops a bucket
 
-For token files, the halting step and all rehearsed counts are exact. Text has no lengths before it is
-tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate. A bucket that cannot
-run dry, because it has no limit or far more tokens than requested, is not rehearsed; its cropping is measured on a few
-thousand rows.
+For token files, the halting step and all rehearsed counts are exact. Text has no lengths before it
+is tokenized, so lengths are drawn from a few hundred documents, and the plan is called an estimate.
+A bucket that cannot run dry, because it has no limit or far more tokens than requested, is not
+rehearsed; its cropping is measured on a few thousand rows.
 
-Only runs with a curriculum (others have unlimited epochs), or with `binned` rows (to find entries that are too long),
-make a plan. They keep it in RUN/plan.json for a resume. scripts.validate plans every run except those in Megatron's
-order, which refuse to start with too few samples.
+Only runs with a curriculum (others have unlimited epochs), or with `binned` rows (to find entries
+that are too long), make a plan. They keep it in RUN/plan.json for a resume. scripts.validate plans
+every run except those in Megatron's order, which refuse to start with too few samples.
 """
 
 import logging
@@ -52,11 +52,14 @@ from nanochat.stream import (
 
 log = logging.getLogger(__name__)
 
-FAR = 4  # this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
+# this many times the requested tokens suffice, even if half are cropped and lanes' shares differ
+FAR = 4
 SHARE_DOCUMENTS = 1024  # with at least this many documents, lanes' shares are similar
 SAMPLE_ROWS = 4096  # rows packed from a bucket that is not rehearsed
-DRY_WAYS = ("shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "
-            "once it is dry (--allow-bucket-exhaustion)")
+DRY_WAYS = (
+    "shorten the run, give the bucket less weight, allow more passes (max_epochs), or continue without it "
+    "once it is dry (--allow-bucket-exhaustion)"
+)
 
 
 @dataclass(frozen=True)
@@ -70,13 +73,14 @@ class BucketPlan:
     trained: int  # tokens that the run receives
     usable: int | None  # tokens available until the first lane is dry; None: more than requested
     dry_step: int | None  # the step at which the first lane is dry
-    account: dict[str, int]  # as in nanochat.stream.ledger: of the run's rows if `exact`, else of a sample
+    # as in nanochat.stream.ledger: of the run's rows if `exact`, else of a sample
+    account: dict[str, int]
     exact: bool
 
     @property
     def passes(self) -> float:
-        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped ones, divided by
-        `tokens`. Only ratios of the account are used, so a sample will do."""
+        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped
+        ones, divided by `tokens`. Only ratios of the account are used, so a sample will do."""
         account = self.account
         if not account["rows"]:
             return 0.0
@@ -91,7 +95,8 @@ class BucketPlan:
 
     @property
     def repeated(self) -> float:
-        """Repeated share of the tokens that entered the buffers: the overlap of split documents or stored windows."""
+        """Repeated share of the tokens that entered the buffers: the overlap of split documents or
+        stored windows."""
         return self.account["repeated"] / max(1, self._entered)
 
     @property
@@ -130,7 +135,8 @@ def read_plan(path: Path) -> Plan:
     """The plan in a file. FileNotFoundError if it does not exist, ValueError if it is corrupt."""
     phase = {"first_step": int, "tokens": int, "asked": dict}
     value = read_json(path, get_type_hints(Plan) | {"phases": [phase], "buckets": dict})
-    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")  # the fields that a plan uses
+    # the fields that a plan uses
+    account = ("read", "bos", "emitted", "cropped", "repeated", "padded", "rows")
     bucket = get_type_hints(BucketPlan) | {"account": dict.fromkeys(account, int)}
     check_shape(value["buckets"], dict.fromkeys(value["buckets"], bucket), f"{path}: buckets")
     try:
@@ -141,15 +147,21 @@ def read_plan(path: Path) -> Plan:
 
 # ---- lengths in place of tokens ------------------------------------------------------------------
 
+
 class Lengths:
-    """A source's documents as lengths. For text, lengths are drawn from a sample: 64 documents from each of up to 8
-    groups. `plenty`: whether the bucket has far more tokens than requested."""
+    """A source's documents as lengths. For text, lengths are drawn from a sample: 64 documents from
+    each of up to 8 groups. `plenty`: whether the bucket has far more tokens than requested."""
 
     def __init__(self, source: Source, config: StreamConfig):
-        self.source, self.plenty, self.entries = source, False, int(source.groups.sum())
-        self.groups, self.means, self.small = source.groups, source.means, source.small
+        self.source = source
+        self.plenty = False
+        self.entries = int(source.groups.sum())
+        self.groups = source.groups
+        self.means = source.means
+        self.small = source.small
         self.fingerprint, self.locate = source.fingerprint, source.locate
-        self.without: dict[int, np.ndarray] = {}  # targets that are off make no difference to lengths
+        # targets that are off make no difference to lengths
+        self.without: dict[int, np.ndarray] = {}
         self.sample = None if source.lengths_known else sample_lengths(source)
         self.documents, self.tokens, self.rows = self._totals(config)
 
@@ -164,7 +176,10 @@ class Lengths:
 
     def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
         """(documents, their tokens, estimated rows) of one pass, as in `BucketPlan`."""
-        crop, documents, tokens, rows = config.layout == "bestfit" and config.long_docs == "crop", 0, 0, 0.0
+        crop = config.layout == "bestfit" and config.long_docs == "crop"
+        documents = 0
+        tokens = 0
+        rows = 0.0
         if self.sample is not None:
             used = np.minimum(self.sample, config.T + 1) if crop else self.sample
             share = float(used.mean()) / (config.T + 1) if config.pack else 1.0
@@ -180,8 +195,8 @@ class Lengths:
 
 
 class Rehearsal(Feed):
-    """A feed of `Lengths`: it packs rows without tokens. A `plenty` bucket is not even packed, because it always has
-    a next row."""
+    """A feed of `Lengths`: it packs rows without tokens. A `plenty` bucket is not even packed,
+    because it always has a next row."""
 
     source: Any
 
@@ -203,16 +218,32 @@ class Rehearsal(Feed):
 
 # ---- the plan ------------------------------------------------------------------------------------
 
-def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_step: int,
-              num_steps: int, drop_dry: bool = False, cursors: Sequence[Cursor] | None = None,
-              start_step: int = 0) -> Plan:
-    """The plan of a run of `num_steps` steps. With the `cursors` of all lanes, it covers the steps from `start_step`
-    on. ValueError for corrupt files."""
+
+def make_plan(
+    config: StreamConfig,
+    sources: Mapping[str, Source],
+    *,
+    rows_per_step: int,
+    num_steps: int,
+    drop_dry: bool = False,
+    cursors: Sequence[Cursor] | None = None,
+    start_step: int = 0,
+) -> Plan:
+    """The plan of a run of `num_steps` steps. With the `cursors` of all lanes, it covers the steps
+    from `start_step` on. ValueError for corrupt files."""
     V, n = config.V, rows_per_step // config.V
     lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
-    stream = Stream(config, lengths, range(V), tokenizer=fingerprint, cursors=cursors,  # type: ignore[arg-type]
-                    num_threads=0, drop_dry=drop_dry, feed=Rehearsal)
+    stream = Stream(
+        config,
+        lengths,  # type: ignore[arg-type]
+        range(V),
+        tokenizer=fingerprint,
+        cursors=cursors,
+        num_threads=0,
+        drop_dry=drop_dry,
+        feed=Rehearsal,
+    )
     buckets = stream.buckets
     first = stream.rows[0] - start_step * n  # the run's rows of each lane: `first` to `stop` - 1
     stop = first + num_steps * n
@@ -221,11 +252,14 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
     whole_run = (stop - first) * V * config.T
     for b in buckets:
         available = config.epochs(b) * lengths[b].rows * config.T
-        needed = whole_run if drop_dry else asked[b]  # with `drop_dry`, all other buckets could be dry
+        # with `drop_dry`, all other buckets could be dry
+        needed = whole_run if drop_dry else asked[b]
         enough = lengths[b].entries >= SHARE_DOCUMENTS * V and available >= FAR * needed
         lengths[b].plenty = not config.epochs(b) or enough
     rehearsed = not all(lengths[b].plenty for b in buckets)
-    steps, halt, state, dry = _follow(stream, n, range(start_step if rehearsed else num_steps, num_steps))
+    steps, halt, state, dry = _follow(
+        stream, n, range(start_step if rehearsed else num_steps, num_steps)
+    )
     accounts, plans = ledger(stream.cursors(state), config.T), {}
     for b in buckets:
         of, account = lengths[b], accounts[b]
@@ -233,21 +267,41 @@ def make_plan(config: StreamConfig, sources: Mapping[str, Source], *, rows_per_s
         if of.plenty:
             account = _sample(config, b, of, min(SAMPLE_ROWS, asked[b] // config.T // V))
         usable, dry_step = dry.get(b, (None, None))
-        plans[b] = BucketPlan(documents=of.documents, tokens=of.tokens, max_epochs=config.epochs(b), asked=asked[b],
-                              trained=trained, usable=usable, dry_step=dry_step, account=account,
-                              exact=not of.plenty)
-    return Plan(estimate=any(lengths[b].sample is not None for b in buckets),
-                T=config.T, V=V, rows_per_step=rows_per_step, num_steps=num_steps,
-                steps=steps, halt=halt, allowed=drop_dry,
-                crops=config.layout == "bestfit" and config.long_docs == "crop", phases=phases,
-                buckets=plans)
+        plans[b] = BucketPlan(
+            documents=of.documents,
+            tokens=of.tokens,
+            max_epochs=config.epochs(b),
+            asked=asked[b],
+            trained=trained,
+            usable=usable,
+            dry_step=dry_step,
+            account=account,
+            exact=not of.plenty,
+        )
+    return Plan(
+        estimate=any(lengths[b].sample is not None for b in buckets),
+        T=config.T,
+        V=V,
+        rows_per_step=rows_per_step,
+        num_steps=num_steps,
+        steps=steps,
+        halt=halt,
+        allowed=drop_dry,
+        crops=config.layout == "bestfit" and config.long_docs == "crop",
+        phases=phases,
+        buckets=plans,
+    )
 
 
-def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
-    """Pack the rows of `steps`, n of each lane. Returns (the step before which the run halts, the reason or "", the
-    state at that step, {bucket that ran dry: (its usable tokens, the step)})."""
+def _follow(
+    stream: Stream, n: int, steps: range
+) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
+    """Pack the rows of `steps`, n of each lane. Returns (the step before which the run halts, the
+    reason or "", the state at that step, {bucket that ran dry: (its usable tokens, the step)})."""
     dry: dict[str, tuple[int, int]] = {}
-    state, V, T = stream.state(), stream.config.V, stream.config.T
+    state = stream.state()
+    V = stream.config.V
+    T = stream.config.T
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
         before, halt = dict(stream.dropped), ""
         due = stream.rows[0] + n
@@ -256,7 +310,11 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
             ran_dry = stream.dropped[lane] - before[lane]
             if stream.rows[lane] < due:
                 last = stream.dry_bucket(lane)
-                why = "all buckets of its phase are dry" if last is None else f"bucket {last!r} is dry"
+                why = (
+                    "all buckets of its phase are dry"
+                    if last is None
+                    else f"bucket {last!r} is dry"
+                )
                 halt = halt or f"lane {lane} has no row for step {step}: {why}"
                 ran_dry |= set() if last is None else {last}
             for bucket in ran_dry:
@@ -271,17 +329,27 @@ def _follow(stream: Stream, n: int, steps: range) -> tuple[int, str, list[Any], 
 
 def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
     """A bucket's account after the first `rows` rows of a lane."""
-    feed = Rehearsal(config, bucket=bucket, lane=0, source=lengths,  # type: ignore[arg-type]
-                     order=open_order(lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config),
-                     pool=None)
+    feed = Rehearsal(
+        config,
+        bucket=bucket,
+        lane=0,
+        source=lengths,  # type: ignore[arg-type]
+        order=open_order(
+            lengths.groups, lengths.means, small=lengths.small, bucket=bucket, config=config
+        ),
+        pool=None,
+    )
     for _ in range(rows):
         feed.pack()
     return ledger([{"buckets": {bucket: feed.state().to_json()}}], config.T)[bucket]
 
 
-def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int) -> list[dict[str, Any]]:
-    """Each phase with its first step, its tokens, and the tokens that its mix requests from each bucket (to within two
-    rows of each lane). In this run, each lane packs its rows `first` to `stop` - 1, n per step."""
+def _phases(
+    config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int
+) -> list[dict[str, Any]]:
+    """Each phase with its first step, its tokens, and the tokens that its mix requests from each
+    bucket (to within two rows of each lane). In this run, each lane packs its rows `first` to
+    `stop` - 1, n per step."""
     mix = config.curriculum
     lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
     shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
@@ -289,15 +357,22 @@ def _phases(config: StreamConfig, buckets: Sequence[str], first: int, stop: int,
     phases = []
     for begin, end, share_of in zip(edges, edges[1:], shares):
         tokens, whole = (end - begin) * config.V * config.T, sum(share_of.values())
-        phases.append({"first_step": (begin - first) // n, "tokens": tokens,
-                       "asked": {bucket: tokens * share_of.get(bucket, 0) // whole for bucket in buckets}})
+        phases.append(
+            {
+                "first_step": (begin - first) // n,
+                "tokens": tokens,
+                "asked": {bucket: tokens * share_of.get(bucket, 0) // whole for bucket in buckets},
+            }
+        )
     return phases
 
 
 # ---- reports -------------------------------------------------------------------------------------
 
+
 def rehearse(start: Any, data: Any) -> Plan:
-    """Make and print the plan of a run that is starting. ValueError if an exact plan halts, unless --plan=warn."""
+    """Make and print the plan of a run that is starting. ValueError if an exact plan halts, unless
+    --plan=warn."""
     plan = make_run_plan(start, data)
     print0("\n".join(describe(plan)))
     why = problem(plan) or refusal(plan, start)
@@ -309,8 +384,8 @@ def rehearse(start: Any, data: Any) -> Plan:
 
 
 def make_run_plan(start: Any, data: Any) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`. A resume that plans the same number of steps uses
-    RUN/plan.json. Writes nothing."""
+    """The plan of a `start_run.Start` with its `RunData`. A resume that plans the same number of
+    steps uses RUN/plan.json. Writes nothing."""
     settings, num_steps = start.settings, start.horizon.num_iterations
     config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
@@ -320,12 +395,20 @@ def make_run_plan(start: Any, data: Any) -> Plan:
                 return kept
         except (FileNotFoundError, ValueError):
             pass  # the plan is made again
-    return make_plan(config, data.train, rows_per_step=settings.total_batch_size // config.T, num_steps=num_steps,
-                     drop_dry=drop_dry, cursors=start.cursors, start_step=start.step)
+    return make_plan(
+        config,
+        data.train,
+        rows_per_step=settings.total_batch_size // config.T,
+        num_steps=num_steps,
+        drop_dry=drop_dry,
+        cursors=start.cursors,
+        start_step=start.step,
+    )
 
 
 def problem(plan: Plan) -> str:
-    """A sentence that says why the run will not reach its last step; empty if it will, and for an estimate."""
+    """A sentence that says why the run will not reach its last step; empty if it will, and for an
+    estimate."""
     if not plan.halt or plan.estimate:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
@@ -335,7 +418,8 @@ def problem(plan: Plan) -> str:
 
 
 def refusal(plan: Plan, start: Any) -> str:
-    """A sentence that says why a new run should not start although it could; empty if nothing speaks against it."""
+    """A sentence that says why a new run should not start although it could; empty if nothing
+    speaks against it."""
     if start.config or start.settings.plan != "error" or not plan.crops:
         return ""
     for name, bucket in plan.buckets.items():
@@ -347,17 +431,27 @@ def refusal(plan: Plan, start: Any) -> str:
 
 def warnings(plan: Plan) -> list[str]:
     """Warnings before the start, one sentence each."""
-    dry, notes, about = [], [], "about " * plan.estimate
+    dry = []
+    notes = []
+    about = "about " * plan.estimate
     for name, bucket in plan.buckets.items():
         data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
-        notes += reading_notes(data, trained=bucket.trained, tokens=bucket.tokens, about=about,
-                               passes=0.0 if bucket.max_epochs else bucket.passes, cropped=cropped * plan.crops,
-                               repeated=bucket.repeated)
+        notes += reading_notes(
+            data,
+            trained=bucket.trained,
+            tokens=bucket.tokens,
+            about=about,
+            passes=0.0 if bucket.max_epochs else bucket.passes,
+            cropped=cropped * plan.crops,
+            repeated=bucket.repeated,
+        )
         if bucket.dry_step is None or bucket.usable is None:
             continue
         probably = "probably " if plan.estimate else ""
-        line = (f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
-                f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes")
+        line = (
+            f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
+            f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
+        )
         if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
             line += f"; {cropped:.1%} are cropped (--long-docs=split would use them)"
         dry.append(f"{line}; fewer --lanes may use more of it")
@@ -373,23 +467,58 @@ def halts_probably(plan: Plan) -> bool:
 
 def describe(plan: Plan) -> list[str]:
     """The plan as lines of text."""
-    lines = [f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
-             f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")]
+    lines = [
+        f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
+        f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")
+    ]
     tables = []
     if len(plan.phases) > 1 or len(plan.buckets) > 1:
         rows: list[list[Any]] = []
         for number, phase in enumerate(plan.phases, 1):
             shares = [asked / max(1, phase["tokens"]) for asked in phase["asked"].values()]
-            rows.append([number, phase["first_step"], phase["tokens"], *(f"{share:.1%}" for share in shares)])
+            rows.append(
+                [
+                    number,
+                    phase["first_step"],
+                    phase["tokens"],
+                    *(f"{share:.1%}" for share in shares),
+                ]
+            )
         tables += table(["phase", "from step", "tokens", *plan.buckets], rows)
     rows = []
     for name, bucket in plan.buckets.items():
         padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))
         parts = bucket.cropped, bucket.repeated, padded
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
-        rows.append([name, bucket.documents, bucket.tokens, bucket.asked, bucket.trained, bucket.usable,
-                     f"{bucket.passes:.2f}{limit}", *(f"{100 * part:.2f}" for part in parts),
-                     "exact" if bucket.exact and not plan.estimate else "about", bucket.dry_step])
-    tables += table(["bucket", "documents", "tokens", "requested", "trained", "usable", "passes", "cropped %",
-                     "repeated %", "padded %", "figures", "dry at step"], rows)
+        rows.append(
+            [
+                name,
+                bucket.documents,
+                bucket.tokens,
+                bucket.asked,
+                bucket.trained,
+                bucket.usable,
+                f"{bucket.passes:.2f}{limit}",
+                *(f"{100 * part:.2f}" for part in parts),
+                "exact" if bucket.exact and not plan.estimate else "about",
+                bucket.dry_step,
+            ]
+        )
+    tables += table(
+        [
+            "bucket",
+            "documents",
+            "tokens",
+            "requested",
+            "trained",
+            "usable",
+            "passes",
+            "cropped %",
+            "repeated %",
+            "padded %",
+            "figures",
+            "dry at step",
+        ],
+        rows,
+    )
     return lines + [f"  {line}" for line in tables]

@@ -4,37 +4,41 @@ Pretokenizing: text files are turned into token files once, so that training nee
     RAW/web/2024/a.jsonl.gz  ->  texts  ->  ids  ->  windows  ->  OUT/train/web/2024__a.bin, .idx
     all inputs of a bucket   ---------------------------------->  OUT/train/web/manifest.json
 
-A document of more than `max_length` ids is cut into windows. Each later window repeats the last `overlap_size` ids of
-the window before it, and EOD ends the last one. With max_length 6 and overlap_size 2:
+A document of more than `max_length` ids is cut into windows. Each later window repeats the last
+`overlap_size` ids of the window before it, and EOD ends the last one. With max_length 6 and
+overlap_size 2:
 
     a b c d e f g h i j k EOD  ->  a b c d e f | e f g h i j | i j k EOD      prefixes 0, 2, 2
 
-The tokenizer returns documents with BOS in front, and BOS and EOD are one id. Its output, shifted by one
-place, is exactly what is stored, and windows are slices of that. So no Python code handles single tokens.
+The tokenizer returns documents with BOS in front, and BOS and EOD are one id. Its output, shifted
+by one place, is exactly what is stored, and windows are slices of that. So no Python code handles
+single tokens.
 
-**Which inputs are finished?** A process may be killed at any point, and several machines may work at once. A list of
-finished inputs would need a lock, so there is no list: an input is finished when its .idx exists. A record beside it
-(OUT/train/web/.records/2024__a.json, written before the pair appears) names the input and the arguments that the pair
-was made from. If these have changed, the pair is made again.
+**Which inputs are finished?** A process may be killed at any point, and several machines may work
+at once. A list of finished inputs would need a lock, so there is no list: an input is finished when
+its .idx exists. A record beside it (OUT/train/web/.records/2024__a.json, written before the pair
+appears) names the input and the arguments that the pair was made from. If these have changed, the
+pair is made again.
 
-The names and bytes of pairs and manifests depend only on RAW, the tokenizer and the arguments, so two processes may
-make the same pair. A manifest appears when all its pairs exist, and is deleted before one of them is made again. An
-input that cannot be read to its end has no pair. A batch in memory ends at 256 documents or two
-million characters.
+The names and bytes of pairs and manifests depend only on RAW, the tokenizer and the arguments, so
+two processes may make the same pair. A manifest appears when all its pairs exist, and is deleted
+before one of them is made again. An input that cannot be read to its end has no pair. A batch in
+memory ends at 256 documents or two million characters.
 
-**Writing a pair.** Ids go to a temporary file as they arrive. When the `with` block ends without an exception, the .bin
-is renamed first and the .idx last: a pair without a good .idx counts as missing. An exception leaves no new file, and
-an older pair is unchanged or has lost its .idx.
+**Writing a pair.** Ids go to a temporary file as they arrive. When the `with` block ends without an
+exception, the .bin is renamed first and the .idx last: a pair without a good .idx counts as
+missing. An exception leaves no new file, and an older pair is unchanged or has lost its .idx.
 
     with ShardWriter("OUT/web", vocab_size=32768) as writer:        .web.bin.1f2e3d4c.tmp grows
         writer.add(ids, lengths, prefixes)                          ...
     writer.written                                                  web.bin, then web.idx
 
-Several processes may write the same pair at once, since they write the same bytes. An old .idx with different contents
-is deleted before the new .bin appears, so that a .bin and its .idx always match. An identical one stays, so the pair
-never seems to be missing.
+Several processes may write the same pair at once, since they write the same bytes. An old .idx with
+different contents is deleted before the new .bin appears, so that a .bin and its .idx always match.
+An identical one stays, so the pair never seems to be missing.
 
-Rejected: converting jsonl to parquet first, as training from text does. The text would be written once more.
+Rejected: converting jsonl to parquet first, as training from text does. The text would be written
+once more.
 """
 
 import contextlib
@@ -91,15 +95,21 @@ MAX_SEQUENCE = 2**31 - 1  # ids of a sequence in Megatron's format
 MAX_PREFIX = 2**16 - 1  # the index stores prefixes as uint16
 RECORDS, TOKENIZER = ".records", "tokenizer"  # folders beside the pairs, and beside the splits
 Record = dict[str, Any]
-RECORDED = {"made_with": dict, "source": {"name": str},
-            "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}}}
+RECORDED = {
+    "made_with": dict,
+    "source": {"name": str},
+    "shard": {**RECORD_SHAPE, "skipped": {"count": int, "lines": list}},
+}
 
 
-# ---- writing a pair -------------------------------------------------------------------------------
+# ---- writing a pair
+# -------------------------------------------------------------------------------
+
 
 class TokenWriter:
-    """The part that both formats share: the .bin, and how a pair is put in place. Takes about 10 bytes of memory per
-    entry. ValueError for ids outside the vocabulary or the range of the type: they never wrap around."""
+    """The part that both formats share: the .bin, and how a pair is put in place. Takes about 10
+    bytes of memory per entry. ValueError for ids outside the vocabulary or the range of the type:
+    they never wrap around."""
 
     format: ClassVar[str]  # one of `tokens.HEADERS`
 
@@ -108,10 +118,13 @@ class TokenWriter:
         self.dtype, codes = np.dtype(dtype), DTYPES[self.format]
         self.code = next((code for code, known in codes.items() if known == self.dtype), 0)
         if not self.code:
-            raise ValueError(f"{self.bin_path}: ids of type {self.dtype.name}, expected one of "
-                             f"{', '.join(codes.values())}")
+            raise ValueError(
+                f"{self.bin_path}: ids of type {self.dtype.name}, expected one of "
+                f"{', '.join(codes.values())}"
+            )
         self.limit = min(vocab_size, int(np.iinfo(self.dtype).max) + 1)
-        self.written: dict[str, Any] = {}  # sizes and hashes of the finished pair, as in manifest.json
+        # sizes and hashes of the finished pair, as in manifest.json
+        self.written: dict[str, Any] = {}
         self.lengths = array("q")
         self._hash, self._num_bytes = blake2b(digest_size=16), 0
         self._files = contextlib.ExitStack()  # closes in reverse order: the .idx appears last
@@ -122,13 +135,17 @@ class TokenWriter:
         """Append the ids of some entries or sequences (sum of lengths,), and their lengths (n,)."""
         ids, lengths = np.asarray(ids).reshape(-1), np.asarray(lengths, np.int64)
         if lengths.sum() != len(ids) or lengths.min(initial=0) < 0:
-            raise ValueError(f"{self.bin_path}: got {len(ids):,} ids, but lengths that add up to {lengths.sum():,}; "
-                             f"expected the same number")
+            raise ValueError(
+                f"{self.bin_path}: got {len(ids):,} ids, but lengths that add up to {lengths.sum():,}; "
+                f"expected the same number"
+            )
         lowest, highest = (ids.min(), ids.max()) if len(ids) else (0, 0)
         whole = len(ids) == 0 or ids.dtype.kind in "iu"
         if not whole or lowest < np.iinfo(self.dtype).min or highest >= self.limit:
-            raise ValueError(f"{self.bin_path}: got {ids.dtype.name} ids {lowest} .. {highest}, expected integers "
-                             f"below {self.limit:,} that fit {self.dtype.name}; check that this tokenizer made them")
+            raise ValueError(
+                f"{self.bin_path}: got {ids.dtype.name} ids {lowest} .. {highest}, expected integers "
+                f"below {self.limit:,} that fit {self.dtype.name}; check that this tokenizer made them"
+            )
         data = np.ascontiguousarray(ids, self.dtype).data
         self._bin.write(data)
         self._hash.update(data)
@@ -136,8 +153,8 @@ class TokenWriter:
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
-        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,), and for each entry,
-        how many leading ids repeat the previous one (n,)."""
+        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,),
+        and for each entry, how many leading ids repeat the previous one (n,)."""
         raise NotImplementedError
 
     def index(self) -> tuple[int, list[Any]]:
@@ -145,8 +162,9 @@ class TokenWriter:
         raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
-        """Write the index, and return `written`. If the disk is full, this fails while an old pair is still unchanged.
-        The new pair has not appeared yet, so the caller can still write files that must exist before it."""
+        """Write the index, and return `written`. If the disk is full, this fails while an old pair
+        is still unchanged. The new pair has not appeared yet, so the caller can still write files
+        that must exist before it."""
         entries, parts = self.index()
         digest = blake2b(digest_size=16)
         for part in parts:
@@ -156,16 +174,20 @@ class TokenWriter:
             f.flush()
             os.fsync(f.fileno())
         self.written = {
-            "entries": entries, "tokens": self._num_bytes // self.dtype.itemsize,
-            "bin_bytes": self._num_bytes, "bin_hash": self._hash.hexdigest(),
-            "idx_hash": digest.hexdigest()}
+            "entries": entries,
+            "tokens": self._num_bytes // self.dtype.itemsize,
+            "bin_bytes": self._num_bytes,
+            "bin_hash": self._hash.hexdigest(),
+            "idx_hash": digest.hexdigest(),
+        }
         return self.written
 
     def commit(self) -> None:
         """Rename both files into place, the .idx last."""
         with self._files:
             written = self.written or self.finish()
-            with contextlib.suppress(FileNotFoundError):  # no old .idx, or another process deleted it
+            # no old .idx, or another process deleted it
+            with contextlib.suppress(FileNotFoundError):
                 if hash_file(self.idx_path) != written["idx_hash"]:
                     self.idx_path.unlink()
                     fsync_dir(self.idx_path.parent)
@@ -181,7 +203,8 @@ class TokenWriter:
 
 
 class ShardWriter(TokenWriter):
-    """Writes shards in the format GPTS. `dtype` replaces the default (uint16, or uint32 above 65,535 ids)."""
+    """Writes shards in the format GPTS. `dtype` replaces the default (uint16, or uint32 above
+    65,535 ids)."""
 
     format = "shards"
 
@@ -194,25 +217,30 @@ class ShardWriter(TokenWriter):
         prefixes = np.asarray(prefixes)
         fits = prefixes.min(initial=0) >= 0 and prefixes.max(initial=0) <= MAX_PREFIX
         if len(lengths) != len(prefixes) or not fits:
-            raise ValueError(f"{self.bin_path}: got {len(prefixes):,} prefixes for {len(lengths):,} entries, expected "
-                             f"one for each, in 0 .. {MAX_PREFIX:,}")
+            raise ValueError(
+                f"{self.bin_path}: got {len(prefixes):,} prefixes for {len(lengths):,} entries, expected "
+                f"one for each, in 0 .. {MAX_PREFIX:,}"
+            )
         self.append(ids, lengths)
         self._prefixes.frombytes(prefixes.astype(np.uint16).tobytes())
 
     def index(self) -> tuple[int, list[Any]]:
         n = len(self.lengths)
         if not 0 < n < 1 << 32:
-            raise ValueError(f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; remove an input "
-                             f"without documents, or split one with too many")
+            raise ValueError(
+                f"{self.bin_path}: {n:,} entries, expected 1 to {(1 << 32) - 1:,}; remove an input "
+                f"without documents, or split one with too many"
+            )
         header = HEADERS["shards"].pack(MAGICS["shards"], 1, self.code, n)
         return n, [header, to_offsets(np.frombuffer(self.lengths, np.int64)).data, self._prefixes]
 
 
 class MegatronWriter(TokenWriter):
-    """Writes Megatron's format. `dtype` replaces the default, which is Megatron's: uint16, or int32 from 65,500 ids on.
+    """Writes Megatron's format. `dtype` replaces the default, which is Megatron's: uint16, or int32
+    from 65,500 ids on.
 
-    `add` makes each entry a document of one sequence. For documents of several sequences, call `append` with the
-    sequences, then `end_documents`.
+    `add` makes each entry a document of one sequence. For documents of several sequences, call
+    `append` with the sequences, then `end_documents`.
     """
 
     format = "megatron"
@@ -230,8 +258,10 @@ class MegatronWriter(TokenWriter):
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
         if np.count_nonzero(prefixes):
-            raise ValueError(f"{self.bin_path}: some entries repeat earlier ids, but Megatron's format holds whole "
-                             f"documents only; write them without repeats")
+            raise ValueError(
+                f"{self.bin_path}: some entries repeat earlier ids, but Megatron's format holds whole "
+                f"documents only; write them without repeats"
+            )
         self.append(ids, lengths)
         self.end_documents([1] * len(lengths))
 
@@ -239,46 +269,66 @@ class MegatronWriter(TokenWriter):
         """See `TokenWriter.index`; ValueError if the last document has not ended."""
         n, documents = len(self.lengths), len(self._boundaries) - 1
         if self._boundaries[-1] != n:
-            raise ValueError(f"{self.bin_path}: {counted(n - self._boundaries[-1], 'sequence')} after the last "
-                             f"document; end the document before closing the file")
+            raise ValueError(
+                f"{self.bin_path}: {counted(n - self._boundaries[-1], 'sequence')} after the last "
+                f"document; end the document before closing the file"
+            )
         lengths = np.frombuffer(self.lengths, np.int64)
         if lengths.max(initial=0) > MAX_SEQUENCE:
-            raise ValueError(f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, which Megatron's format "
-                             f"cannot hold; split it into several")
+            raise ValueError(
+                f"{self.bin_path}: a sequence of more than {MAX_SEQUENCE:,} ids, which Megatron's format "
+                f"cannot hold; split it into several"
+            )
         pointers = to_offsets(lengths * self.dtype.itemsize)[:-1]
         header = HEADERS["megatron"].pack(MAGICS["megatron"], 1, self.code, n, documents + 1)
         tables = [header, lengths.astype(np.int32).data, pointers.data, self._boundaries]
         return documents, tables if self.modes is None else [*tables, self.modes]
 
 
-WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {"shards": ShardWriter, "megatron": MegatronWriter}
+WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
+    "shards": ShardWriter,
+    "megatron": MegatronWriter,
+}
 
 
 # ---- windows ------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: into windows of at most `max_length` ids (0: one window), and EOD follows the last one.
-    Later windows repeat `overlap_size` ids; an overlap above half a window is lowered to half, with a warning.
-    ValueError for impossible values."""
+    """How documents are cut: into windows of at most `max_length` ids (0: one window), and EOD
+    follows the last one. Later windows repeat `overlap_size` ids; an overlap above half a window is
+    lowered to half, with a warning. ValueError for impossible values."""
 
     max_length: int = 2048
     overlap_size: int = 256
 
     def __post_init__(self) -> None:
         if self.max_length < 0 or self.overlap_size < 0:
-            raise ValueError(f"--max-length {self.max_length}, --overlap-size {self.overlap_size}: expected 0 or more")
-        if self.max_length == 0:  # whole documents do not overlap, so every overlap_size gives the same pairs
+            raise ValueError(
+                f"--max-length {self.max_length}, --overlap-size {self.overlap_size}: expected 0 or more"
+            )
+        # whole documents do not overlap, so every overlap_size gives the same pairs
+        if self.max_length == 0:
             object.__setattr__(self, "overlap_size", 0)
-        elif self.overlap_size > self.max_length // 2:  # then windows would repeat more than they add
-            log.warning("--overlap-size %d: more than half of --max-length %d, so %d is used",
-                        self.overlap_size, self.max_length, self.max_length // 2)
+        elif self.overlap_size > self.max_length // 2:
+            # then windows would repeat more than they add
+            log.warning(
+                "--overlap-size %d: more than half of --max-length %d, so %d is used",
+                self.overlap_size,
+                self.max_length,
+                self.max_length // 2,
+            )
             object.__setattr__(self, "overlap_size", self.max_length // 2)
         if self.overlap_size > MAX_PREFIX:
-            raise ValueError(f"--overlap-size {self.overlap_size:,}: expected at most {MAX_PREFIX:,}, the largest that "
-                             f"the index can hold")
+            raise ValueError(
+                f"--overlap-size {self.overlap_size:,}: expected at most {MAX_PREFIX:,}, the largest that "
+                f"the index can hold"
+            )
 
-    def cut(self, ids: np.ndarray, offsets: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def cut(
+        self, ids: np.ndarray, offsets: np.ndarray, eod: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Cut documents from `encode_flat`: ids (num_tokens,) and the documents' offsets
         (num_documents + 1,); each document begins with BOS, the same id as `eod`.
 
@@ -294,8 +344,11 @@ class Windows:
         # dropping the first BOS turns each later one into the EOD of the document before it
         shifted = np.append(ids[1:], ids.dtype.type(eod))
         begins, ends, prefixes = np.array(windows, np.int64).T
-        return (np.concatenate([shifted[begin:end] for begin, end, _ in windows]), ends - begins,
-                prefixes.astype(np.uint16))
+        return (
+            np.concatenate([shifted[begin:end] for begin, end, _ in windows]),
+            ends - begins,
+            prefixes.astype(np.uint16),
+        )
 
 
 def _batch(texts: Iterator[str]) -> list[str]:
@@ -310,6 +363,7 @@ def _batch(texts: Iterator[str]) -> list[str]:
 
 
 # ---- inputs -------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Input:
@@ -333,7 +387,12 @@ class Input:
     def describe(self) -> Record:
         """Name, size and time of the file now: an equal description means equal contents."""
         stat = self.path.stat()
-        return {"name": self.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns, **etag_of(self.path)}
+        return {
+            "name": self.name,
+            "size": stat.st_size,
+            "mtime_ns": stat.st_mtime_ns,
+            **etag_of(self.path),
+        }
 
 
 @functools.lru_cache(maxsize=1)
@@ -341,34 +400,48 @@ def _load_same(folder: Path, fingerprint: str) -> Tokenizer:
     """The tokenizer in a folder, loaded once per process; ValueError if its fingerprint differs."""
     tokenizer = get_tokenizer(folder)
     if tokenizer.fingerprint != fingerprint:
-        raise ValueError(f"{folder}: the tokenizer changed while shards were being made; run the same command again")
+        raise ValueError(
+            f"{folder}: the tokenizer changed while shards were being made; run the same command again"
+        )
     return tokenizer
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     """A tokenizer as a manifest describes it."""
-    return {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.get_bos_token_id(),
-            "vocab_size": tokenizer.get_vocab_size()}
+    return {
+        "fingerprint": tokenizer.fingerprint,
+        "eod": tokenizer.get_bos_token_id(),
+        "vocab_size": tokenizer.get_vocab_size(),
+    }
 
 
 # ---- all inputs ----------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Pretokenizer:
-    """Makes the pairs of some inputs in `output`. It is plain data, so that it can be sent to other processes."""
+    """Makes the pairs of some inputs in `output`. It is plain data, so that it can be sent to other
+    processes."""
 
     output: Path
     inputs: Sequence[Input]
     windows: Windows
-    tokenizer: dict[str, Any]  # from `describe_tokenizer`; the tokenizer itself is in output/tokenizer
+    # from `describe_tokenizer`; the tokenizer itself is in output/tokenizer
+    tokenizer: dict[str, Any]
     data_format: str = "shards"
     selection: Selection = ALL
 
     @property
     def made_with(self) -> Record:
-        """The arguments that all pairs share. Format and selection are listed if they differ from the defaults."""
+        """The arguments that all pairs share. Format and selection are listed if they differ from
+        the defaults."""
         named = {} if self.data_format == "shards" else {"data_format": self.data_format}
-        return {**asdict(self.windows), "tokenizer": self.tokenizer["fingerprint"], **named, **self.selection.named()}
+        return {
+            **asdict(self.windows),
+            "tokenizer": self.tokenizer["fingerprint"],
+            **named,
+            **self.selection.named(),
+        }
 
     def prepare(self) -> None:
         """Make the folders, and delete leftovers of killed processes."""
@@ -377,7 +450,8 @@ class Pretokenizer:
         self.clean_up()
 
     def finished(self, i: Input) -> Record | None:
-        """The record of an input whose pair exists and is up to date, otherwise None. The pair's bytes are not read."""
+        """The record of an input whose pair exists and is up to date, otherwise None. The pair's
+        bytes are not read."""
         try:
             record = read_json(i.record(self.output), RECORDED)
             pair = TokenFile(pair_paths(i.prefix(self.output))[0])
@@ -386,15 +460,18 @@ class Pretokenizer:
         shard = record["shard"]
         same = record["made_with"] == self.made_with and record["source"] == i.describe()
         whole = (len(pair), pair.num_bytes) == (shard["entries"], shard["bin_bytes"])
-        broken = self.selection.strict and (shard["skipped"]["count"] or shard["skipped"].get("nulls"))
+        broken = self.selection.strict and (
+            shard["skipped"]["count"] or shard["skipped"].get("nulls")
+        )
         return record if same and whole and not broken else None
 
     def make(self, i: Input) -> Record:
-        """Make the pair of an input, unless it is finished, and return its record. ValueError for a bad input, OSError
-        if the pair cannot be written. In both cases there is no pair."""
+        """Make the pair of an input, unless it is finished, and return its record. ValueError for a
+        bad input, OSError if the pair cannot be written. In both cases there is no pair."""
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
-        had_index = idx_path.exists()  # before the record is read: another process may finish the pair after that
+        # before the record is read: another process may finish the pair after that
+        had_index = idx_path.exists()
         if record := self.finished(i):
             return record
         prefix.with_name(MANIFEST_NAME).unlink(missing_ok=True)
@@ -407,28 +484,41 @@ class Pretokenizer:
 
     def _write(self, i: Input, tokenizer: Tokenizer, writer: TokenWriter) -> Record:
         """Write the pair under temporary names, and its record."""
-        documents, text_bytes, source, selection = 0, 0, i.describe(), self.selection.for_split(i.split)
+        documents = 0
+        text_bytes = 0
+        source = i.describe()
+        selection = self.selection.for_split(i.split)
         skipped: Record = {}
         texts_of_input = read_documents(i.path, selection, skipped)
         while texts := _batch(texts_of_input):
             try:
                 ids, offsets = tokenizer.encode_flat(texts, num_threads=1)
             except CannotEncode as e:
-                raise ValueError(f"{i.path}: document {documents + e.number} (counted from 0): {e.reason}") from None
+                raise ValueError(
+                    f"{i.path}: document {documents + e.number} (counted from 0): {e.reason}"
+                ) from None
             writer.add(*self.windows.cut(ids, offsets, tokenizer.get_bos_token_id()))
             documents += len(texts)
             text_bytes += sum(len(text.encode()) for text in texts)
         if i.describe() != source:
-            raise ValueError(f"{i.path}: it changed while being read; run the same command again when it is complete")
+            raise ValueError(
+                f"{i.path}: it changed while being read; run the same command again when it is complete"
+            )
         if not documents:
             raise no_document(i.path, selection, skipped)
         if not selection.min_chars:
             del skipped["short"]
-        shard = {"input": {"name": i.name, "size": source["size"]}, **writer.finish(),
-                 "documents": documents, "skipped": skipped}
-        if self.windows.max_length == 0:  # keep the text's groups and size: rows then equal those made from text
+        shard = {
+            "input": {"name": i.name, "size": source["size"]},
+            **writer.finish(),
+            "documents": documents,
+            "skipped": skipped,
+        }
+        # keep the text's groups and size: rows then equal those made from text
+        if self.windows.max_length == 0:
             same_groups = text_suffix(i.path.name) == ".parquet" and not selection.skips_some
-            if same_groups and not skipped.get("nulls"):  # otherwise, training reads a converted file
+            # otherwise, training reads a converted file
+            if same_groups and not skipped.get("nulls"):
                 footer = read_footer(i.path, selection.text_field)
                 text_bytes = footer.text_bytes
                 if (groups := [n for n in footer.counts if n]) != record_groups(None, documents):
@@ -438,19 +528,23 @@ class Pretokenizer:
         write_json(i.record(self.output), record, sort_keys=True)
         return record
 
-    def make_all(self, todo: Sequence[Input], *, num_workers: int
-                 ) -> Generator[tuple[Input, Record | str], None, None]:
-        """Yield (input, its record or the error message) as inputs finish. If there are two or more workers, they are
-        processes, which end when the caller ends and may be killed at any time."""
+    def make_all(
+        self, todo: Sequence[Input], *, num_workers: int
+    ) -> Generator[tuple[Input, Record | str], None, None]:
+        """Yield (input, its record or the error message) as inputs finish. If there are two or more
+        workers, they are processes, which end when the caller ends and may be killed at any
+        time."""
         if min(num_workers, len(todo)) < 2:
             for i in todo:
                 yield i, _record_or_error(functools.partial(self.make, i))
             return
         spawn = multiprocessing.get_context("spawn")  # a fork copies locks that other threads hold
-        make = replace(self, inputs=()).make  # pickled once per input, so without all the other inputs
+        # pickled once per input, so without all the other inputs
+        make = replace(self, inputs=()).make
         with ProcessPoolExecutor(min(num_workers, len(todo)), spawn, _begin_worker) as pool:
             futures = {pool.submit(make, i): i for i in todo}
-            pool.submit(int)  # makes the pool watch its newest worker, too; otherwise its death could go unnoticed
+            # makes the pool watch its newest worker, too; otherwise its death could go unnoticed
+            pool.submit(int)
             try:
                 for future in as_completed(futures):
                     yield futures[future], _record_or_error(future.result)
@@ -461,26 +555,35 @@ class Pretokenizer:
                 raise
 
     def refuse_others(self) -> None:
-        """ValueError if the output has pairs made with other arguments or another tokenizer, or from other inputs."""
+        """ValueError if the output has pairs made with other arguments or another tokenizer, or
+        from other inputs."""
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
             pair = f"{path.parents[1] / path.stem}.bin"
             if path not in planned:
-                raise ValueError(f"{pair}: the input that it was made from is no longer in --input-dir, or now belongs "
-                                 f"to another pair; restore the input, or name another --output-dir, or delete this "
-                                 f"pair and {path}")
+                raise ValueError(
+                    f"{pair}: the input that it was made from is no longer in --input-dir, or now belongs "
+                    f"to another pair; restore the input, or name another --output-dir, or delete this "
+                    f"pair and {path}"
+                )
             try:
                 old, new = read_json(path, RECORDED)["made_with"], self.made_with
             except ValueError:  # its pair is made again
                 continue
-            differ = [f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
-                      for key in {**old, **new} if old.get(key) != new.get(key)]
+            differ = [
+                f"{key} {old.get(key, 'default')} (now {new.get(key, 'default')})"
+                for key in {**old, **new}
+                if old.get(key) != new.get(key)
+            ]
             if differ:
-                raise ValueError(f"{pair}: made with {', '.join(differ)}; name another --output-dir, or delete "
-                                 f"the pair")
+                raise ValueError(
+                    f"{pair}: made with {', '.join(differ)}; name another --output-dir, or delete "
+                    f"the pair"
+                )
 
     def finish(self) -> list[Input]:
-        """Write the manifest of each bucket whose pairs are all finished, and return the unfinished inputs."""
+        """Write the manifest of each bucket whose pairs are all finished, and return the unfinished
+        inputs."""
         buckets: dict[Path, dict[str, Record | None]] = {}
         missing = []
         for i in self.inputs:
@@ -490,9 +593,17 @@ class Pretokenizer:
         for folder, records in buckets.items():
             shards = {stem: record["shard"] for stem, record in records.items() if record}
             if len(shards) == len(records):
-                read = {name: value for name, value in self.selection.named().items() if name != "text_field"}
-                manifest = new_manifest(self.tokenizer, asdict(self.windows) | read, shards,
-                                        data_format=self.data_format)
+                read = {
+                    name: value
+                    for name, value in self.selection.named().items()
+                    if name != "text_field"
+                }
+                manifest = new_manifest(
+                    self.tokenizer,
+                    asdict(self.windows) | read,
+                    shards,
+                    data_format=self.data_format,
+                )
                 write_json(folder / MANIFEST_NAME, manifest, sort_keys=True)
         self.clean_up()
         return missing
@@ -508,14 +619,17 @@ def _record_or_error(make: Callable[[], Record]) -> Record | str:
     try:
         return make()
     except BrokenProcessPool:
-        return ("a worker process was killed, and the pool ended the others; run the same command again, with fewer "
-                "--num-workers if memory is short")
+        return (
+            "a worker process was killed, and the pool ended the others; run the same command again, with fewer "
+            "--num-workers if memory is short"
+        )
     except (ValueError, OSError) as e:
         return str(e)
 
 
 def _begin_worker() -> None:
-    """Ignore Ctrl-C, which the caller handles, and end when the caller ends, even if it is killed."""
+    """Ignore Ctrl-C, which the caller handles, and end when the caller ends, even if it is
+    killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -72,7 +72,8 @@ from torch import Tensor
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in float32, written into a float32 operand if possible. None counts as zeros (+0.0)."""
+    """left + right in float32, written into a float32 operand if possible. None counts as zeros
+    (+0.0)."""
     if left is None:
         left, right = right, None
     if left is None:
@@ -88,33 +89,44 @@ class LeafAccumulator:
             if i % micro_batches_per_leaf == 0:
                 leaves.leaf_done()
 
-    num_leaves: the rank's number of leaves in a step. Raises ValueError unless it is a power of two. Every `.grad` must
-    be None when a step begins. If several micro-batches are added, `.grad` is float32 even for a bfloat16 parameter.
-    on_host: keep pending sums in host memory (pinned, for a GPU). That costs two copies, but changes no bits.
+    num_leaves: the rank's number of leaves in a step. Raises ValueError unless it is a power of
+    two. Every `.grad` must be None when a step begins. If several micro-batches are added, `.grad`
+    is float32 even for a bfloat16 parameter. on_host: keep pending sums in host memory (pinned, for
+    a GPU). That costs two copies, but changes no bits.
     """
 
-    def __init__(self, params: Iterable[Tensor], num_leaves: int, *, micro_batches_per_leaf: int,
-                 on_host: bool = False) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        num_leaves: int,
+        *,
+        micro_batches_per_leaf: int,
+        on_host: bool = False,
+    ) -> None:
         if num_leaves < 1 or num_leaves & (num_leaves - 1):
-            raise ValueError(f"leaves of a rank: got {num_leaves}, expected a power of two; choose --leaves and the "
-                             f"number of processes so that one divides the other")
+            raise ValueError(
+                f"leaves of a rank: got {num_leaves}, expected a power of two; choose --leaves and the "
+                f"number of processes so that one divides the other"
+            )
         self.num_leaves, self._on_host = num_leaves, on_host
         self._params = list(params)
         self._done = 0  # finished leaves of this step
-        # a stack of sums, each of fewer leaves than the one below; a sum has one gradient (or None) per parameter
+        # a stack of sums, each of fewer leaves than the one below; a sum has one gradient (or None)
+        # per parameter
         self._pending: list[list[Tensor | None]] = []
         for param in self._params if num_leaves * micro_batches_per_leaf > 1 else ():
             param.grad_dtype = torch.float32
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """Call this after the last micro-batch of each leaf. It leaves `.grad` None until a step's last leaf."""
+        """Call this after the last micro-batch of each leaf. It leaves `.grad` None until a step's
+        last leaf."""
         if self.num_leaves == 1:
             return
         self._done += 1
         last = self._done == self.num_leaves
-        # One carry for each trailing zero of the count: first a pending sum of one leaf is
-        # added, then one of two leaves, of four, ... These sums are on top of the stack, in this order.
+        # One carry for each trailing zero of the count: first a pending sum of one leaf is added,
+        # then one of two leaves, of four, ... These sums are on top of the stack, in this order.
         carries = (self._done & -self._done).bit_length() - 1
         carried = [self._pending.pop() for _ in range(carries)]
         sums = []
@@ -124,7 +136,9 @@ class LeafAccumulator:
             # add the older sums on the left, and free each of them at once
             for older in carried:
                 left, older[i] = older[i], None
-                total = merge(left if left is None else left.to(param.device, non_blocking=True), total)
+                total = merge(
+                    left if left is None else left.to(param.device, non_blocking=True), total
+                )
             if last:
                 param.grad = total
             elif self._on_host and total is not None:
@@ -137,17 +151,19 @@ class LeafAccumulator:
 
 
 def add_in_tree_order(parts: Tensor) -> Tensor:
-    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; a leftover last row is carried up.
-    Overwrites `parts`: on a CPU, adding in place takes a fifth of the time of adding into fresh memory."""
+    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; a leftover last row is
+    carried up. Overwrites `parts`: on a CPU, adding in place takes a fifth of the time of adding
+    into fresh memory."""
     while len(parts) > 2:
-        parts[0:len(parts) // 2 * 2:2].add_(parts[1::2])
+        parts[0 : len(parts) // 2 * 2 : 2].add_(parts[1::2])
         parts = parts[0::2]
     # a new tensor, so `parts` can be freed
     return parts[0] + parts[1] if len(parts) == 2 else parts[0]
 
 
-# reduce(message, rank, world_size) starts the elementwise sum of all ranks' messages, (W * chunk,) of one float dtype.
-# It returns a function that waits for the sum and returns this rank's chunk of it, (chunk,) float32.
+# reduce(message, rank, world_size) starts the elementwise sum of all ranks' messages, (W * chunk,)
+# of one float dtype. It returns a function that waits for the sum and returns this rank's chunk of
+# it, (chunk,) float32.
 Reduce = Callable[[Tensor, int, int], Callable[[], Tensor]]
 
 
@@ -166,9 +182,9 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
 
 
 def reduce_over_nodes(ranks_per_node: int) -> Reduce:
-    """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then across nodes. The
-    bits are the same. If two stages gain nothing or would add in a different order, returns `tree_reduce` itself.
-    Collective: it creates process groups."""
+    """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then
+    across nodes. The bits are the same. If two stages gain nothing or would add in a different
+    order, returns `tree_reduce` itself. Collective: it creates process groups."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [ranks_per_node] * world_size
     if world_size > 1:
@@ -180,7 +196,8 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
     inside, across = (
         # long before this timeout, the watchdog reports a rank that hangs
         dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(hours=1))[0]
-        for groups in (ranks, ranks.T))
+        for groups in (ranks, ranks.T)
+    )
 
     def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
         """A `Reduce` that starts the exchange across nodes only when its result is requested."""
@@ -220,7 +237,8 @@ class Part:
 
     @property
     def grain(self) -> int:
-        """The number of consecutive elements of the parameter that are never separated, for any W."""
+        """The number of consecutive elements of the parameter that are never separated, for any
+        W."""
         n = self.param.numel()
         if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
             return n
@@ -228,24 +246,28 @@ class Part:
 
     def of(self, tensor: Tensor) -> Tensor:
         """These elements of the parameter or of its gradient, flat."""
-        return tensor.detach().reshape(-1)[self.start:self.stop]
+        return tensor.detach().reshape(-1)[self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class Message:
-    """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then padding. The
-    layout is the same on every rank."""
+    """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then
+    padding. The layout is the same on every rank."""
 
     parts: list[Part | None]  # by rank
     chunk: int
 
     def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
         """Each part, with the elements of a message (W * chunk,) that belong to it."""
-        return [(part, chunk[:part.stop - part.start])
-                for part, chunk in zip(self.parts, message.split(self.chunk)) if part]
+        return [
+            (part, chunk[: part.stop - part.start])
+            for part, chunk in zip(self.parts, message.split(self.chunk))
+            if part
+        ]
 
     def gradients(self) -> Tensor:
-        """The gradients, (W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for None. Read only."""
+        """The gradients, (W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for
+        None. Read only."""
         return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
@@ -254,12 +276,13 @@ class Message:
 
     @property
     def first(self) -> Part:
-        """The first part. All parts of a message have the same kind and dtype; matrices also have the same group and
-        shape."""
+        """The first part. All parts of a message have the same kind and dtype; matrices also have
+        the same group and shape."""
         return next(part for part in self.parts if part)
 
     def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Copy all parts into one message. A tensor that fills the message alone is not copied: it is the message."""
+        """Copy all parts into one message. A tensor that fills the message alone is not copied: it
+        is the message."""
         numel, first = self.chunk * len(self.parts), self.first.param
         alone = of(first) if first.numel() == numel else None
         if alone is not None:
@@ -271,8 +294,8 @@ class Message:
         return message
 
     def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
-        """Start an all-gather of the ranks' chunks of a message of parameters. Returns a function that waits for it and
-        fills in the parameters."""
+        """Start an all-gather of the ranks' chunks of a message of parameters. Returns a function
+        that waits for it and fills in the parameters."""
         work = None
         if len(self.parts) > 1:
             # before PyTorch 2.13, it is all_gather_into_tensor
@@ -291,12 +314,13 @@ class Message:
 
 
 def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """Lay out whole parameters in messages. The largest message comes first: the last all-gather overlaps with no
-    update, so it should be small.
+    """Lay out whole parameters in messages. The largest message comes first: the last all-gather
+    overlaps with no update, so it should be small.
 
-    Parameters of a single grain are dealt out, separately for each group and shape of matrices: the W largest, one to
-    each rank, then the next W, and so on. In each deal, larger parameters go to the ranks with fewer elements so far.
-    Every other parameter is a message of its own, with the same number of grains for each rank (fewer for the last).
+    Parameters of a single grain are dealt out, separately for each group and shape of matrices: the
+    W largest, one to each rank, then the next W, and so on. In each deal, larger parameters go to
+    the ranks with fewer elements so far. Every other parameter is a message of its own, with the
+    same number of grains for each rank (fewer for the last).
     """
     messages = []
     decks: dict[Any, list[Part]] = {}
@@ -316,7 +340,7 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
         for first in range(0, len(deck), world_size):
             deal: list[Part | None] = [None] * world_size
             owners = sorted(range(world_size), key=load.__getitem__)
-            for part, owner in zip(deck[first:first + world_size], owners):
+            for part, owner in zip(deck[first : first + world_size], owners):
                 deal[owner] = part
                 load[owner] += part.stop
             messages.append(Message(deal, deck[first].stop))

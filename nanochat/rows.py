@@ -1,15 +1,16 @@
 """
 Rows: from placements and documents to tokens, and to which of them are targets.
 
-A packer says which part of which document goes where, and never sees a token (nanochat/packing.py). `assemble` puts the
-tokens there. It is a pure function, which knows nothing of files, lanes or buckets:
+A packer says which part of which document goes where, and never sees a token (nanochat/packing.py).
+`assemble` puts the tokens there. It is a pure function, which knows nothing of files, lanes or
+buckets:
 
     placements   (a, 0, 3, 0)   (b, 40, 6, 2)     all of a; a BOS, then ids 40 to 44 of b, of which 2 are context
     tokens       # a a   # b b b b b              # is BOS
     live         1 1 1   1 0 0 1 1 1              context is read, but is no target
 
-A token is a target of the token before it. So of a document that is left out of the loss (`silent`), its own tokens are
-off, and so is the next token, which its last token would predict.
+A token is a target of the token before it. So of a document that is left out of the loss
+(`silent`), its own tokens are off, and so is the next token, which its last token would predict.
 """
 
 import hashlib
@@ -24,9 +25,10 @@ from nanochat.packing import Placement
 
 
 class Packed:
-    """Compressed ids of a long document to be split: thousands of such documents stay pending while many
-    rows are packed. Rows take slices in order, and a slice frees everything before it. Measured on files of code: 0.85
-    bytes per token instead of 2, for 40 ns of processor time per token."""
+    """Compressed ids of a long document to be split: thousands of such documents stay pending while
+    many rows are packed. Rows take slices in order, and a slice frees everything before it.
+    Measured on files of code: 0.85 bytes per token instead of 2, for 40 ns of processor time per
+    token."""
 
     CHUNK = 4096  # ids
 
@@ -34,7 +36,7 @@ class Packed:
         self.dtype, self.length = ids.dtype, len(ids)
         self.chunks: list[bytes] = []
         for at in range(0, len(ids), self.CHUNK):
-            self.chunks.append(zlib.compress(ids[at:at + self.CHUNK].tobytes(), 1))
+            self.chunks.append(zlib.compress(ids[at : at + self.CHUNK].tobytes(), 1))
 
     def __len__(self) -> int:
         return self.length
@@ -46,14 +48,15 @@ class Packed:
         raw = b"".join(map(zlib.decompress, self.chunks[first:last]))
         ids = np.frombuffer(raw, self.dtype)
         begin = first * self.CHUNK
-        return ids[span.start - begin:span.stop - begin]
+        return ids[span.start - begin : span.stop - begin]
 
 
 class Document(NamedTuple):
     """A document on its way to a row."""
 
     ids: np.ndarray | Packed  # (n,), BOS first if the layout frames documents
-    context: int = 0  # ids at its start, not counting BOS, that an earlier document also holds, as windows do
+    # ids at its start, not counting BOS, that an earlier document also holds, as windows do
+    context: int = 0
     silent: bool = False  # whether it is left out of the loss
 
 
@@ -69,36 +72,48 @@ class Row:
     placed: list[Placement]  # the documents in the row; padding follows the last one
 
     def doc_ids(self) -> np.ndarray:
-        """(T + 1,) int32: which of the row's documents each token belongs to. Padding counts as one more document."""
+        """(T + 1,) int32: which of the row's documents each token belongs to. Padding counts as one
+        more document."""
         lengths = [length for _, _, length, _ in self.placed]
         lengths.append(len(self.tokens) - sum(lengths))
         return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
     def digest(self, index: int) -> int:
-        """8-byte BLAKE2b (as u64) of (u64 index of the row in its step, tokens u32 (T + 1,), target mask
-        u8 (T,)), all little-endian. The batch digest of a step is the sum over its rows mod 2^64."""
+        """8-byte BLAKE2b (as u64) of (u64 index of the row in its step, tokens u32 (T + 1,), target
+        mask u8 (T,)), all little-endian. The batch digest of a step is the sum over its rows mod
+        2^64."""
         h = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
         h.update(self.tokens.astype("<u4").data)
         h.update(b"\1" * (len(self.tokens) - 1) if self.live is None else self.live[1:].data)
         return int.from_bytes(h.digest(), "little")
 
 
-def assemble(placements: Sequence[Placement], documents: Sequence[Document], *, T: int, bos: int, framed: bool,
-             own_bos: bool) -> tuple[np.ndarray, np.ndarray | None]:
-    """(tokens (T + 1,), live (T + 1,) u8, or None if all are targets) of a row: the parts of `documents` that the
-    placements name, one after another, then padding. `framed` and `own_bos`: see `nanochat.packing.Packer`."""
+def assemble(
+    placements: Sequence[Placement],
+    documents: Sequence[Document],
+    *,
+    T: int,
+    bos: int,
+    framed: bool,
+    own_bos: bool,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """(tokens (T + 1,), live (T + 1,) u8, or None if all are targets) of a row: the parts of
+    `documents` that the placements name, one after another, then padding. `framed` and `own_bos`:
+    see `nanochat.packing.Packer`."""
     pieces: list[np.ndarray] = []  # become the row's tokens
     off: list[tuple[int, int]] = []  # ranges of the row whose tokens are not targets
     at = 0
     for (_, start, length, context), document in zip(placements, documents, strict=True):
-        # The tokens. The continuation of a cut document gets a BOS of its own, which counts towards `length`.
+        # The tokens. The continuation of a cut document gets a BOS of its own, which counts towards
+        # `length`.
         is_tail = own_bos and start > 0
         num_ids = length - is_tail
         if is_tail:
             pieces.append(np.full(1, bos, document.ids.dtype))
-        pieces.append(document.ids[start:start + num_ids])
+        pieces.append(document.ids[start : start + num_ids])
 
-        # Tokens that an earlier row or stored entry also holds are off. The BOS in front of them stays a target.
+        # Tokens that an earlier row or stored entry also holds are off. The BOS in front of them
+        # stays a target.
         if is_tail or document.context:
             has_bos = framed and (is_tail or start == 0)
             again = min(document.context + framed - start, num_ids)

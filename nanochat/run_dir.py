@@ -1,4 +1,5 @@
-"""The run directory: one folder with everything that a training run writes. A resume needs only this and the data.
+"""The run directory: one folder with everything that a training run writes. A resume needs only
+this and the data.
 
     runs/d12/
       config.json, tokenizer/     the resolved settings, and the tokenizer; written once
@@ -9,24 +10,27 @@
       logs/rows/                  the loss of every row
       checkpoints/                see nanochat/checkpoint.py
 
-**Names in checkpoints/.** `checkpoint-STEP`, `checkpoint-STEP-shutdown` and `final` are checkpoints. Hidden names never
-count: one rename makes a complete checkpoint appear, and another hides it before any part of it is deleted (77 is the
-pid of the process):
+**Names in checkpoints/.** `checkpoint-STEP`, `checkpoint-STEP-shutdown` and `final` are
+checkpoints. Hidden names never count: one rename makes a complete checkpoint appear, and another
+hides it before any part of it is deleted (77 is the pid of the process):
 
     .tmp-final-77  -->  final  -->  .del-final-77  -->  deleted
 
-**The log only grows.** A run that crashed in step 130 and resumes at step 100 writes the lines of steps 100..130 again:
+**The log only grows.** A run that crashed in step 130 and resumes at step 100 writes the lines of
+steps 100..130 again:
 
     {"step": 129, "loss": 3.1, "digest": "0f.."}
     {"step": 130, "lo                                    <- truncated by the crash; the next launch adds a newline
     {"event": "started", "step": 100}
     {"step": 100, "loss": 3.3, "digest": "a7.."}         <- now the line that counts for step 100
 
-Readers take the last line of each step and skip truncated lines. Rejected: truncating the log at a resume. That looks
-tidier, but destroys evidence: a resumed run is checked against the digests in the log.
+Readers take the last line of each step and skip truncated lines. Rejected: truncating the log at a
+resume. That looks tidier, but destroys evidence: a resumed run is checked against the digests in
+the log.
 
-**Only the launch that owns a run makes its folders,** when it starts. If the log or the checkpoints are removed while
-the run trains, the writer makes the folder again with a warning. If the run directory itself is removed, writing fails.
+**Only the launch that owns a run makes its folders,** when it starts. If the log or the checkpoints
+are removed while the run trains, the writer makes the folder again with a warning. If the run
+directory itself is removed, writing fails.
 """
 
 import contextlib
@@ -50,7 +54,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from nanochat.cli import did_you_mean
-from nanochat.common import fsync_dir, get_base_dir, parse_json, read_json, remove_leftovers, write_bytes
+from nanochat.common import (
+    fsync_dir,
+    get_base_dir,
+    parse_json,
+    read_json,
+    remove_leftovers,
+    write_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +76,16 @@ FOLDERS = ("checkpoints", "logs", "logs/cursors", "logs/rows", "tokenizer")
 
 # ---- finding runs -------------------------------------------------------------------------------
 
+
 def run_path(tag: str) -> Path:
-    """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless `tag` is a plain,
-    printable name of at most 100 characters that cannot be mistaken for a flag."""
+    """<base dir>/runs/<tag>, the path of a run's directory, which need not exist. ValueError unless
+    `tag` is a plain, printable name of at most 100 characters that cannot be mistaken for a
+    flag."""
     if re.fullmatch(r"[\w@+=,%~ ][\w@+=,%~ .-]{0,99}", tag) is None:
-        raise ValueError(f"--model-tag: got {tag[:120]!r}, expected a folder name of 1 to 100 letters, digits, "
-                         "spaces and _@+=,%~.- that does not start with . or -, such as d12")
+        raise ValueError(
+            f"--model-tag: got {tag[:120]!r}, expected a folder name of 1 to 100 letters, digits, "
+            "spaces and _@+=,%~.- that does not start with . or -, such as d12"
+        )
     return get_base_dir() / "runs" / tag
 
 
@@ -80,7 +95,8 @@ def is_run_dir(path: Path) -> bool:
 
 
 def list_runs() -> list[str]:
-    """The tags of all runs under the base directory, sorted, including runs that are just starting."""
+    """The tags of all runs under the base directory, sorted, including runs that are just
+    starting."""
     root = get_base_dir() / "runs"
     return sorted(p.name for p in root.iterdir() if _has_run(p)) if root.is_dir() else []
 
@@ -96,32 +112,42 @@ def find_run(tag_or_path: str | os.PathLike[str] | None) -> Path:
     known = ", ".join(runs) or "none"
     if tag_or_path is None:
         if len(runs) != 1:
-            raise ValueError(f"which run? {root} holds {len(runs)} runs ({known}); "
-                             + ("name one" if runs else "start one with scripts.base_train"))
+            raise ValueError(
+                f"which run? {root} holds {len(runs)} runs ({known}); "
+                + ("name one" if runs else "start one with scripts.base_train")
+            )
         return root / runs[0]
     text = os.fspath(tag_or_path)
     for path in (root / text, Path(text).expanduser()):
         if text and _has_run(path):
             return path
-    raise FileNotFoundError(f"no run {text!r}: neither a tag under {root} nor a run directory"
-                            f"{did_you_mean(text, runs) or f'; existing runs: {known}'}")
+    raise FileNotFoundError(
+        f"no run {text!r}: neither a tag under {root} nor a run directory"
+        f"{did_you_mean(text, runs) or f'; existing runs: {known}'}"
+    )
 
 
 # ---- configuration ------------------------------------------------------------------------------
 
+
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The content of a run's config.json. FileNotFoundError if it is missing, ValueError if it is corrupt."""
+    """The content of a run's config.json. FileNotFoundError if it is missing, ValueError if it is
+    corrupt."""
     path = run_dir / CONFIG_NAME
     remedy = "restore it, start over with --resume=scratch --force, or start another run with --model-tag=NAME"
     if not path.is_file():
         checkpoints = ", ".join(checkpoint_folders(run_dir))
-        reason = (f"the settings of {checkpoints} are unknown; {remedy}" if checkpoints else
-                  f"{run_dir} is not a run directory, or its run never started")
+        reason = (
+            f"the settings of {checkpoints} are unknown; {remedy}"
+            if checkpoints
+            else f"{run_dir} is not a run directory, or its run never started"
+        )
         raise FileNotFoundError(f"{path}: missing, so {reason}")
     return read_json(path, dict, remedy=remedy)
 
 
 # ---- names in checkpoints/ ----------------------------------------------------------------------
+
 
 def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
     """{name: folder} of a run's checkpoints, including corrupt ones."""
@@ -131,8 +157,8 @@ def checkpoint_folders(run_dir: Path) -> dict[str, Path]:
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Delete a checkpoint so that a crash leaves either all of it or only a hidden name. ValueError if the path does
-    not have the name of a checkpoint."""
+    """Delete a checkpoint so that a crash leaves either all of it or only a hidden name. ValueError
+    if the path does not have the name of a checkpoint."""
     if CHECKPOINT_NAME.fullmatch(path.name) is None or path.parent.name != "checkpoints":
         raise ValueError(f"{path}: not deleted, because this is not the name of a checkpoint")
     doomed = path.with_name(f".del-{path.name}-{os.getpid()}")
@@ -146,7 +172,8 @@ def delete_checkpoint(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file, a folder and its contents, or a symbolic link, but never the target of a link."""
+    """Remove a file, a folder and its contents, or a symbolic link, but never the target of a
+    link."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -155,9 +182,10 @@ def remove_tree(path: Path) -> None:
 
 # ---- the folders of a run -----------------------------------------------------------------------
 
+
 def open_folders(run_dir: Path) -> None:
-    """Make the folders of a run, and remove what a crash left in them: half-done saves, deletes and writes. Called by
-    the launch that owns the run when it starts."""
+    """Make the folders of a run, and remove what a crash left in them: half-done saves, deletes and
+    writes. Called by the launch that owns the run when it starts."""
     for name in FOLDERS:
         (run_dir / name).mkdir(parents=True, exist_ok=True)
     for path in list((run_dir / "checkpoints").iterdir()):
@@ -165,7 +193,11 @@ def open_folders(run_dir: Path) -> None:
             try:
                 remove_tree(path)
             except OSError as e:
-                log.warning("%s: this unfinished save or deletion is in the way (%s); delete it", path, e.strerror)
+                log.warning(
+                    "%s: this unfinished save or deletion is in the way (%s); delete it",
+                    path,
+                    e.strerror,
+                )
     for name in ("", *FOLDERS):
         remove_leftovers(run_dir / name, fresh_s=0.0)
 
@@ -180,15 +212,20 @@ def remake_folder(run_dir: Path, name: str) -> Path:
             try:
                 folder.mkdir()
             except FileNotFoundError:
-                raise FileNotFoundError(f"{run_dir}: removed while the run was training, so the run ends; its files "
-                                        "are lost") from None
-            log.warning("%s was removed while the run was training; the run continues with a new, empty folder", folder)
+                raise FileNotFoundError(
+                    f"{run_dir}: removed while the run was training, so the run ends; its files "
+                    "are lost"
+                ) from None
+            log.warning(
+                "%s was removed while the run was training; the run continues with a new, empty folder",
+                folder,
+            )
     return folder
 
 
 def set_aside(run_dir: Path) -> Path:
-    """Rename a run directory, or whatever has its name, so that a new run can start there; nothing is deleted. Returns
-    the new path."""
+    """Rename a run directory, or whatever has its name, so that a new run can start there; nothing
+    is deleted. Returns the new path."""
     names = (run_dir.with_name(f"{run_dir.name}.old-{number}") for number in itertools.count(1))
     aside = next(path for path in names if not os.path.lexists(path))
     os.rename(run_dir, aside)
@@ -198,10 +235,13 @@ def set_aside(run_dir: Path) -> Path:
 
 # ---- the log ------------------------------------------------------------------------------------
 
+
 def open_regular(path: Path, flags: int) -> BinaryIO:
-    """Open a regular file, unbuffered. ValueError for folders, for symbolic links, which are not followed, and for
-    FIFOs, which would block. OSError as raised by `os.open`."""
-    error = ValueError(f"{path}: expected a regular file, not a folder, a symbolic link or a FIFO; delete it")
+    """Open a regular file, unbuffered. ValueError for folders, for symbolic links, which are not
+    followed, and for FIFOs, which would block. OSError as raised by `os.open`."""
+    error = ValueError(
+        f"{path}: expected a regular file, not a folder, a symbolic link or a FIFO; delete it"
+    )
     try:
         fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as e:
@@ -215,7 +255,8 @@ def open_regular(path: Path, flags: int) -> BinaryIO:
 
 
 def finite(value: Any) -> Any:
-    """A copy of a value in which NaN and infinities are None: bare NaN is not JSON, and many parsers reject it."""
+    """A copy of a value in which NaN and infinities are None: bare NaN is not JSON, and many
+    parsers reject it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -226,8 +267,8 @@ def finite(value: Any) -> Any:
 
 
 class Backlog:
-    """Writes of a run that wait in memory while the disk takes none: a disk that is full for a minute is no reason to
-    end a run. The next write, or `flush`, repeats them in order."""
+    """Writes of a run that wait in memory while the disk takes none: a disk that is full for a
+    minute is no reason to end a run. The next write, or `flush`, repeats them in order."""
 
     MAX_BYTES = 16 << 20  # of waiting records, about 20,000 steps
 
@@ -237,28 +278,41 @@ class Backlog:
         self._warned = False
 
     def write(self, num_bytes: int, write: Callable[[], None]) -> None:
-        """Call `write` after all waiting ones; it is repeated if it raises OSError. FileNotFoundError if the run
-        directory was removed. OSError if more than MAX_BYTES would wait."""
+        """Call `write` after all waiting ones; it is repeated if it raises OSError.
+        FileNotFoundError if the run directory was removed. OSError if more than MAX_BYTES would
+        wait."""
         self._waiting.append((num_bytes, write))
         error = self._write_waiting()
         if error is not None and sum(size for size, _ in self._waiting) > self.MAX_BYTES:
-            raise OSError(error.errno, f"{self._path}: {self._what} cannot be written ({error.strerror}); free some "
-                                       f"space and run the same command again") from error
+            raise OSError(
+                error.errno,
+                f"{self._path}: {self._what} cannot be written ({error.strerror}); free some "
+                f"space and run the same command again",
+            ) from error
         if error is not None and not self._warned:
-            log.warning("%s: %s cannot be written (%s); training continues, and they are written later",
-                        self._path, self._what, error.strerror)
+            log.warning(
+                "%s: %s cannot be written (%s); training continues, and they are written later",
+                self._path,
+                self._what,
+                error.strerror,
+            )
         self._warned = error is not None
 
     def flush(self) -> None:
-        """Write what still waits, when the run ends; what the disk does not take within FLUSH_S is lost, with a
-        warning."""
+        """Write what still waits, when the run ends; what the disk does not take within FLUSH_S is
+        lost, with a warning."""
         deadline = time.monotonic() + FLUSH_S
         with contextlib.suppress(FileNotFoundError):  # the run directory was removed
             while (error := self._write_waiting()) is not None and time.monotonic() < deadline:
                 time.sleep(0.2)
             if error is not None:
-                log.warning("%s: %d %s could not be written and are lost (%s)", self._path, len(self._waiting),
-                          self._what, error.strerror)
+                log.warning(
+                    "%s: %d %s could not be written and are lost (%s)",
+                    self._path,
+                    len(self._waiting),
+                    self._what,
+                    error.strerror,
+                )
         self._waiting.clear()
 
     def _write_waiting(self) -> OSError | None:
@@ -275,17 +329,24 @@ class Backlog:
 
 
 class TrainLog:
-    """Appends to logs/train.jsonl. Only rank 0 writes; each line goes to the operating system at once, so that a killed
-    process loses none, unless the disk does not take it (see `Backlog`).
+    """Appends to logs/train.jsonl. Only rank 0 writes; each line goes to the operating system at
+    once, so that a killed process loses none, unless the disk does not take it (see `Backlog`).
 
-    `first_step`: digests of earlier steps are not kept in memory, because a resumed run does not repeat these steps.
-    `lost`: called before each line; returns '' or the reason why this launch must not write any more."""
+    `first_step`: digests of earlier steps are not kept in memory, because a resumed run does not
+    repeat these steps. `lost`: called before each line; returns '' or the reason why this launch
+    must not write any more."""
 
-    def __init__(self, path: Path, *, first_step: int = 0, lost: Callable[[], str] = lambda: "") -> None:
+    def __init__(
+        self, path: Path, *, first_step: int = 0, lost: Callable[[], str] = lambda: ""
+    ) -> None:
         self._path, self._lost = path, lost
         self._backlog = Backlog(path, "lines of the log")
         path.parent.mkdir(exist_ok=True)
-        self._digests = {r["step"]: r.get("digest") for r in iter_log(path) if is_step(r) and r["step"] >= first_step}
+        self._digests = {
+            r["step"]: r.get("digest")
+            for r in iter_log(path)
+            if is_step(r) and r["step"] >= first_step
+        }
         self._file = open_regular(path, APPENDING)
         self._truncated = False  # whether the last line lacks its newline, because its writer died
         if self._file.seek(0, os.SEEK_END) > 0:
@@ -293,25 +354,28 @@ class TrainLog:
             self._truncated = self._file.read(1) != b"\n"
 
     def write(self, **record: Any) -> None:
-        """Append one JSON object: the line of a step has `step` and no `event`, that of an event has `event`. NaN
-        becomes null. TypeError for a value that is not JSON, ValueError if this launch no longer owns the run, the
-        errors of `Backlog.write`."""
+        """Append one JSON object: the line of a step has `step` and no `event`, that of an event
+        has `event`. NaN becomes null. TypeError for a value that is not JSON, ValueError if this
+        launch no longer owns the run, the errors of `Backlog.write`."""
         if reason := self._lost():
             raise ValueError(reason)
         line = (json.dumps(finite(record), allow_nan=False) + "\n").encode()
         self._backlog.write(len(line), lambda: self._append(line))
 
     def _append(self, line: bytes) -> None:
-        """Append a line. OSError for a full disk; the next line starts with a newline, to end a truncated one."""
+        """Append a line. OSError for a full disk; the next line starts with a newline, to end a
+        truncated one."""
         if os.fstat(self._file.fileno()).st_nlink == 0:  # the file was removed
             self._file.close()
             remake_folder(self._path.parents[1], self._path.parent.name)
-            log.warning("%s was removed while the run was training; a new log starts here", self._path)
+            log.warning(
+                "%s was removed while the run was training; a new log starts here", self._path
+            )
             self._file = open_regular(self._path, APPENDING)
         line = b"\n" * self._truncated + line
         self._truncated = True
         while line:  # a nearly full disk takes only a part
-            line = line[self._file.write(line):]
+            line = line[self._file.write(line) :]
         self._truncated = False
 
     def flush(self) -> None:
@@ -325,7 +389,8 @@ class TrainLog:
     def close(self) -> None:
         """Sync the log to disk and close it. A second call does nothing."""
         if not self._file.closed:
-            with self._file, contextlib.suppress(OSError):  # must not hide the error that ended the run
+            # must not hide the error that ended the run
+            with self._file, contextlib.suppress(OSError):
                 os.fsync(self._file.fileno())
 
 
@@ -335,7 +400,8 @@ def is_step(record: dict[str, Any]) -> bool:
 
 
 def iter_log(path: Path) -> Iterator[dict[str, Any]]:
-    """Every complete line of a log as a dict, in the order written; nothing if the file does not exist."""
+    """Every complete line of a log as a dict, in the order written; nothing if the file does not
+    exist."""
     if not path.exists():
         return
     open_regular(path, os.O_RDONLY).close()  # ValueError for a FIFO, which `open` would wait for
@@ -346,7 +412,8 @@ def iter_log(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, in the order of steps: for each step, its last line, then all events with its number."""
+    """The records of a log, in the order of steps: for each step, its last line, then all events
+    with its number."""
     records = [record for record in iter_log(path) if type(record.get("step")) is int]
     lines = {record["step"]: record for record in records if is_step(record)}
     events = [record for record in records if "event" in record]
@@ -354,7 +421,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
-    """{name: newest event of that name} in a run's log, up to `step`; "completed" only if the last launch logged it."""
+    """{name: newest event of that name} in a run's log, up to `step`; "completed" only if the last
+    launch logged it."""
     newest: dict[str, dict[str, Any]] = {}
     for record in iter_log(run_dir / "logs" / "train.jsonl"):
         if "event" in record and type(record.get("step")) is int and record["step"] <= step:
@@ -366,22 +434,25 @@ def newest_events(run_dir: Path, step: float) -> dict[str, dict[str, Any]]:
 
 # ---- losses of rows -----------------------------------------------------------------------------
 
+
 class RowLosses:
-    """The loss of every row of every step, in logs/rows/: one file per 10,000 steps, in which each step has a fixed
-    place, so that a repeated step overwrites its record.
+    """The loss of every row of every step, in logs/rows/: one file per 10,000 steps, in which each
+    step has a fixed place, so that a repeated step overwrites its record.
 
         record    crc32, 4 bytes | R float32: sums of token losses, nats | R uint16: counts of live targets
 
-    R is the number of rows per step, and a live target is one with a loss. Their counts are uint32 if T is above
-    65,535. The checksum covers the number of the step, too. A record that a crash truncated is overwritten when its
-    step is repeated.
+    R is the number of rows per step, and a live target is one with a loss. Their counts are uint32
+    if T is above 65,535. The checksum covers the number of the step, too. A record that a crash
+    truncated is overwritten when its step is repeated.
     """
 
     STEPS = 10_000  # per file
 
     def __init__(self, run_dir: Path, *, num_rows: int, T: int) -> None:
         self.folder, self.num_rows = run_dir / "logs" / "rows", num_rows
-        self.record = np.dtype([("nats", "<f4", num_rows), ("live", "<u2" if T < 1 << 16 else "<u4", num_rows)])
+        self.record = np.dtype(
+            [("nats", "<f4", num_rows), ("live", "<u2" if T < 1 << 16 else "<u4", num_rows)]
+        )
         self.size = 4 + self.record.itemsize
         self._backlog = Backlog(self.folder, "records of row losses")
 
@@ -411,8 +482,8 @@ class RowLosses:
         self._backlog.flush()
 
     def read(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was recorded, ValueError if
-        the record is corrupt."""
+        """(nats (R,) float32, live (R,) int64) of a step. FileNotFoundError if nothing was
+        recorded, ValueError if the record is corrupt."""
         path, offset = self._place(step)
         data = b""
         if path.exists():
@@ -420,11 +491,15 @@ class RowLosses:
                 f.seek(offset)
                 data = f.read(self.size)
         if len(data) < self.size or not any(data):
-            raise FileNotFoundError(f"no row losses for step {step}: the run has not trained that step, or did so "
-                                    f"with --no-row-losses, a flag of older versions ({path.parent})")
+            raise FileNotFoundError(
+                f"no row losses for step {step}: the run has not trained that step, or did so "
+                f"with --no-row-losses, a flag of older versions ({path.parent})"
+            )
         if data[:4] != _checksum(step, data[4:]):
-            raise ValueError(f"{path}: the row losses for step {step} are corrupt (wrong checksum), so they "
-                             "cannot be shown; training does not need them. Delete the file to hide this message")
+            raise ValueError(
+                f"{path}: the row losses for step {step} are corrupt (wrong checksum), so they "
+                "cannot be shown; training does not need them. Delete the file to hide this message"
+            )
         record = np.frombuffer(data[4:], self.record)[0]
         return record["nats"].copy(), record["live"].astype(np.int64)
 
@@ -435,8 +510,10 @@ def _checksum(step: int, data: bytes) -> bytes:
 
 # ---- cursors ------------------------------------------------------------------------------------
 
+
 def pack_cursors(step: int, cursors: list[dict[str, Any]]) -> bytes:
-    """The cursors of all lanes after `step` steps, compressed without a time stamp: equal cursors, equal bytes."""
+    """The cursors of all lanes after `step` steps, compressed without a time stamp: equal cursors,
+    equal bytes."""
     value = {"format_version": 1, "step": step, "cursors": cursors}
     return gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0)
 
@@ -452,7 +529,8 @@ def read_cursors(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def unpack_cursors(packed: bytes, path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """(step, the V cursors) from the bytes of `pack_cursors`. ValueError, which names `path`, if they are corrupt."""
+    """(step, the V cursors) from the bytes of `pack_cursors`. ValueError, which names `path`, if
+    they are corrupt."""
     try:
         data = gzip.decompress(packed)
     except Exception as e:  # BadGzipFile, EOFError, zlib.error

@@ -1,11 +1,12 @@
-"""
-The order in which a run reads its data, as `order.ORDERS` names it: what its settings mean, and which files it pins.
+"""The order in which a run reads its data, as `order.ORDERS` names it: what its settings mean, and
+which files it pins.
 
     --order=lanes      packed documents, each lane its own share of them (nanochat/order.py, nanochat/stream.py)
     --order=megatron   Megatron's samples in Megatron's order (nanochat/integrations/megatron_order.py)
 
-A `RunOrder` turns the settings of a run into plain values for the stream. To add an order, write such a class and a
-configuration whose `open` returns an `AnyStream`, and name the class in `order.ORDERS`.
+A `RunOrder` turns the settings of a run into plain values for the stream. To add an order, write
+such a class and a configuration whose `open` returns an `AnyStream`, and name the class in
+`order.ORDERS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,19 +25,23 @@ from nanochat.text import Selection
 class RunOrder(Protocol):
     """What the rest of a run needs to know about its order."""
 
-    feeds_lanes: ClassVar[bool]  # whether each lane has a share of the data, so that data limits the number of lanes
+    # whether each lane has a share of the data, so that data limits the number of lanes
+    feeds_lanes: ClassVar[bool]
     has_plan: ClassVar[bool]  # whether a plan can say how much of each bucket the run reads
 
     def stream_config(self, settings: Settings) -> Any:
         """What decides the rows of a run, from its resolved settings."""
 
-    def settle(self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int) -> Settings:
-        """The settings with those filled in that depend on the run's length. `cursors`: where its data continues.
-        `steps`: number of steps that the run has yet to read. ValueError if it cannot be as long as that."""
+    def settle(
+        self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int
+    ) -> Settings:
+        """The settings with those filled in that depend on the run's length. `cursors`: where its
+        data continues. `steps`: number of steps that the run has yet to read. ValueError if it
+        cannot be as long as that."""
 
     def pin(self, settings: Settings) -> Manifests:
-        """The manifests of a new run's training and validation files. FileNotFoundError or ValueError names a file
-        that is missing or unusable."""
+        """The manifests of a new run's training and validation files. FileNotFoundError or
+        ValueError names a file that is missing or unusable."""
 
     def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
         """ValueError if the training data does not fit the settings. Writes nothing."""
@@ -65,20 +70,35 @@ class LaneOrder:
 
     def stream_config(self, settings: Settings) -> StreamConfig:
         """See `RunOrder.stream_config`."""
-        return StreamConfig(T=settings.max_seq_len, V=settings.lanes, seed=settings.order_seed,
-                            layout=settings.packing, long_docs=settings.long_docs, overlap=settings.overlap,
-                            buffer_size=settings.buffer_size, pack=settings.pack,
-                            packer_version=settings.packer_version, curriculum=settings.mix)
+        return StreamConfig(
+            T=settings.max_seq_len,
+            V=settings.lanes,
+            seed=settings.order_seed,
+            layout=settings.packing,
+            long_docs=settings.long_docs,
+            overlap=settings.overlap,
+            buffer_size=settings.buffer_size,
+            pack=settings.pack,
+            packer_version=settings.packer_version,
+            curriculum=settings.mix,
+        )
 
-    def settle(self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int) -> Settings:
+    def settle(
+        self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int
+    ) -> Settings:
         """See `RunOrder.settle`: no setting depends on the length."""
         return settings
 
     def pin(self, settings: Settings) -> Manifests:
         """See `RunOrder.pin`. Adds the documents that --without-documents lists."""
         selection = Selection.of(settings.to_json())
-        manifests = pin_files(settings.data_path or "", settings.val_path, data_format=settings.data_format,
-                              mix=settings.mix, selection=selection)
+        manifests = pin_files(
+            settings.data_path or "",
+            settings.val_path,
+            data_format=settings.data_format,
+            mix=settings.mix,
+            selection=selection,
+        )
         if settings.without_documents is not None:
             manifests["train"] = leave_out(manifests["train"], settings.without_documents)
         return manifests

@@ -5,8 +5,9 @@
     eval.json              .evaluation               checkpoints/        .newest_checkpoint()
     plan.json              .phases                   .run_state.json     .status()
 
-Each part is read and checked on first use, so a command needs only the files that it uses. Reading changes nothing.
-Parts that need Arrow import it when they are used, so `scripts.status`, which clusters call in loops, starts fast.
+Each part is read and checked on first use, so a command needs only the files that it uses. Reading
+changes nothing. Parts that need Arrow import it when they are used, so `scripts.status`, which
+clusters call in loops, starts fast.
 """
 
 import contextlib
@@ -38,11 +39,19 @@ from nanochat.run_state import STATE_NAME, heartbeat_age_s, read_state
 log = logging.getLogger(__name__)
 
 # shapes of lines of the log (see common.parse_json): a step, and some events
-STEP = {"step": int, "digest": str, "tokens": int, **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
-        **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None)}
-EVENTS = {"saved": {"step": int}, "val": {"step": int, "bpb": float | None},
-          "started": {"step": int, "world_size": int, "device": str, "torch": str},
-          "dropped": {"step": int, "bucket": str, "lanes": int}}
+STEP = {
+    "step": int,
+    "digest": str,
+    "tokens": int,
+    **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
+    **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None),
+}
+EVENTS = {
+    "saved": {"step": int},
+    "val": {"step": int, "bpb": float | None},
+    "started": {"step": int, "world_size": int, "device": str, "torch": str},
+    "dropped": {"step": int, "bucket": str, "lanes": int},
+}
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 Table = list[tuple[Any, ...]]
@@ -55,7 +64,8 @@ class Launch:
     started: dict[str, Any]  # its first event; older logs lack some fields
     first: int  # number of steps done when it began
     last: int  # number of steps done when it ended
-    end: str = ""  # one of ENDS, "killed" (another launch began), or "" if the last launch has not ended
+    # one of ENDS, "killed" (another launch began), or "" if the last launch has not ended
+    end: str = ""
     reason: str = ""  # of the end
     events: list[dict[str, Any]] = field(default_factory=list)  # all other events
 
@@ -65,8 +75,8 @@ class Launch:
 
 
 class RunReader:
-    """Everything that the directory of a run records. Every property raises ValueError, which names the file, if its
-    part is corrupt."""
+    """Everything that the directory of a run records. Every property raises ValueError, which names
+    the file, if its part is corrupt."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.name
@@ -76,8 +86,8 @@ class RunReader:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The settings of the run, with the numbers that follow from them in "derived". FileNotFoundError if the run
-        never started."""
+        """The settings of the run, with the numbers that follow from them in "derived".
+        FileNotFoundError if the run never started."""
         config, path = read_config(self.run_dir), self.run_dir / CONFIG_NAME
         derived = config.setdefault("derived", {})
         check_shape(config, {"max_seq_len": int, "derived": dict}, path)
@@ -97,16 +107,28 @@ class RunReader:
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
-        """{file: numbers of the documents that --without-documents listed when the run began, or None for all}."""
-        return {name: rows for manifest in self.manifests.get("train", {}).values()
-                for name, rows in manifest.get("without", {}).items()}
+        """{file: numbers of the documents that --without-documents listed when the run began, or
+        None for all}."""
+        return {
+            name: rows
+            for manifest in self.manifests.get("train", {}).values()
+            for name, rows in manifest.get("without", {}).items()
+        }
 
     def files(self) -> Table:
-        """(bucket and split, folder, number, bytes, documents) of the files that the run reads. Bytes are those of
-        the user's files, before any conversion."""
-        return [(f"{bucket} ({split})", m["root"], len(m["files"]),
-                 sum(f.get("own_size", f["size"]) for f in m["files"]), sum(sum(f["groups"]) for f in m["files"]))
-                for split, buckets in self.manifests.items() for bucket, m in buckets.items()]
+        """(bucket and split, folder, number, bytes, documents) of the files that the run reads.
+        Bytes are those of the user's files, before any conversion."""
+        return [
+            (
+                f"{bucket} ({split})",
+                m["root"],
+                len(m["files"]),
+                sum(f.get("own_size", f["size"]) for f in m["files"]),
+                sum(sum(f["groups"]) for f in m["files"]),
+            )
+            for split, buckets in self.manifests.items()
+            for bucket, m in buckets.items()
+        ]
 
     @cached_property
     def phases(self) -> list[dict[str, Any]]:
@@ -125,12 +147,18 @@ class RunReader:
     def _records(self) -> list[dict[str, Any]]:
         """The records of the log in the order written; events are checked."""
         records = [record for record in iter_log(self.log_path) if type(record.get("step")) is int]
-        return [self._check(r, None if is_step(r) else EVENTS.get(str(r["event"]))) for r in records]
+        return [
+            self._check(r, None if is_step(r) else EVENTS.get(str(r["event"]))) for r in records
+        ]
 
     @cached_property
     def digests(self) -> dict[int, str]:
         """{step: digest of its batch}, from the last line of each step."""
-        return {r["step"]: r["digest"] for r in self._records if is_step(r) and type(r.get("digest")) is str}
+        return {
+            r["step"]: r["digest"]
+            for r in self._records
+            if is_step(r) and type(r.get("digest")) is str
+        }
 
     @cached_property
     def steps(self) -> list[dict[str, Any]]:
@@ -191,7 +219,8 @@ class RunReader:
 
     @property
     def horizon(self) -> int | None:
-        """Number of steps after which the run should end, as of the last launch (in older logs, the first launch)."""
+        """Number of steps after which the run should end, as of the last launch (in older logs, the
+        first launch)."""
         last = self.launches[-1].started.get("num_iterations") if self.launches else None
         return last if isinstance(last, int) else self.config["derived"].get("num_iterations")
 
@@ -212,30 +241,39 @@ class RunReader:
     @cached_property
     def val_bpb(self) -> dict[int, float]:
         """{steps done: bits per byte} for each validation that has a value."""
-        return {event["step"]: event["bpb"] for event in self.named("val") if event["bpb"] is not None}
+        return {
+            event["step"]: event["bpb"] for event in self.named("val") if event["bpb"] is not None
+        }
 
     def axes(self) -> dict[str, list[float]]:
-        """{axis: values}: the number of each logged step, and the tokens, FLOPs and hours of training up to its end."""
+        """{axis: values}: the number of each logged step, and the tokens, FLOPs and hours of
+        training up to its end."""
         steps, flops = self.steps, self.config["derived"].get("flops_per_token") or 0
         spent_s = accumulate(step["step_s"] for step in steps)
-        return {"steps": [step["step"] for step in steps],
-                "tokens": [step["tokens"] for step in steps],
-                "FLOPs": [step.get("total_training_flops") or flops * step["tokens"] for step in steps],
-                "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)]}
+        return {
+            "steps": [step["step"] for step in steps],
+            "tokens": [step["tokens"] for step in steps],
+            "FLOPs": [step.get("total_training_flops") or flops * step["tokens"] for step in steps],
+            "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)],
+        }
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: shares}: for each logged step, the bucket's share of the tokens in a window that ends there (a
-        fiftieth of all steps, at least 20); empty for a run with one bucket."""
+        """{bucket: shares}: for each logged step, the bucket's share of the tokens in a window that
+        ends there (a fiftieth of all steps, at least 20); empty for a run with one bucket."""
         import numpy as np
 
-        columns = sorted({name for step in self.steps for name in step if name.startswith("tokens/")})
+        columns = sorted(
+            {name for step in self.steps for name in step if name.startswith("tokens/")}
+        )
         counts = np.array([[step.get(name) or 0 for name in columns] for step in self.steps], float)
         if not counts.size:
             return {}
         sums, window = counts.cumsum(axis=0), max(20, len(counts) // 50)
         sums[window:] -= sums[:-window].copy()
         shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-        return {name.removeprefix("tokens/"): share for name, share in zip(columns, shares.T.tolist())}
+        return {
+            name.removeprefix("tokens/"): share for name, share in zip(columns, shares.T.tolist())
+        }
 
     @cached_property
     def evaluation(self) -> dict[str, Any]:
@@ -244,20 +282,28 @@ class RunReader:
         return read_json(path, EVALUATION) if path.is_file() else {}
 
     def samples(self) -> dict[str, list[str]]:
-        """{time: texts that the model wrote}: first those from training, newest first, then those of
-        scripts.base_eval."""
-        training = {f"after {event['step']:,} steps": event.get("texts") or []
-                    for event in self.named("samples")[::-1]}
-        return training | {f"at the evaluation, {kind}": texts
-                           for kind, texts in self.evaluation.get("samples", {}).items()}
+        """{time: texts that the model wrote}: first those from training, newest first, then those
+        of scripts.base_eval."""
+        training = {
+            f"after {event['step']:,} steps": event.get("texts") or []
+            for event in self.named("samples")[::-1]
+        }
+        return training | {
+            f"at the evaluation, {kind}": texts
+            for kind, texts in self.evaluation.get("samples", {}).items()
+        }
 
     @property
     def outcome(self) -> str:
-        """"completed", or the end of the last launch and the newest save."""
+        """ "completed", or the end of the last launch and the newest save."""
         end, saves = self.launches[-1].end if self.launches else "", self.named("saved")
         if end == "completed":
             return end
-        return f"{end or 'unfinished'}, saved at step {saves[-1]['step']:,}" if saves else "nothing saved yet"
+        return (
+            f"{end or 'unfinished'}, saved at step {saves[-1]['step']:,}"
+            if saves
+            else "nothing saved yet"
+        )
 
     # ---- saves ----
 
@@ -267,8 +313,8 @@ class RunReader:
         return cursor_files(self.run_dir)
 
     def nearest_cursors(self, step: int) -> tuple[int, list[dict[str, Any]]] | None:
-        """(step, cursors) of the newest save at or before a step, None if there is none. Corrupt files are skipped with
-        a warning."""
+        """(step, cursors) of the newest save at or before a step, None if there is none. Corrupt
+        files are skipped with a warning."""
         for saved in sorted((s for s in self.cursor_files if s <= step), reverse=True):
             try:
                 return saved, read_cursors(self.cursor_files[saved])[1]
@@ -300,11 +346,17 @@ class RunReader:
     # ---- the current state ----
 
     def status(self) -> dict[str, Any]:
-        """The run's state, liveness and newest checkpoint, read again at each call. "status" is None if the state is
-        missing or corrupt; "shown" is the word that commands print for it."""
+        """The run's state, liveness and newest checkpoint, read again at each call. "status" is
+        None if the state is missing or corrupt; "shown" is the word that commands print for it."""
         why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
-        status = {"run": str(self.run_dir), "status": None, "shown": "unknown", "liveness": None, "val_bpb": None,
-                  "reason": why}
+        status = {
+            "run": str(self.run_dir),
+            "status": None,
+            "shown": "unknown",
+            "liveness": None,
+            "val_bpb": None,
+            "reason": why,
+        }
         try:
             state = read_state(self.run_dir)
             alive = state and liveness(self.run_dir, state)
@@ -312,17 +364,25 @@ class RunReader:
             return status | {"shown": "unreadable", "reason": str(e)}
         if state is None:
             return status
-        status |= state | {"liveness": alive, "shown": state["status"], "exit_code": exit_code(self.run_dir, state),
-                           "heartbeat_age_s": heartbeat_age_s(state),
-                           "checkpoint": self.newest_checkpoint() or state["checkpoint"]}
+        status |= state | {
+            "liveness": alive,
+            "shown": state["status"],
+            "exit_code": exit_code(self.run_dir, state),
+            "heartbeat_age_s": heartbeat_age_s(state),
+            "checkpoint": self.newest_checkpoint() or state["checkpoint"],
+        }
         if alive == "dead":
             remedy = self.damaged_tokens() or "the same command resumes the run"
-            status |= {"shown": "dead", "reason": f"its status is {state['status']}, but its process is gone; {remedy}"}
+            status |= {
+                "shown": "dead",
+                "reason": f"its status is {state['status']}, but its process is gone; {remedy}",
+            }
         return status
 
     def damaged_tokens(self) -> str:
-        """The error for the first damaged token file that the run reads, '' if there is none. A process
-        that reads a truncated file through a memory map is killed by SIGBUS, without a message."""
+        """The error for the first damaged token file that the run reads, '' if there is none. A
+        process that reads a truncated file through a memory map is killed by SIGBUS, without a
+        message."""
         from nanochat.tokens import open_tokens
 
         try:
@@ -338,6 +398,7 @@ class RunReader:
 
 # ---- helpers for several commands ---------------------------------------------------------------
 
+
 def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """(name, number) of all numbers in nested mappings; "/" joins nested names."""
     for name, value in values.items():
@@ -349,19 +410,30 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
     """(name, one JSON value per run) of the settings that differ between runs."""
-    values = [{name: json.dumps(value) for name, value in config.items() if name != "derived"} for config in configs]
-    rows = [(name, *(value.get(name) for value in values)) for name in {k: 0 for value in values for k in value}]
+    values = [
+        {name: json.dumps(value) for name, value in config.items() if name != "derived"}
+        for config in configs
+    ]
+    rows = [
+        (name, *(value.get(name) for value in values))
+        for name in {k: 0 for value in values for k in value}
+    ]
     return [row for row in rows if len({*row[1:]}) > 1]
 
 
 def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this program."""
-    off = {name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
-           for name, a in accounts.items()}
+    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this
+    program."""
+    off = {
+        name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
+        for name, a in accounts.items()
+    }
     return {name: tokens for name, tokens in off.items() if tokens}
 
 
-def ledger_table(step: int, accounts: Mapping[str, Mapping[str, int]], T: int) -> tuple[str, tuple[str, ...], Table]:
+def ledger_table(
+    step: int, accounts: Mapping[str, Mapping[str, int]], T: int
+) -> tuple[str, tuple[str, ...], Table]:
     """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
     from nanochat.stream import LEDGER, share
 
@@ -372,8 +444,10 @@ def ledger_table(step: int, accounts: Mapping[str, Mapping[str, int]], T: int) -
     for bucket, account in accounts.items():
         cropped = f"{100 * share(account, 'cropped'):.2f}"
         rows.append((bucket, *(account[name] for name in LEDGER), cropped))
-    text = (f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "
-            f"and targets overlap. Emitted tokens are in rows; pending ones are not yet.\n'bos' counts inserted "
-            f"tokens, 'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped;\n'epochs': "
-            f"completed by at least one lane.")
+    text = (
+        f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "
+        f"and targets overlap. Emitted tokens are in rows; pending ones are not yet.\n'bos' counts inserted "
+        f"tokens, 'repeated' the overlap of windows. 'cropped %' is a share of emitted + cropped;\n'epochs': "
+        f"completed by at least one lane."
+    )
     return text, ("bucket", *LEDGER, "cropped %"), rows

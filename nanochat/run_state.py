@@ -3,8 +3,8 @@ Where a run stands: RUN/.run_state.json, which rank 0 rewrites, and the processe
 
     starting -> running -> stopping -> stopped, halted, completed or failed
 
-A run with an active status but no lock is dead (nanochat/run_owner.py). The state is written without an fsync, which
-may take as long as a step. A failed write never stops training.
+A run with an active status but no lock is dead (nanochat/run_owner.py). The state is written
+without an fsync, which may take as long as a step. A failed write never stops training.
 """
 
 import contextlib
@@ -27,29 +27,32 @@ EXIT_ALIVE = 20
 HEARTBEAT_LIMIT_S = 60.0  # without locks, an owner with an older heartbeat counts as dead
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes
+# -------------------------------------------------------------------------------------------------------
 
 PROCESS = {"host": str, "pid": int, "start": str | None}  # the shape of `identify`
 
 
 def process_start(pid: int) -> str | None:
-    """When a process on this machine started, in clock ticks since boot; None if it does not exist (or only its
-    zombie does), and on a system without /proc."""
+    """When a process on this machine started, in clock ticks since boot; None if it does not exist
+    (or only its zombie does), and on a system without /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = stat[stat.rindex(")") + 2:].split()  # after the name, which may contain anything
+    fields = stat[stat.rindex(")") + 2 :].split()  # after the name, which may contain anything
     return None if fields[0] in "ZX" else fields[19]
 
 
 def identify() -> dict[str, Any]:
-    """This process's host, pid and start, from which `is_alive_here` recognizes it. Plain values."""
+    """This process's host, pid and start, from which `is_alive_here` recognizes it. Plain
+    values."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "start": process_start(os.getpid())}
 
 
 def launcher_pid() -> int:
-    """The process that started this launch: torchrun, which may start its processes several times, or this one."""
+    """The process that started this launch: torchrun, which may start its processes several times,
+    or this one."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 
@@ -60,27 +63,51 @@ def identify_launcher() -> str:
 
 
 def is_alive_here(process: Mapping[str, Any]) -> bool:
-    """Whether a process that `identify` described is visible and alive here. False on another host, in another process
-    namespace, and for a record that may be forged: a pid that is not positive, a missing or wrong start."""
+    """Whether a process that `identify` described is visible and alive here. False on another host,
+    in another process namespace, and for a record that may be forged: a pid that is not positive, a
+    missing or wrong start."""
     alive_since = process_start(process["pid"]) if process["pid"] > 0 else None
-    return process["host"] == socket.gethostname() and alive_since is not None and alive_since == process["start"]
+    return (
+        process["host"] == socket.gethostname()
+        and alive_since is not None
+        and alive_since == process["start"]
+    )
 
 
-# ---- the state -------------------------------------------------------------------------------------------------------
+# ---- the state
+# -------------------------------------------------------------------------------------------------------
 
 NUMBER = int | float | None
 NEWS = {  # the values that a training run reports, and their shapes
-    "status": str, "reason": str, "step": NUMBER, "num_iterations": NUMBER, "loss": NUMBER, "val_bpb": NUMBER,
-    "tokens": NUMBER, "tokens_per_s": NUMBER, "eta_s": NUMBER, "checkpoint": str | None, "phase": int | str | None,
-    "skipped": int | None | object, "val_step": int | None | object}  # object: may be missing (older versions)
-STATE = {**NEWS, "format_version": int, "world_size": int, "ranks": [PROCESS],
-         "started": float, "heartbeat": float}
+    "status": str,
+    "reason": str,
+    "step": NUMBER,
+    "num_iterations": NUMBER,
+    "loss": NUMBER,
+    "val_bpb": NUMBER,
+    "tokens": NUMBER,
+    "tokens_per_s": NUMBER,
+    "eta_s": NUMBER,
+    "checkpoint": str | None,
+    "phase": int | str | None,
+    # object: may be missing (older versions)
+    "skipped": int | None | object,
+    "val_step": int | None | object,
+}
+STATE = {
+    **NEWS,
+    "format_version": int,
+    "world_size": int,
+    "ranks": [PROCESS],
+    "started": float,
+    "heartbeat": float,
+}
 LARGEST, LATEST = 1e18, 1e11  # limits of a number, and of a time in unix seconds (the year 5138)
 
 
 def read_state(run_dir: Path) -> dict[str, Any] | None:
-    """The state of a run, None if it has none. ValueError, which names file and field, if it is corrupt or not a
-    regular file."""
+    """The state of a run, None if it has none. ValueError, which names file and field, if it is
+    corrupt or not a regular file."""
     path = run_dir / STATE_NAME
     remedy = "delete it; the next launch of the run writes a new one"
     try:
@@ -91,7 +118,9 @@ def read_state(run_dir: Path) -> dict[str, Any] | None:
     for name, value in state.items():
         limit = LATEST if name in ("started", "heartbeat") else LARGEST
         if isinstance(value, (int, float)) and not abs(value) < limit:  # also NaN
-            raise ValueError(f"{path}: {name}: got {str(value)[:30]}, expected a number below {limit:.0e}; {remedy}")
+            raise ValueError(
+                f"{path}: {name}: got {str(value)[:30]}, expected a number below {limit:.0e}; {remedy}"
+            )
     known = state["format_version"] == FORMAT_VERSION and state["status"] in (*ACTIVE, *EXIT_CODES)
     if not (known and state["ranks"]):
         raise ValueError(f"{path}: not a state that this version of the program writes; {remedy}")
@@ -109,7 +138,8 @@ def seems_alive(state: Mapping[str, Any]) -> bool:
 
 
 def replace_state(path: Path, value: Any) -> None:
-    """Replace a small JSON file without an fsync. A leftover or a link under the temporary name is deleted."""
+    """Replace a small JSON file without an fsync. A leftover or a link under the temporary name is
+    deleted."""
     temporary = path.with_name(f"{path.name}.tmp")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)

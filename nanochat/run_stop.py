@@ -8,15 +8,16 @@ Why a run stops.
     RUN/.shutdown_requested    written by scripts.stop; names the launch that it is meant for
 
 Each process enters one `StopWatch` before anything slow. The signal handler never raises, because
-that would leave a collective unfinished on one rank: it only records the signal. Whether to stop is part of a sum
-that all ranks compute anyway, so one rank's signal stops all of them after the same step (for torchrun see
-docs/clusters.md). A run stops because of its walltime when the next check would come too late to save:
+that would leave a collective unfinished on one rank: it only records the signal. Whether to stop is
+part of a sum that all ranks compute anyway, so one rank's signal stops all of them after the same
+step (for torchrun see docs/clusters.md). A run stops because of its walltime when the next check
+would come too late to save:
 
     started                                     check       next check     deadline
     |---------------------------------------------|--step, work--|--reserve--|
 
-Each check allows for the slowest recent step and, for each kind of work between steps (an evaluation, samples, the copy
-for a save), its slowest time in this launch.
+Each check allows for the slowest recent step and, for each kind of work between steps (an
+evaluation, samples, the copy for a save), its slowest time in this launch.
 """
 
 import contextlib
@@ -48,33 +49,47 @@ RECENT_STEPS = 16
 SAVE_MARGIN = 1.5  # times the slowest save so far
 
 
-# ---- walltime --------------------------------------------------------------------------------------------------------
+# ---- walltime
+# --------------------------------------------------------------------------------------------------------
+
 
 def slurm_end(env: Mapping[str, str]) -> str:
-    """When this process's SLURM job ends, as unix seconds (str); empty outside a job and when the end is unknown.
-    SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer. Only rank 0 asks squeue, to
-    spare the controller; when rank 0 stops, all ranks stop."""
+    """When this process's SLURM job ends, as unix seconds (str); empty outside a job and when the
+    end is unknown. SLURM_JOB_END_TIME if SLURM sets it (22.05 does not), otherwise squeue's answer.
+    Only rank 0 asks squeue, to spare the controller; when rank 0 stops, all ranks stop."""
     end = env.get(SLURM_END, "")
     if end or not env.get("SLURM_JOB_ID") or env.get("RANK", "0") != "0":
         return end
     command = ["squeue", "--noheader", "--format=%e", f"--jobs={env['SLURM_JOB_ID']}"]
     try:
-        answer = subprocess.run(command, env={**env, "SLURM_TIME_FORMAT": "%s"}, capture_output=True, text=True,
-                                timeout=SQUEUE_S, check=True).stdout.strip()
+        answer = subprocess.run(
+            command,
+            env={**env, "SLURM_TIME_FORMAT": "%s"},
+            capture_output=True,
+            text=True,
+            timeout=SQUEUE_S,
+            check=True,
+        ).stdout.strip()
         return str(int(answer))  # 'N/A' and 'NONE' are jobs without an end
     except (OSError, ValueError, subprocess.SubprocessError) as e:
-        log.warning("walltime: no %s, and squeue gave no end for job %s (%s); set --max-runtime-seconds", SLURM_END,
-                    env["SLURM_JOB_ID"], e)
+        log.warning(
+            "walltime: no %s, and squeue gave no end for job %s (%s); set --max-runtime-seconds",
+            SLURM_END,
+            env["SLURM_JOB_ID"],
+            e,
+        )
         return ""
 
 
-def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float, *,
-             reserve_s: float = 0.0) -> float | None:
-    """The time by which this process must end, on the monotonic clock (like `started`); None without a walltime.
-    The first limit that is set counts, and is logged: `max_runtime_seconds` (-1: not set), the end of the SLURM job
-    (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds). ValueError for a limit that is not a positive, finite number of
-    seconds, an end that has passed, and a limit that leaves nothing beside `reserve_s`, the time kept for the last
-    save: such a launch would train one step, and so would every launch that a cluster requeues after it."""
+def deadline(
+    max_runtime_seconds: float, env: Mapping[str, str], started: float, *, reserve_s: float = 0.0
+) -> float | None:
+    """The time by which this process must end, on the monotonic clock (like `started`); None
+    without a walltime. The first limit that is set counts, and is logged: `max_runtime_seconds`
+    (-1: not set), the end of the SLURM job (`slurm_end`), NANOCHAT_MAX_RUNTIME (seconds).
+    ValueError for a limit that is not a positive, finite number of seconds, an end that has passed,
+    and a limit that leaves nothing beside `reserve_s`, the time kept for the last save: such a
+    launch would train one step, and so would every launch that a cluster requeues after it."""
     if max_runtime_seconds != -1:
         name, text = "--max-runtime-seconds", str(max_runtime_seconds)
     elif text := slurm_end(env):
@@ -91,19 +106,28 @@ def deadline(max_runtime_seconds: float, env: Mapping[str, str], started: float,
     except ValueError:
         left_s = 0.0
     if not 0 < left_s < float("inf"):
-        raise ValueError(f"{name}: got {text!r}, expected " + (
-            "the unix time at which this job ends (unset it if it is left over from another job)" if is_unix_time else
-            "a positive number of seconds"))
+        raise ValueError(
+            f"{name}: got {text!r}, expected "
+            + (
+                "the unix time at which this job ends (unset it if it is left over from another job)"
+                if is_unix_time
+                else "a positive number of seconds"
+            )
+        )
     if left_s <= reserve_s:
-        raise ValueError(f"{name}: {duration(left_s)} are left, but --walltime-reserve-seconds={reserve_s:g} of them "
-                         f"are kept for the last save, so this launch could not train; allow more time, or lower "
-                         f"--walltime-reserve-seconds")
+        raise ValueError(
+            f"{name}: {duration(left_s)} are left, but --walltime-reserve-seconds={reserve_s:g} of them "
+            f"are kept for the last save, so this launch could not train; allow more time, or lower "
+            f"--walltime-reserve-seconds"
+        )
     end = left_s + (time.monotonic() if is_unix_time else started)
     log.info("walltime: %s left (%s)", duration(end - time.monotonic()), name)
     return end
 
 
-# ---- signals and requests --------------------------------------------------------------------------------------------
+# ---- signals and requests
+# --------------------------------------------------------------------------------------------
+
 
 def boot_id() -> str:
     """Names the current boot of this machine; '' if the system does not."""
@@ -124,15 +148,18 @@ def began_s(pid: int) -> float:
 
 
 class StopWatch:
-    """Collects the reasons for this process to stop. Inside the context, signals are recorded, and a signal ends a
-    wait for object storage; on exit the previous handlers are restored. Signals are left alone if this is not the main
-    thread: Python lets no other thread set handlers. SIGHUP is left alone if it is ignored, as under nohup.
+    """Collects the reasons for this process to stop. Inside the context, signals are recorded, and
+    a signal ends a wait for object storage; on exit the previous handlers are restored. Signals are
+    left alone if this is not the main thread: Python lets no other thread set handlers. SIGHUP is
+    left alone if it is ignored, as under nohup.
 
     run_dir: a request to stop that is there now may be a leftover, see `_is_leftover`."""
 
     ended = 0.0  # the uptime at which this process left its last StopWatch
 
-    def __init__(self, deadline: float | None = None, *, reserve_s: float = 0.0, run_dir: Path | None = None) -> None:
+    def __init__(
+        self, deadline: float | None = None, *, reserve_s: float = 0.0, run_dir: Path | None = None
+    ) -> None:
         self._deadline, self._reserve_s = deadline, reserve_s
         self._signals: list[int] = []
         self._previous: dict[int, Any] = {}
@@ -152,7 +179,8 @@ class StopWatch:
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
                 self._previous[number] = signal.signal(number, self._on_signal)
-                signal.siginterrupt(number, number == signal.SIGINT)  # only SIGINT interrupts a system call
+                # only SIGINT interrupts a system call
+                signal.siginterrupt(number, number == signal.SIGINT)
             self._watch_ctrl_c()
         LAUNCH.stop = self.requested
         return self
@@ -161,7 +189,8 @@ class StopWatch:
         LAUNCH.stop = lambda: False
         StopWatch.ended = uptime_s()
         if self._previous:
-            os.close(signal.set_wakeup_fd(self._previous_wakeup))  # ends the thread of _watch_ctrl_c
+            # ends the thread of _watch_ctrl_c
+            os.close(signal.set_wakeup_fd(self._previous_wakeup))
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
@@ -176,9 +205,9 @@ class StopWatch:
         self._signals.append(number)
 
     def _watch_ctrl_c(self) -> None:
-        """Let a thread end the process on a second Ctrl-C. The handler cannot: Python calls it only when the main
-        thread returns from PyTorch, which may take a whole step. The system writes the number of each signal to a pipe
-        at once."""
+        """Let a thread end the process on a second Ctrl-C. The handler cannot: Python calls it only
+        when the main thread returns from PyTorch, which may take a whole step. The system writes
+        the number of each signal to a pipe at once."""
         arrivals, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         self._previous_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -203,8 +232,8 @@ class StopWatch:
         LAUNCH.stop = lambda: True
 
     def check_flag(self, run_dir: Path) -> None:
-        """Check for a request to stop, and delete one that an earlier launch left behind. The owner's heartbeat calls
-        this, so that no step waits for a disk."""
+        """Check for a request to stop, and delete one that an earlier launch left behind. The
+        owner's heartbeat calls this, so that no step waits for a disk."""
         with contextlib.suppress(OSError):
             request = None if self._flagged else read_request(run_dir)
             if request is None:
@@ -215,15 +244,15 @@ class StopWatch:
                 self._flagged = True
 
     def _is_leftover(self, request: "Request") -> bool:
-        """Whether a request to stop was meant for an earlier launch. No clock that can be set decides: machines differ
-        by hours, and a clock may be set back while a run trains."""
+        """Whether a request to stop was meant for an earlier launch. No clock that can be set
+        decides: machines differ by hours, and a clock may be set back while a run trains."""
         if request.boot and request.boot == boot_id():  # made on this machine since it booted
             return request.uptime_s < self._began_s
         return request == self._first_request and request.launcher != identify_launcher()
 
     def note(self, what: str, seconds: float) -> None:
-        """Record how long some work between steps took. It is not counted as part of the step, and from now on each
-        check allows for that much time."""
+        """Record how long some work between steps took. It is not counted as part of the step, and
+        from now on each check allows for that much time."""
         self._between_s += seconds
         self._slowest[what] = max(seconds, self._slowest.get(what, 0.0))
 
@@ -232,7 +261,8 @@ class StopWatch:
         self._reserve_s = max(self._reserve_s, SAVE_MARGIN * seconds)
 
     def requested(self) -> str:
-        """The reason to stop that is already known, such as a signal or the flag, or ''. Safe to call at any time."""
+        """The reason to stop that is already known, such as a signal or the flag, or ''. Safe to
+        call at any time."""
         if not self._reason and self._signals:
             self._reason = signal.Signals(self._signals[0]).name
         if not self._reason and self._flagged:
@@ -240,21 +270,27 @@ class StopWatch:
         return self._reason
 
     def check(self, now: float | None = None) -> str:
-        """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic seconds."""
+        """The reason to stop, or ''; the first reason stays. Called once per step. `now`: monotonic
+        seconds."""
         now = time.monotonic() if now is None else now
-        if self._last_check is not None:  # the time of the step, without the work that `note` recorded
+        # the time of the step, without the work that `note` recorded
+        if self._last_check is not None:
             self._steps.append(now - self._last_check - self._between_s)
         self._last_check, self._between_s = now, 0.0
         if not self.requested() and self._deadline is not None:
-            left_s = self._deadline - now  # enough for another step, one task of each kind, and the last save?
-            if left_s < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s:
+            # enough for another step, one task of each kind, and the last save?
+            left_s = self._deadline - now
+            if (
+                left_s
+                < max(self._steps, default=0.0) + sum(self._slowest.values()) + self._reserve_s
+            ):
                 self._reason = f"walltime: {abs(left_s):,.0f} s {'left' if left_s >= 0 else 'over'}"
         return self._reason
 
 
 def join_reasons(reasons: Sequence[str]) -> str:
-    """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..', 'SIGUSR1', or
-    'SIGTERM (rank 1)' if not all ranks got a signal."""
+    """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..',
+    'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""
     rank, first = next(((rank, reason) for rank, reason in enumerate(reasons) if reason), (0, ""))
     return f"{first} (rank {rank})" if first.startswith("SIG") and not all(reasons) else first
 
@@ -270,21 +306,25 @@ class Request(NamedTuple):
 
 
 def request_stop(run_dir: Path) -> None:
-    """Ask a run to stop, whether a launch already owns it or is about to claim it. ValueError if the flag is not a
-    regular file."""
+    """Ask a run to stop, whether a launch already owns it or is about to claim it. ValueError if
+    the flag is not a regular file."""
     run_dir.mkdir(parents=True, exist_ok=True)
     owner: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         owner = parse_json(last_owner(run_dir)[0], "", dict)
-    content = {"launcher": str(owner.get("launcher", "")), "boot": boot_id(), "uptime_s": uptime_s()}
+    content = {
+        "launcher": str(owner.get("launcher", "")),
+        "boot": boot_id(),
+        "uptime_s": uptime_s(),
+    }
     with open_regular(run_dir / FLAG_NAME, os.O_WRONLY | os.O_CREAT) as file:
         file.truncate(0)
         file.write(json.dumps(content).encode())
 
 
 def read_request(run_dir: Path) -> Request | None:
-    """The request to stop in a run directory, None if there is none. Anybody may have made the file in any way, so its
-    content is only compared."""
+    """The request to stop in a run directory, None if there is none. Anybody may have made the file
+    in any way, so its content is only compared."""
     try:
         with open_regular(run_dir / FLAG_NAME, os.O_RDONLY) as file:
             found, data = os.fstat(file.fileno()), file.read(4096)
@@ -295,10 +335,13 @@ def read_request(run_dir: Path) -> Request | None:
         content = parse_json(data, "", {"launcher": str, "boot": str, "uptime_s": float})
     except ValueError:
         return request
-    return request._replace(launcher=content["launcher"], boot=content["boot"], uptime_s=content["uptime_s"])
+    return request._replace(
+        launcher=content["launcher"], boot=content["boot"], uptime_s=content["uptime_s"]
+    )
 
 
 def write_stderr(text: str) -> None:
-    """Write to stderr without buffers and locks, for handlers of signals. If stderr is closed, nothing happens."""
+    """Write to stderr without buffers and locks, for handlers of signals. If stderr is closed,
+    nothing happens."""
     with contextlib.suppress(OSError):
         os.write(2, text.encode())

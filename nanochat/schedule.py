@@ -1,5 +1,5 @@
-"""
-The number of steps and the batch size, and the schedules of learning rate, momentum and weight decay.
+"""The number of steps and the batch size, and the schedules of learning rate, momentum and weight
+decay.
 
 Both parts are pure functions:
 
@@ -17,15 +17,18 @@ The scaling rules and their constants are those of nanochat's scripts/base_train
   - the number of tokens is a fixed multiple of the number of parameters (matrices and output head);
   - the best batch size grows as D^0.383 with the number of tokens D (arxiv.org/abs/2505.13738);
   - the learning rate for batches of B tokens is multiplied by sqrt(B / B_ref);
-  - to keep the time scale of weight decay, B / (lr * wd * D), constant, the decay is multiplied by sqrt(B / B_ref) *
+  - to keep the time scale of weight decay, B / (lr * wd * D), constant, the decay is multiplied by
+  sqrt(B / B_ref) *
     D_ref / D (arxiv.org/abs/2405.13698). D_ref / D is a ratio of parameter counts, because D is a multiple of the
     count.
 
-If warmup and warmdown overlap (short runs), the lower curve applies. With the warmup alone until its last step, the
-curve would jump there, and a run shorter than its warmup would end at a high rate.
+If warmup and warmdown overlap (short runs), the lower curve applies. With the warmup alone until
+its last step, the curve would jump there, and a run shorter than its warmup would end at a high
+rate.
 
-**Another schedule.** Add a field to `ScheduleSettings`, and use it in `Schedule.lr`. The field becomes a flag of
-scripts.base_train and a setting of the run; runs that began without it use its default.
+**Another schedule.** Add a field to `ScheduleSettings`, and use it in `Schedule.lr`. The field
+becomes a flag of scripts.base_train and a setting of the run; runs that began without it use its
+default.
 """
 
 import math
@@ -39,11 +42,14 @@ MOST_STEPS = 10**9
 REFERENCE_BATCH_TOKENS = 2**19
 BATCH_EXPONENT = 0.383
 
-MOMENTUM_START, MOMENTUM_PEAK, MOMENTUM_END = 0.85, 0.97, 0.90
+MOMENTUM_START = 0.85
+MOMENTUM_PEAK = 0.97
+MOMENTUM_END = 0.90
 MOMENTUM_WARMUP_STEPS = 400
 
 
 # ---- horizon -------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Horizon:
@@ -60,49 +66,80 @@ class Horizon:
         return self.num_iterations * self.total_batch_size
 
 
-def resolve_horizon(*, num_iterations: int, target_flops: float, target_param_data_ratio: float,
-                    total_batch_size: int, weight_decay: float, sequence_len: int,
-                    scaling_params: int, reference_scaling_params: int, flops_per_token: float,
-                    curriculum_tokens: int = 0) -> Horizon:
-    """Compute steps, batch size and scaling from arguments named like flags. A horizon of -1 is off, and a batch
-    size of -1 is automatic. The first horizon that is set applies: iterations, FLOPs, curriculum, data:parameter ratio.
-    Raises a ValueError that names the flag.
+def resolve_horizon(
+    *,
+    num_iterations: int,
+    target_flops: float,
+    target_param_data_ratio: float,
+    total_batch_size: int,
+    weight_decay: float,
+    sequence_len: int,
+    scaling_params: int,
+    reference_scaling_params: int,
+    flops_per_token: float,
+    curriculum_tokens: int = 0,
+) -> Horizon:
+    """Compute steps, batch size and scaling from arguments named like flags. A horizon of -1 is
+    off, and a batch size of -1 is automatic. The first horizon that is set applies: iterations,
+    FLOPs, curriculum, data:parameter ratio. Raises a ValueError that names the flag.
 
-    scaling_params: parameters in the model's transformer matrices and output head. reference_scaling_params: those of
-    the same model at REFERENCE_DEPTH. curriculum_tokens: the length of all phases (0: no curriculum).
+    scaling_params: parameters in the model's transformer matrices and output head.
+    reference_scaling_params: those of the same model at REFERENCE_DEPTH. curriculum_tokens: the
+    length of all phases (0: no curriculum).
     """
     size_ratio = scaling_params / reference_scaling_params
     if total_batch_size == -1:
-        # rows per step: the nearest power of two on a log scale, so that the usual numbers of lanes divide them
+        # rows per step: the nearest power of two on a log scale, so that the usual numbers of lanes
+        # divide them
         tokens = REFERENCE_BATCH_TOKENS * size_ratio**BATCH_EXPONENT
         total_batch_size = sequence_len * 2 ** max(0, round(math.log2(tokens / sequence_len)))
     if total_batch_size <= 0 or total_batch_size % sequence_len:
-        raise ValueError(f"--total-batch-size: got {total_batch_size:,} tokens, expected a multiple of --max-seq-len "
-                         f"{sequence_len:,} (or -1 for automatic)")
-    horizons = (("--num-iterations", num_iterations, 1),
-                ("--target-flops", target_flops, flops_per_token * total_batch_size),
-                ("--curriculum", curriculum_tokens, total_batch_size),
-                ("--target-param-data-ratio", int(target_param_data_ratio * scaling_params), total_batch_size))
+        raise ValueError(
+            f"--total-batch-size: got {total_batch_size:,} tokens, expected a multiple of --max-seq-len "
+            f"{sequence_len:,} (or -1 for automatic)"
+        )
+    horizons = (
+        ("--num-iterations", num_iterations, 1),
+        ("--target-flops", target_flops, flops_per_token * total_batch_size),
+        ("--curriculum", curriculum_tokens, total_batch_size),
+        (
+            "--target-param-data-ratio",
+            int(target_param_data_ratio * scaling_params),
+            total_batch_size,
+        ),
+    )
     chosen = next((horizon for horizon in horizons if horizon[1] > 0), None)
     if chosen is None:
-        raise ValueError("no training horizon: set one of --num-iterations, --target-flops, "
-                         "--target-param-data-ratio to a positive number")
+        raise ValueError(
+            "no training horizon: set one of --num-iterations, --target-flops, "
+            "--target-param-data-ratio to a positive number"
+        )
     flag, total, per_step = chosen
     steps = round(total / per_step) if flag == "--target-flops" else int(total // per_step)
     if steps < 1:
-        raise ValueError(f"{flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
-                         f"--total-batch-size or set --num-iterations")
+        raise ValueError(
+            f"{flag}: the horizon is less than one step of {total_batch_size:,} tokens; lower "
+            f"--total-batch-size or set --num-iterations"
+        )
     if steps > MOST_STEPS:
-        raise ValueError(f"{flag}: the horizon is {steps:.3g} steps, expected at most {MOST_STEPS:,}")
+        raise ValueError(
+            f"{flag}: the horizon is {steps:.3g} steps, expected at most {MOST_STEPS:,}"
+        )
     batch_lr_scale = math.sqrt(total_batch_size / REFERENCE_BATCH_TOKENS)
-    return Horizon(num_iterations=steps, total_batch_size=total_batch_size, batch_lr_scale=batch_lr_scale,
-                   weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio)
+    return Horizon(
+        num_iterations=steps,
+        total_batch_size=total_batch_size,
+        batch_lr_scale=batch_lr_scale,
+        weight_decay_scaled=weight_decay * batch_lr_scale / size_ratio,
+    )
 
 
 # ---- schedule ------------------------------------------------------------------------------------
 
+
 def _ramp(start: float, end: float, progress: float) -> float:
-    """Linear from `start` at progress 0 to `end` at progress 1, constant outside; exact at both ends."""
+    """Linear from `start` at progress 0 to `end` at progress 1, constant outside; exact at both
+    ends."""
     progress = min(1.0, max(0.0, progress))
     return start * (1 - progress) + end * progress
 
@@ -111,23 +148,37 @@ def _ramp(start: float, end: float, progress: float) -> float:
 class ScheduleSettings:
     """schedule"""
 
-    warmup_steps: int = setting(40, "steps over which learning rates rise", least=0,
-                                fixed="decides what a step computes")
-    warmdown_ratio: float = setting(0.65, "share of the run over which learning rates fall", least=0, most=1,
-                                    fixed="decides what a step computes")
-    final_lr_frac: float = setting(0.05, "learning rates at the end, as a fraction of the full rates", least=0, most=1,
-                                   fixed="decides what a step computes")
+    warmup_steps: int = setting(
+        40, "steps over which learning rates rise", least=0, fixed="decides what a step computes"
+    )
+    warmdown_ratio: float = setting(
+        0.65,
+        "share of the run over which learning rates fall",
+        least=0,
+        most=1,
+        fixed="decides what a step computes",
+    )
+    final_lr_frac: float = setting(
+        0.05,
+        "learning rates at the end, as a fraction of the full rates",
+        least=0,
+        most=1,
+        fixed="decides what a step computes",
+    )
 
 
 @dataclass(frozen=True)
 class Schedule(ScheduleSettings):
-    """Multipliers by step, as pure functions of the fields. `step` is the number of optimizer steps already done."""
+    """Multipliers by step, as pure functions of the fields. `step` is the number of optimizer steps
+    already done."""
 
     num_iterations: int
     peak_weight_decay: float = 0.0  # Muon's, already scaled; `apply` multiplies it
 
     @classmethod
-    def of(cls, settings: ScheduleSettings, num_iterations: int, *, peak_weight_decay: float) -> "Schedule":
+    def of(
+        cls, settings: ScheduleSettings, num_iterations: int, *, peak_weight_decay: float
+    ) -> "Schedule":
         """The schedule of a run with these settings."""
         chosen = {f.name: getattr(settings, f.name) for f in fields(ScheduleSettings)}
         return cls(num_iterations, peak_weight_decay=peak_weight_decay, **chosen)
@@ -153,12 +204,13 @@ class Schedule(ScheduleSettings):
         return min(rise, _ramp(MOMENTUM_PEAK, MOMENTUM_END, self._warmdown(step)))
 
     def weight_decay(self, step: int) -> float:
-        """The multiplier of Muon's weight decay: half a cosine from 1 to 0 at the end of the run."""
+        """The multiplier of Muon's weight decay: half a cosine from 1 to 0 at the end of the
+        run."""
         return 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.num_iterations)))
 
     def apply(self, optimizer: Any, step: int) -> None:
-        """Set `lr` in every group of `optimizer.param_groups` (from its `initial_lr`), and `momentum` and
-        `weight_decay` in groups of kind "muon"."""
+        """Set `lr` in every group of `optimizer.param_groups` (from its `initial_lr`), and
+        `momentum` and `weight_decay` in groups of kind "muon"."""
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * self.lr(step)
             if group["kind"] == "muon":
@@ -166,5 +218,6 @@ class Schedule(ScheduleSettings):
                 group["weight_decay"] = self.peak_weight_decay * self.weight_decay(step)
 
     def state(self) -> dict[str, Any]:
-        """The schedule as plain values. A resumed run computes its own, and reports what differs from those saved."""
+        """The schedule as plain values. A resumed run computes its own, and reports what differs
+        from those saved."""
         return {"format_version": 1, **asdict(self)}

@@ -1,22 +1,24 @@
-"""
-Sources: the files of a bucket behind one small interface, and the pins that say which files a run reads.
+"""Sources: the files of a bucket behind one small interface, and the pins that say which files a
+run reads.
 
     Source.groups, .means       number of documents in each group, in the order of files; their estimated mean length
     Source.read(group, rows)    the documents of a group with the indices `rows`, each as [BOS] + token ids
 
-A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of a token file. A
-kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass of `Source`. A fork needs no entry
-for its own kind `.xyz`: the class `FileSource` in nanochat/source_xyz.py is found by its name.
+A group is a block of documents stored together: a parquet row group, or by default 1,024 entries of
+a token file. A kind of data file enters by the table `SOURCES`: by its suffix, it names a subclass
+of `Source`. A fork needs no entry for its own kind `.xyz`: the class `FileSource` in
+nanochat/source_xyz.py is found by its name.
 
     files --scan, for each bucket--> manifest ----> RUN/data_manifest.json, when a run starts
     manifest --check---------------> the same manifest, or an error that names the changed file, when it resumes
 
-**Pinned files.** A run must always see the same files. For each file, the manifest of a bucket holds its relative name,
-its size, a hash of its footer, the sizes of its groups and, for an object, its ETag. If a file has changed or vanished,
-an error names it. Files that arrive later are not in the manifest, so the stream ignores them. Hashing whole files at
-each start would take hours on large data sets. The footer holds offsets, sizes and statistics of every column chunk, so
-a rewritten parquet file has a different footer. ETags are compared only if the root is the same, because a different
-storage service gives the same bytes a different ETag.
+**Pinned files.** A run must always see the same files. For each file, the manifest of a bucket
+holds its relative name, its size, a hash of its footer, the sizes of its groups and, for an object,
+its ETag. If a file has changed or vanished, an error names it. Files that arrive later are not in
+the manifest, so the stream ignores them. Hashing whole files at each start would take hours on
+large data sets. The footer holds offsets, sizes and statistics of every column chunk, so a
+rewritten parquet file has a different footer. ETags are compared only if the root is the same,
+because a different storage service gives the same bytes a different ETag.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,19 +48,22 @@ SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
     ".bin": "nanochat.token_source:TokenSource",
 }
 DATA_MANIFEST = "data_manifest.json"  # in the run directory
-SMALL_TOKENS = 32 << 20  # a bucket with at most this many estimated tokens is shuffled document by document,
+# a bucket with at most this many estimated tokens is shuffled document by document,
+SMALL_TOKENS = 32 << 20
 SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
 Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
-Manifests = dict[str, dict[str, Manifest]]  # {"train": {bucket: manifest}, "val": {bucket: manifest}}
+# {"train": {bucket: manifest}, "val": {bucket: manifest}}
+Manifests = dict[str, dict[str, Manifest]]
 PINNED = {"root": str, "files": [{"name": str, "size": int, "footer": str, "groups": [int]}]}
 
 
 # ---- the interface -------------------------------------------------------------------------------
 
+
 def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
-    """(number of documents in each group, their estimated mean length in tokens) of a manifest, in the order of files,
-    each (G,) int64. The mean is that of the group's file."""
+    """(number of documents in each group, their estimated mean length in tokens) of a manifest, in
+    the order of files, each (G,) int64. The mean is that of the group's file."""
     counts, means = [], []
     for entry in manifest["files"]:
         of_file = np.array(entry["groups"], np.int64)
@@ -72,12 +77,13 @@ def counts_and_means(manifest: Manifest) -> tuple[np.ndarray, np.ndarray]:
 class Source:
     """One bucket's documents. `manifest` and `tokenizer` are the run's; `scan` makes manifests.
 
-    Each kind of file has a subclass: `scan_file` describes and hashes a file, `read` reads it. Several threads may call
-    both at once, and errors name the file.
+    Each kind of file has a subclass: `scan_file` describes and hashes a file, `read` reads it.
+    Several threads may call both at once, and errors name the file.
     """
 
     lengths_known: ClassVar[bool] = False  # whether the subclass implements `lengths`
-    has_entries: ClassVar[bool] = False  # whether it can return entries as they are stored, for `binned`
+    # whether it can return entries as they are stored, for `binned`
+    has_entries: ClassVar[bool] = False
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         files = manifest["files"]
@@ -85,13 +91,17 @@ class Source:
         self.bos = tokenizer.get_bos_token_id()
         self.fingerprint = fingerprint(manifest)
         self.groups, self.means = counts_and_means(manifest)
-        self.small = int(self.groups @ self.means) <= SMALL_TOKENS and int(self.groups.sum()) <= SMALL_DOCUMENTS
+        self.small = (
+            int(self.groups @ self.means) <= SMALL_TOKENS
+            and int(self.groups.sum()) <= SMALL_DOCUMENTS
+        )
         self.paths = [as_path(manifest["root"]) / e["name"] for e in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
         self.without = self._find_without(manifest.get("without", {}))
 
     def _find_without(self, rows_by_file: Mapping[str, list[int] | None]) -> dict[int, np.ndarray]:
-        """{group: (documents,) bool}: the documents whose targets are masked (--without-documents)."""
+        """{group: (documents,) bool}: the documents whose targets are masked
+        (--without-documents)."""
         without = {}
         for first_group, entry in zip(self._first_group, self.manifest["files"]):
             if entry["name"] not in rows_by_file:
@@ -107,27 +117,31 @@ class Source:
 
     @staticmethod
     def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
-        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of documents in each,
-        "tokens": an estimate, needed unless the size gives one}. `selection` says which documents of a text file are
-        read. ValueError or FileNotFoundError if the file cannot be read."""
+        """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of
+        documents in each, "tokens": an estimate, needed unless the size gives one}. `selection`
+        says which documents of a text file are read. ValueError or FileNotFoundError if the file
+        cannot be read."""
         raise NotImplementedError
 
     @staticmethod
     def is_empty(path: Path) -> bool:
-        """Whether a file holds no document, so that it is skipped. ValueError or OSError if it cannot be read."""
+        """Whether a file holds no document, so that it is skipped. ValueError or OSError if it
+        cannot be read."""
         return False
 
     @staticmethod
     def check_scanned(files: Sequence[Path], selection: Selection) -> None:
-        """Report what was found in the files of a bucket once all of them are scanned. ValueError if nothing in them
-        can be trained on."""
+        """Report what was found in the files of a bucket once all of them are scanned. ValueError
+        if nothing in them can be trained on."""
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
-        """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will be read soon."""
+        """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will
+        be read soon."""
         raise NotImplementedError
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:
-        """What `read` returns, without the ids: (length of each document, ids of context at its start)."""
+        """What `read` returns, without the ids: (length of each document, ids of context at its
+        start)."""
         raise NotImplementedError
 
     def texts(self, group: int) -> Iterator[str]:
@@ -148,8 +162,10 @@ class Source:
 
 # ---- the door ------------------------------------------------------------------------------------
 
+
 def reader_class(name: str) -> type[Source]:
-    """The class that scans and reads a file with this name. ValueError if there is none for its suffix."""
+    """The class that scans and reads a file with this name. ValueError if there is none for its
+    suffix."""
     suffix = text_suffix(name) or Path(name).suffix
     own = f"nanochat.source_{suffix[1:]}"  # of a fork
     try:
@@ -157,18 +173,22 @@ def reader_class(name: str) -> type[Source]:
     except ModuleNotFoundError as e:
         if e.name != own:
             raise
-        raise ValueError(f"{name}: no source reads {suffix} files; write nanochat/source_{suffix[1:]}.py") from e
+        raise ValueError(
+            f"{name}: no source reads {suffix} files; write nanochat/source_{suffix[1:]}.py"
+        ) from e
 
 
 def open_source(manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False) -> Source:
-    """The source of a manifest's files. `as_stored`: use the entries of token files as they are, for `binned`.
-    ValueError for text, which has no stored entries."""
+    """The source of a manifest's files. `as_stored`: use the entries of token files as they are,
+    for `binned`. ValueError for text, which has no stored entries."""
     kind = reader_class(manifest["files"][0]["name"])
     if not as_stored:
         return kind(manifest, tokenizer)
     if not kind.has_entries:
-        raise ValueError("--packing binned: this data is text, but binned packs stored tokens; convert it with "
-                         "python -m scripts.tok_shards, or use --packing bestfit")
+        raise ValueError(
+            "--packing binned: this data is text, but binned packs stored tokens; convert it with "
+            "python -m scripts.tok_shards, or use --packing bestfit"
+        )
     return kind(manifest, tokenizer, as_stored=True)  # type: ignore[call-arg]
 
 
@@ -182,19 +202,29 @@ class RunData:
     manifests: Mapping[str, Mapping[str, Manifest]]
 
 
-def open_data(manifests: Mapping[str, Mapping[str, Manifest]], tokenizer: Tokenizer, *,
-              as_stored: bool = False) -> RunData:
+def open_data(
+    manifests: Mapping[str, Mapping[str, Manifest]],
+    tokenizer: Tokenizer,
+    *,
+    as_stored: bool = False,
+) -> RunData:
     """The sources of a run's manifests. Validation always frames documents with BOS."""
-    train = {bucket: open_source(m, tokenizer, as_stored=as_stored) for bucket, m in manifests["train"].items()}
+    train = {
+        bucket: open_source(m, tokenizer, as_stored=as_stored)
+        for bucket, m in manifests["train"].items()
+    }
     val = {bucket: open_source(m, tokenizer) for bucket, m in manifests["val"].items()}
     return RunData(tokenizer, train, val, manifests)
 
 
 # ---- pins ----------------------------------------------------------------------------------------
 
-def scan(root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL) -> Manifest:
-    """The manifest of some files (default: all) below `root`. ValueError or FileNotFoundError for the first file that
-    cannot be read."""
+
+def scan(
+    root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL
+) -> Manifest:
+    """The manifest of some files (default: all) below `root`. ValueError or FileNotFoundError for
+    the first file that cannot be read."""
     folder = data_folder(root)
     files = find_files(root) if files is None else files
     pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
@@ -208,7 +238,8 @@ def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
 
 
 def read_manifests(path: Path) -> Manifests:
-    """The manifests in a run's data_manifest.json; {} if the file does not exist. ValueError if it is corrupt."""
+    """The manifests in a run's data_manifest.json; {} if the file does not exist. ValueError if it
+    is corrupt."""
     if not path.exists():
         return {}
     remedy = "restore the file, or start a new run (--model-tag)"
@@ -235,9 +266,9 @@ def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
 
 
 def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[str, Manifest]:
-    """Turn off the targets of the documents that a text file lists: the training manifests get "without": {file:
-    numbers of documents}, where None means all of them. Blank lines and lines that begin with # are skipped. ValueError
-    names a line without a valid document."""
+    """Turn off the targets of the documents that a text file lists: the training manifests get
+    "without": {file: numbers of documents}, where None means all of them. Blank lines and lines
+    that begin with # are skipped. ValueError names a line without a valid document."""
     counts: dict[tuple[str, str], int] = {}  # documents of each (bucket, file)
     for bucket, manifest in buckets.items():
         for entry in manifest["files"]:
@@ -250,15 +281,20 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
             continue
         name, _, row = line.rpartition(":")
         where = f"{list_path}: line {number}: {line}"
-        place = next((place for place in counts if place[1] == name), None)  # in the first bucket with such a file
+        # in the first bucket with such a file
+        place = next((place for place in counts if place[1] == name), None)
         if place is None or not (row == "*" or row.isdecimal()):
-            raise ValueError(f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
-                             f"{next(iter(counts))[1]}, and DOC counts its documents from 0")
+            raise ValueError(
+                f"{where}: expected FILE:DOC or FILE:*, where FILE is a training file such as "
+                f"{next(iter(counts))[1]}, and DOC counts its documents from 0"
+            )
         if row == "*":
             listed[place] = None
             continue
         if int(row) >= counts[place]:
-            raise ValueError(f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them")
+            raise ValueError(
+                f"{where}: the file has documents 0 to {counts[place] - 1}; name one of them"
+            )
         rows = listed.setdefault(place, set())
         if rows is not None:
             rows.add(int(row))
@@ -276,18 +312,29 @@ def fingerprint(manifest: Manifest) -> str:
     return hash_json(pins + Selection.of(manifest).hashed())
 
 
-def check_files(manifests: Mapping[str, Mapping[str, Manifest]], data_path: Path | str | None = None,
-                val_path: Path | str | None = None, *, strict: bool = False) -> Manifests:
-    """Compare a run's manifests with the files on this machine (below other paths, if given); see `check`."""
+def check_files(
+    manifests: Mapping[str, Mapping[str, Manifest]],
+    data_path: Path | str | None = None,
+    val_path: Path | str | None = None,
+    *,
+    strict: bool = False,
+) -> Manifests:
+    """Compare a run's manifests with the files on this machine (below other paths, if given); see
+    `check`."""
     roots = {"train": data_path, "val": val_path or data_path}
-    return {split: {bucket: check(manifest, roots[split], strict=strict) for bucket, manifest in buckets.items()}
-            for split, buckets in manifests.items()}
+    return {
+        split: {
+            bucket: check(manifest, roots[split], strict=strict)
+            for bucket, manifest in buckets.items()
+        }
+        for split, buckets in manifests.items()
+    }
 
 
 def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
-    """Compare a manifest with the disk (under another root, if given), and return it with the root in use.
-    FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`, has a broken
-    line."""
+    """Compare a manifest with the disk (under another root, if given), and return it with the root
+    in use. FileNotFoundError or ValueError names the first file that is gone, has changed or, if
+    `strict`, has a broken line."""
     folder = data_folder(root or manifest["root"])
     new_root = str(folder.resolve())
     is_same_place = new_root == manifest["root"]
@@ -298,22 +345,38 @@ def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = 
         """The entry of a file in its present state."""
         path = folder / old["name"]
         if not path.exists():
-            began = "" if is_same_place else f" (when the run began, the data was in {manifest['root']})"
-            raise FileNotFoundError(f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
-                                    f"folder with --data-path, or start a new run with other data (--model-tag)")
-        if is_same_place and path.suffix == ".parquet" and etag_of(path) == {"etag": old.get("etag")}:
+            began = (
+                ""
+                if is_same_place
+                else f" (when the run began, the data was in {manifest['root']})"
+            )
+            raise FileNotFoundError(
+                f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
+                f"folder with --data-path, or start a new run with other data (--model-tag)"
+            )
+        if (
+            is_same_place
+            and path.suffix == ".parquet"
+            and etag_of(path) == {"etag": old.get("etag")}
+        ):
             return old  # the object has not changed, so neither has its footer
         new = pin(path, old["name"], selection)
         sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
         for key in (*compared, *sampled):
             if old.get(key) != new.get(key):
                 what = "hash" if key == "footer" else key
-                raise ValueError(f"{path}: it has changed since this run began ({what}: {old.get(key)} then, "
-                                 f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)")
+                raise ValueError(
+                    f"{path}: it has changed since this run began ({what}: {old.get(key)} then, "
+                    f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)"
+                )
         return new
 
     folder.is_dir()  # in object storage: one listing instead of a request per file
-    make_local_copies((folder / e["name"]).with_suffix(".idx") for e in manifest["files"] if e["name"].endswith(".bin"))
+    make_local_copies(
+        (folder / e["name"]).with_suffix(".idx")
+        for e in manifest["files"]
+        if e["name"].endswith(".bin")
+    )
     entries = list(each(compare, manifest["files"]))
     if converted := [folder / entry["name"] for entry in entries if "own_size" in entry]:
         reader_class(converted[0].name).check_scanned(converted, Selection.of(manifest))

@@ -1,17 +1,18 @@
-"""
-Spikes: steps with a loss or gradient norm far above recent ones. With --skip-spikes, they are not applied.
+"""Spikes: steps with a loss or gradient norm far above recent ones. With --skip-spikes, they are
+not applied.
 
     loss    3.1  3.0  3.1  9.7  3.0  2.9 ...
                            ^ more than --skip-spikes deviations above the median of 128 applied steps
 
-The median and the median absolute deviation replace the mean and the standard deviation, which a spike would distort.
-For a Gaussian, 1.4826 times the median absolute deviation is the standard deviation. A value far *below* the median
-is not a spike.
+The median and the median absolute deviation replace the mean and the standard deviation, which a
+spike would distort. For a Gaussian, 1.4826 times the median absolute deviation is the standard
+deviation. A value far *below* the median is not a spike.
 
-All ranks have the same loss and norm of every step, so they have the same window and limits. The limits are known
-before the step, so the device applies them, and the host waits for it only once. The window is saved in checkpoints,
-so a resumed run decides like an uninterrupted one. Skipped steps do not enter the window. So if the loss stays high,
-every step is skipped, until the run ends because it has diverged.
+All ranks have the same loss and norm of every step, so they have the same window and limits. The
+limits are known before the step, so the device applies them, and the host waits for it only once.
+The window is saved in checkpoints, so a resumed run decides like an uninterrupted one. Skipped
+steps do not enter the window. So if the loss stays high, every step is skipped, until the run ends
+because it has diverged.
 """
 
 import math
@@ -32,7 +33,8 @@ def remember(window: Window, loss: float, grad_norm: float) -> Window:
 
 
 def limits(window: Window, sigma: float) -> tuple[float, float]:
-    """The loss and the gradient norm above which the next step is a spike; infinite if the window has too few steps."""
+    """The loss and the gradient norm above which the next step is a spike; infinite if the window
+    has too few steps."""
     if len(window) < ENOUGH:
         return math.inf, math.inf
 

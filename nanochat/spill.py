@@ -1,19 +1,22 @@
 """
 Large row groups of parquet files, decoded once per process into a file instead of memory.
 
-A row group can only be read from its beginning, and each of its pages only as a whole. A file of books may have a
-single page of a gigabyte, which takes three times that much memory to decode; if every lane decoded it for itself, a
-launch would need tens of gigabytes. So a large group is decoded once, into a file without a name that disappears with
-the process, and lanes read their documents from there:
+A row group can only be read from its beginning, and each of its pages only as a whole. A file of
+books may have a single page of a gigabyte, which takes three times that much memory to decode; if
+every lane decoded it for itself, a launch would need tens of gigabytes. So a large group is decoded
+once, into a file without a name that disappears with the process, and lanes read their documents
+from there:
 
     parquet: one group of 1,200 books                    file: the texts, then their sizes, then their number
     [page of 2.4 GB, compressed] --decoded by a child--> "It was..Call me..In the..." 2000000 1999999 ... 1200
                                                             lane 0 reads here ^      lane 1 ^      lane 2 ^
 
-The child is a process of its own, because Arrow keeps the memory of a decoded page for as long as its process lives.
-A file is closed once every lane that said it would read further has done so, and another group is decoded.
+The child is a process of its own, because Arrow keeps the memory of a decoded page for as long as
+its process lives. A file is closed once every lane that said it would read further has done so, and
+another group is decoded.
 
-Rejected: rewriting such files into smaller row groups when a run starts. That would need as much disk as the data.
+Rejected: rewriting such files into smaller row groups when a run starts. That would need as much
+disk as the data.
 """
 
 import contextlib
@@ -57,7 +60,7 @@ class Spill:
         """The texts of documents `rows` (n,), in that order."""
         fd, texts = self._file.fileno(), []
         for row in rows.tolist():
-            start, end = self._starts[row:row + 2].tolist()
+            start, end = self._starts[row : row + 2].tolist()
             texts.append(os.pread(fd, end - start, start).decode())
         return texts
 
@@ -72,9 +75,11 @@ class Spills:
         self._open: dict[int, Spill] = {}
         self._lock, self._decoding = threading.Lock(), threading.Lock()
 
-    def read(self, group: int, rows: np.ndarray, keep: int, decode: Callable[[], Spill]) -> list[str]:
-        """The texts of documents `rows` of a group, which `decode` decodes if it is not open. keep: this lane will read
-        the documents up to that number (exclusive), 0 if it will not."""
+    def read(
+        self, group: int, rows: np.ndarray, keep: int, decode: Callable[[], Spill]
+    ) -> list[str]:
+        """The texts of documents `rows` of a group, which `decode` decodes if it is not open. keep:
+        this lane will read the documents up to that number (exclusive), 0 if it will not."""
         texts = self._read_open(group, rows, keep)
         if texts is not None:
             return texts
@@ -105,10 +110,11 @@ class Spills:
 
 # ---- decoding ------------------------------------------------------------------------------------
 
+
 def decode_group(path: Path, number: int, field: str, num_bytes: int) -> Spill:
-    """Decode row group `number` of a parquet file, which has about `num_bytes` of text. ValueError, as from
-    `read_batches`, if it is damaged; OSError if the base directory has no room for it; StopAsked if a stop is requested
-    meanwhile."""
+    """Decode row group `number` of a parquet file, which has about `num_bytes` of text. ValueError,
+    as from `read_batches`, if it is damaged; OSError if the base directory has no room for it;
+    StopAsked if a stop is requested meanwhile."""
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.TemporaryFile(dir=get_base_dir()))
@@ -119,9 +125,12 @@ def decode_group(path: Path, number: int, field: str, num_bytes: int) -> Spill:
         except OSError as e:
             with contextlib.suppress(OSError):  # a full disk fails again
                 stack.close()
-            raise OSError(e.errno, f"{get_base_dir()}: row group {number} of {path}, with {num_bytes:,} bytes of text, "
-                                   f"cannot be decoded there ({e.strerror}); make room, or rewrite the file with "
-                                   f"smaller row groups") from e
+            raise OSError(
+                e.errno,
+                f"{get_base_dir()}: row group {number} of {path}, with {num_bytes:,} bytes of text, "
+                f"cannot be decoded there ({e.strerror}); make room, or rewrite the file with "
+                f"smaller row groups",
+            ) from e
         spill = Spill(file)
         stack.pop_all()
     return spill
@@ -145,8 +154,14 @@ def _in_child(path: Path, number: int, field: str, out: BinaryIO) -> None:
     """`write_texts` in a process of its own, which Ctrl-C does not reach."""
     root = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", CHILD, root, str(path), str(number), field, str(out.fileno())]
-    child = subprocess.Popen(command, pass_fds=[out.fileno()], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                             text=True, start_new_session=True)
+    child = subprocess.Popen(
+        command,
+        pass_fds=[out.fileno()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     while child.poll() is None:
         if LAUNCH.stop():
             child.kill()
@@ -162,11 +177,14 @@ def _in_child(path: Path, number: int, field: str, out: BinaryIO) -> None:
         raise ValueError(sentence)
     if kind.isdigit():
         raise OSError(int(kind), sentence)
-    raise RuntimeError(f"{path}: row group {number}: its decoder ended with {child.returncode}: {said[-2000:]}")
+    raise RuntimeError(
+        f"{path}: row group {number}: its decoder ended with {child.returncode}: {said[-2000:]}"
+    )
 
 
 def main(path: str, number: str, field: str, fd: str) -> None:
-    """The child: write the texts to the inherited file `fd`. Prints the kind of an error and its sentence."""
+    """The child: write the texts to the inherited file `fd`. Prints the kind of an error and its
+    sentence."""
     try:
         with os.fdopen(int(fd), "wb") as out:
             write_texts(as_path(path), int(number), field, out)

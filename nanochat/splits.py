@@ -1,16 +1,18 @@
-"""
-Which files are used for training and which for validation: what folders and names say, and the buckets.
+"""Which files are used for training and which for validation: what folders and names say, and the
+buckets.
 
     DIR/train/web/a.bin  DIR/val/web/c.bin     train: web [a];  val: web [c]. Also valid/, validation/, dev/
     DIR/train-0.parquet  DIR/val-0.parquet     as the names say. What is for testing, by name or folder, is not used
     DIR/web/a.bin  DIR/web/b.bin               train: web [a];  val: web [b], the last one
     PREFIX,PREFIX                              token files listed without their suffixes, in order
 
-Files without documents are skipped with a warning. `pin_files` finds, divides and pins the files of a new run.
+Files without documents are skipped with a warning. `pin_files` finds, divides and pins the files of
+a new run.
 
-**Names that state a split.** Data sets are often published as train-00000-of-00002.parquet, validation-..., test-...,
-or as folders with such names. `stated_splits` reads these names. They count only if some of the files beside each other
-are for training and others are not, so a single file `test.parquet` or a bucket `dev/` is ordinary data.
+**Names that state a split.** Data sets are often published as train-00000-of-00002.parquet,
+validation-..., test-..., or as folders with such names. `stated_splits` reads these names. They
+count only if some of the files beside each other are for training and others are not, so a single
+file `test.parquet` or a bucket `dev/` is ordinary data.
 """
 
 import logging
@@ -47,18 +49,24 @@ POINTER_BYTES = 1 << 10  # no pointer is larger
 
 # ---- what names say about a file's use -----------------------------------------------------------
 
-WORDS = {"train": "train", "training": "train", "test": "test", "testing": "test",
-         **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "val")}
+WORDS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "val"),
+}
 VAL_FOLDERS = ("val", "valid", "validation", "dev")
 NUMBERED = r"([-_.]?\d+)?(-of-\d+)?(-[0-9a-f]{16})?"
 ANY_WORD = "|".join(sorted(WORDS, key=len, reverse=True))
 ALONE = re.compile(rf"(?P<word>{ANY_WORD}){NUMBERED}")  # test, test-00000-of-00001
-INSIDE = re.compile(rf".*[-_.](?P<word>{ANY_WORD}){NUMBERED}|(?P<first>{ANY_WORD})[-_.].*")  # c4-train.00001, train_sft
+# c4-train.00001, train_sft
+INSIDE = re.compile(rf".*[-_.](?P<word>{ANY_WORD}){NUMBERED}|(?P<first>{ANY_WORD})[-_.].*")
 
 
 def stated_splits(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-    """{name: "train", "val", "test" or ""} for relative paths of data files. "": the name states nothing. The topmost
-    folder or file whose name counts decides."""
+    """{name: "train", "val", "test" or ""} for relative paths of data files. "": the name states
+    nothing. The topmost folder or file whose name counts decides."""
     children = defaultdict[PurePosixPath, set[PurePosixPath]](set)  # of each folder
     for name in names:
         for path in (name, *name.parents[:-1]):
@@ -84,7 +92,8 @@ def stated_splits(names: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
 
 
 def _word_in(file: PurePosixPath) -> tuple[str, bool]:
-    """(the word in a file's name that may state a split, or ""; whether it can hardly be a topic)."""
+    """(the word in a file's name that may state a split, or ""; whether it can hardly be a
+    topic)."""
     name = file.name.lower()
     stem = name.removesuffix(text_suffix(name) or file.suffix.lower())
     if match := ALONE.fullmatch(stem):
@@ -95,13 +104,14 @@ def _word_in(file: PurePosixPath) -> tuple[str, bool]:
 
 
 def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
-    """`stated_splits` of the files of one folder, {} if their names do not count. ValueError if names that count are
-    beside names that state nothing."""
+    """`stated_splits` of the files of one folder, {} if their names do not count. ValueError if
+    names that count are beside names that state nothing."""
     found = {file: _word_in(file) for file in files}
     has_train = any(WORDS.get(word) == "train" for word, _ in found.values())
     stated: dict[PurePosixPath, str] = {}
     for file, (word, is_clear) in found.items():
-        counts = has_train or is_clear  # without a training file, words may be topics: dev, test_cases
+        # without a training file, words may be topics: dev, test_cases
+        counts = has_train or is_clear
         stated[file] = WORDS.get(word, "") if counts else ""
 
     kinds = set(stated.values())
@@ -111,9 +121,11 @@ def _stated(files: Sequence[PurePosixPath]) -> dict[PurePosixPath, str]:
     if for_training == {"train", ""}:
         silent = sorted(file for file in files if not stated[file])
         spoken = sorted(file for file in files if stated[file])
-        raise ValueError(f"{few(silent)}: the names of other files beside it state a split ({few(spoken)}), so it is "
-                         f"unclear whether to train on it; move it to a folder of its own to train on it, or rename "
-                         f"it train-... or validation-...")
+        raise ValueError(
+            f"{few(silent)}: the names of other files beside it state a split ({few(spoken)}), so it is "
+            f"unclear whether to train on it; move it to a folder of its own to train on it, or rename "
+            f"it train-... or validation-..."
+        )
     return stated
 
 
@@ -124,9 +136,13 @@ def val_folders(root: Path) -> list[Path]:
 
 # ---- buckets and splits --------------------------------------------------------------------------
 
-def group_by_bucket(files: Sequence[Path], path: Path, *, merge: bool = False) -> dict[str, list[Path]]:
-    """{bucket: files} of files below a --data-path: each subfolder is a bucket, and so is each of several prefixes.
-    Files beside the subfolders form the bucket BUCKET; with `merge`, all files do."""
+
+def group_by_bucket(
+    files: Sequence[Path], path: Path, *, merge: bool = False
+) -> dict[str, list[Path]]:
+    """{bucket: files} of files below a --data-path: each subfolder is a bucket, and so is each of
+    several prefixes. Files beside the subfolders form the bucket BUCKET; with `merge`, all files
+    do."""
     folder, prefixes = data_folder(path), not exists(path)
     buckets: dict[str, list[Path]] = {}
     for file in files:
@@ -139,14 +155,16 @@ def group_by_bucket(files: Sequence[Path], path: Path, *, merge: bool = False) -
     return buckets
 
 
-def find_buckets(path: Path, data_format: str = "text", *, merge: bool = False) -> dict[str, list[Path]]:
+def find_buckets(
+    path: Path, data_format: str = "text", *, merge: bool = False
+) -> dict[str, list[Path]]:
     """{bucket: files} of all data at a path; see `group_by_bucket`."""
     return group_by_bucket(find_files(path, data_format), path, merge=merge)
 
 
 class Splits(NamedTuple):
-    """The files of a data path, {bucket: files} each. `val` is empty if no folder or name states a split. `stray`:
-    files that are neither in train/ nor in the folders beside it."""
+    """The files of a data path, {bucket: files} each. `val` is empty if no folder or name states a
+    split. `stray`: files that are neither in train/ nor in the folders beside it."""
 
     train: dict[str, list[Path]]
     val: dict[str, list[Path]]
@@ -154,9 +172,9 @@ class Splits(NamedTuple):
 
 
 def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = False) -> Splits:
-    """What folders and names state about the files of a data path. Warns about files that could be data but are not
-    used. Files without documents are skipped with one warning. Without `by_bucket`, the training files are one
-    bucket."""
+    """What folders and names state about the files of a data path. Warns about files that could be
+    data but are not used. Files without documents are skipped with one warning. Without
+    `by_bucket`, the training files are one bucket."""
     found = list_files(root, data_format)
     data, ignored = drop_empty(root, found.data), dict(found.ignored)
     if is_folder(root / "train"):
@@ -173,7 +191,9 @@ def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = Fals
     return splits
 
 
-def _by_folders(root: Path, data: Sequence[Path], data_format: str, by_bucket: bool) -> tuple[Splits, list[Path]]:
+def _by_folders(
+    root: Path, data: Sequence[Path], data_format: str, by_bucket: bool
+) -> tuple[Splits, list[Path]]:
     """(splits, files for testing) of a folder with train/."""
     folders = [root / "train", *val_folders(root)[:1]]
     below = defaultdict[str, list[Path]](list)  # the files below each folder of `root`
@@ -181,7 +201,8 @@ def _by_folders(root: Path, data: Sequence[Path], data_format: str, by_bucket: b
         below[file.relative_to(root).parts[0]].append(file)
     for folder in folders:
         if not below[folder.name]:
-            find_files(folder, data_format)  # raises an error of its own if there are no files at all
+            # raises an error of its own if there are no files at all
+            find_files(folder, data_format)
             raise FileNotFoundError(f"{folder}: no document in any of its files; write them again")
 
     train = group_by_bucket(below.pop("train"), folders[0], merge=not by_bucket)
@@ -196,8 +217,8 @@ def _by_folders(root: Path, data: Sequence[Path], data_format: str, by_bucket: b
 
 
 def _by_names(root: Path, data: Sequence[Path], by_bucket: bool) -> tuple[Splits, list[Path]]:
-    """(splits, files for testing) of files whose names may state a split. Names of files that a --data-path lists one
-    by one state none."""
+    """(splits, files for testing) of files whose names may state a split. Names of files that a
+    --data-path lists one by one state none."""
     uses: dict[Path, str] = {}
     if is_folder(root):
         names = {file: PurePosixPath(file.relative_to(root).as_posix()) for file in data}
@@ -215,8 +236,9 @@ def _by_names(root: Path, data: Sequence[Path], by_bucket: bool) -> tuple[Splits
 
 
 def content_of(path: Path) -> str:
-    """What a data file holds: "documents"; "nothing"; or "pointer": it stands for data that Git LFS or git-annex has
-    not fetched. "documents" for a file that cannot be read: reading it gives the reason."""
+    """What a data file holds: "documents"; "nothing"; or "pointer": it stands for data that Git LFS
+    or git-annex has not fetched. "documents" for a file that cannot be read: reading it gives the
+    reason."""
     try:
         if path.stat().st_size <= POINTER_BYTES:
             with path.open("rb") as file:
@@ -229,25 +251,34 @@ def content_of(path: Path) -> str:
 
 
 def drop_empty(root: Path, files: Sequence[Path]) -> list[Path]:
-    """The files that hold documents. One warning lists the others. ValueError if no file holds any, or if some only
-    stand for data that was not fetched."""
+    """The files that hold documents. One warning lists the others. ValueError if no file holds any,
+    or if some only stand for data that was not fetched."""
     contents = list(each(content_of, files) if is_remote(root) else map(content_of, files))
     pointers = [file for file, content in zip(files, contents) if content == "pointer"]
     if pointers:
-        raise ValueError(f"{root}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
-                         f"fetched: {few(pointers, root)}; fetch it (git lfs pull, git annex get), or delete the files")
+        raise ValueError(
+            f"{root}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
+            f"fetched: {few(pointers, root)}; fetch it (git lfs pull, git annex get), or delete the files"
+        )
     empty = [file for file, content in zip(files, contents) if content == "nothing"]
     if len(empty) == len(files):
-        raise ValueError(f"{root}: {counted(len(files), 'file')} but no document in any of them ({few(empty, root)}); "
-                         f"write them again, or choose other data with --data-path and --val-path")
+        raise ValueError(
+            f"{root}: {counted(len(files), 'file')} but no document in any of them ({few(empty, root)}); "
+            f"write them again, or choose other data with --data-path and --val-path"
+        )
     if empty:
-        log.warning("%s: skipping %s without documents: %s", root, counted(len(empty), "file"), few(empty, root))
+        log.warning(
+            "%s: skipping %s without documents: %s",
+            root,
+            counted(len(empty), "file"),
+            few(empty, root),
+        )
     return [file for file, content in zip(files, contents) if content == "documents"]
 
 
 def last_of(files: Sequence[Path]) -> Path | None:
-    """The file of several that validates if nothing else is named: the last one, but none of a few .txt files beside
-    other kinds of files, such as notes. None if there are too few files."""
+    """The file of several that validates if nothing else is named: the last one, but none of a few
+    .txt files beside other kinds of files, such as notes. None if there are too few files."""
     others = [file for file in files if text_suffix(file.name) != ".txt"]
     candidates = others or list(files)
     return candidates[-1] if len(candidates) > 1 else None
@@ -255,8 +286,15 @@ def last_of(files: Sequence[Path]) -> Path | None:
 
 # ---- training and validation ---------------------------------------------------------------------
 
-def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
-                    by_bucket: bool = False, shared: bool = False) -> dict[str, dict[str, list[Path]]]:
+
+def split_train_val(
+    data_path: Path | str,
+    val_path: Path | str | None = None,
+    *,
+    data_format: str = "text",
+    by_bucket: bool = False,
+    shared: bool = False,
+) -> dict[str, dict[str, list[Path]]]:
     """{"train": {bucket: files}, "val": {bucket: files}} for a --data-path.
 
         DIR/train/BUCKET/..., DIR/val/BUCKET/...     as they are; without `by_bucket` train is one bucket
@@ -265,8 +303,8 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         DIR/...                                      one bucket: the last of all files is for validation
         PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise one bucket
 
-    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files are in both splits,
-    for --val-fraction. ValueError or FileNotFoundError if a split has no files.
+    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files
+    are in both splits, for --val-fraction. ValueError or FileNotFoundError if a split has no files.
     """
     root = as_path(data_path)
     has_train = is_folder(root / "train")
@@ -278,7 +316,9 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
     if shared:
         named = val_path or next((files[0] for files in val.values()), None)
         if named is not None:
-            raise ValueError(f"--val-fraction: the data already has validation files ({named}); remove one of the two")
+            raise ValueError(
+                f"--val-fraction: the data already has validation files ({named}); remove one of the two"
+            )
         return {"train": train, "val": train}
     if val_path is not None:
         return {"train": train, "val": _val_files(as_path(val_path), data_format)}
@@ -291,8 +331,10 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
         if bucket not in val and (file := last_of(files)) is not None:
             last[bucket] = file
     if not val and not last:
-        raise ValueError(f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
-                         f"documents with --val-fraction=0.01")
+        raise ValueError(
+            f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
+            f"documents with --val-fraction=0.01"
+        )
     if val and not by_bucket:
         return {"train": train, "val": val}
     for_val: dict[str, list[Path]] = {}
@@ -301,20 +343,28 @@ def split_train_val(data_path: Path | str, val_path: Path | str | None = None, *
             for_val[bucket] = [last[bucket]]
         elif bucket in val:
             for_val[bucket] = val[bucket]
-    rest = {bucket: [file for file in files if file != last.get(bucket)] for bucket, files in train.items()}
+    rest = {
+        bucket: [file for file in files if file != last.get(bucket)]
+        for bucket, files in train.items()
+    }
     return {"train": rest, "val": for_val}
 
 
 def _check_val_folders(root: Path) -> None:
-    """FileNotFoundError or ValueError unless exactly one folder beside root/train is for validation."""
+    """FileNotFoundError or ValueError unless exactly one folder beside root/train is for
+    validation."""
     folders = val_folders(root)
     if not folders:
         test = " (test/ is used for neither)" if is_folder(root / "test") else ""
-        raise FileNotFoundError(f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
-                                f"or divide the documents of train/ with --val-fraction=0.01")
+        raise FileNotFoundError(
+            f"{root}: it has train/ but no val/{test}; name validation data with --val-path, "
+            f"or divide the documents of train/ with --val-fraction=0.01"
+        )
     if len(folders) > 1:
         names = " and ".join(f"{folder.name}/" for folder in folders)
-        raise ValueError(f"{root}: it has {names}; name the one to use for validation with --val-path")
+        raise ValueError(
+            f"{root}: it has {names}; name the one to use for validation with --val-path"
+        )
 
 
 def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
@@ -323,13 +373,15 @@ def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
     other = next((file for file in files if text_suffix(file.name) != ".txt"), files[0])
     beside = " beside .txt files" if len(files) > 1 else ""
     each_of = " in each bucket" if len(train) > 1 else ""
-    return (f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
-            f"validation)")
+    return (
+        f"only one data file ({other.name}){beside}{each_of}, expected at least two (the last one is used for "
+        f"validation)"
+    )
 
 
 def _val_files(path: Path, data_format: str) -> dict[str, list[Path]]:
-    """{bucket: files} of a --val-path: files whose names say that they are for training or testing, beside files for
-    validation, are not used."""
+    """{bucket: files} of a --val-path: files whose names say that they are for training or testing,
+    beside files for validation, are not used."""
     if not is_folder(path):
         return group_by_bucket(drop_empty(path, find_files(path, data_format)), path)
     splits = find_splits(path, data_format, by_bucket=True)
@@ -337,14 +389,15 @@ def _val_files(path: Path, data_format: str) -> dict[str, list[Path]]:
 
 
 def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether, without --val-fraction and names that state a split, the last file is used for validation, because
-    nothing names validation data."""
+    """Whether, without --val-fraction and names that state a split, the last file is used for
+    validation, because nothing names validation data."""
     root = as_path(data_path)
     return val_path is None and not is_folder(root / "train") and known_dataset(root) is None
 
 
 class DataFile(NamedTuple):
-    """A file for `describe_split`. `name` is relative to the data path. `documents` is None if unknown."""
+    """A file for `describe_split`. `name` is relative to the data path. `documents` is None if
+    unknown."""
 
     name: str
     num_bytes: int
@@ -353,23 +406,37 @@ class DataFile(NamedTuple):
 
 def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
     """The files of all buckets of a split."""
-    return [DataFile(file["name"], file.get("own_size", file["size"]), sum(file["groups"]))
-            for manifest in manifests.values() for file in manifest["files"]]
+    return [
+        DataFile(file["name"], file.get("own_size", file["size"]), sum(file["groups"]))
+        for manifest in manifests.values()
+        for file in manifest["files"]
+    ]
 
 
-def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads: str = "", shared: float = 0.0,
-                   chosen: bool = False) -> list[str]:
-    """Lines about which files are for validation and for training, and a warning if the split looks accidental.
+def describe_split(
+    train: Sequence[DataFile],
+    val: Sequence[DataFile],
+    *,
+    reads: str = "",
+    shared: float = 0.0,
+    chosen: bool = False,
+) -> list[str]:
+    """Lines about which files are for validation and for training, and a warning if the split looks
+    accidental.
 
         validation: web/0007.parquet (1,024 documents), 12.1% of all bytes
         training: 7 files, 7,168 documents; this run trains on 18,800,000 tokens
 
-    `reads`: how much of the training files the program reads. `shared`: the --val-fraction. `chosen`: whether
-    the last file was taken by default, which suits shuffled shards but is a surprise in a folder of different files.
+    `reads`: how much of the training files the program reads. `shared`: the --val-fraction.
+    `chosen`: whether the last file was taken by default, which suits shuffled shards but is a
+    surprise in a folder of different files.
     """
+
     def documents(files: Sequence[DataFile], before: str, after: str = "") -> str:
         known = [file.documents for file in files if file.documents is not None]
-        return f"{before}{counted(sum(known), 'document')}{after}" if len(known) == len(files) else ""
+        return (
+            f"{before}{counted(sum(known), 'document')}{after}" if len(known) == len(files) else ""
+        )
 
     def summary(files: Sequence[DataFile]) -> str:
         if len(files) > 3:
@@ -379,23 +446,31 @@ def describe_split(train: Sequence[DataFile], val: Sequence[DataFile], *, reads:
     end = f"; {reads}" if reads else ""
     if shared:
         files = counted(len(train), "file")
-        return [f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
-                f"training: the rest{documents(train, ', ')}{end}"]
+        return [
+            f"validation: {shared:.3g} of each file ({files}){documents(val, ', ')}",
+            f"training: the rest{documents(train, ', ')}{end}",
+        ]
     val_bytes = sum(file.num_bytes for file in val)
     all_bytes = val_bytes + sum(file.num_bytes for file in train)
     share = val_bytes / max(1, all_bytes)
-    lines = [f"validation: {summary(val)}, {share:.1%} of all bytes", f"training: {summary(train)}{end}"]
+    lines = [
+        f"validation: {summary(val)}, {share:.1%} of all bytes",
+        f"training: {summary(train)}{end}",
+    ]
     odd = _odd(train, val, share)
     if odd and chosen:
         stated = stated_splits([PurePosixPath(file.name) for file in (*train, *val)])
         if "val" not in stated.values():
-            lines.append(f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation "
-                         f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05")
+            lines.append(
+                f"warning: the last file is used for validation, but {', and '.join(odd)}; name validation "
+                f"data with --val-path, or use 5% of the documents of every file with --val-fraction=0.05"
+            )
     return lines
 
 
 def _odd(train: Sequence[DataFile], val: Sequence[DataFile], share: float) -> list[str]:
     """What is odd about the validation files, which are a `share` of all bytes."""
+
     def kind(file: DataFile) -> str:
         return "".join(Path(file.name).suffixes)
 
@@ -414,12 +489,23 @@ def _odd(train: Sequence[DataFile], val: Sequence[DataFile], share: float) -> li
     return odd
 
 
-def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data_format: str = "text",
-              mix: Curriculum | None = None, selection: Selection = ALL) -> Manifests:
-    """Find and pin the files of a new run. `mix`: a curriculum, whose buckets stay separate. FileNotFoundError or
-    ValueError names the file that is missing or corrupt."""
-    files = split_train_val(data_path, val_path, data_format=data_format, by_bucket=mix is not None,
-                            shared=selection.val_fraction > 0)
+def pin_files(
+    data_path: Path | str,
+    val_path: Path | str | None = None,
+    *,
+    data_format: str = "text",
+    mix: Curriculum | None = None,
+    selection: Selection = ALL,
+) -> Manifests:
+    """Find and pin the files of a new run. `mix`: a curriculum, whose buckets stay separate.
+    FileNotFoundError or ValueError names the file that is missing or corrupt."""
+    files = split_train_val(
+        data_path,
+        val_path,
+        data_format=data_format,
+        by_bucket=mix is not None,
+        shared=selection.val_fraction > 0,
+    )
     if mix is not None:
         mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
@@ -429,5 +515,8 @@ def pin_files(data_path: Path | str, val_path: Path | str | None = None, *, data
         if data_format in MAGICS:
             check_format(roots[split], list(chain.from_iterable(buckets.values())), data_format)
         of_split = selection.for_split(split)
-        manifests[split] = {bucket: scan(roots[split], paths, selection=of_split) for bucket, paths in buckets.items()}
+        manifests[split] = {
+            bucket: scan(roots[split], paths, selection=of_split)
+            for bucket, paths in buckets.items()
+        }
     return manifests

@@ -8,13 +8,16 @@ from dataclasses import dataclass, field
 
 from nanochat.spikes import Window
 
-DRY, FLAGS = 4, 8  # in a step's message: the position of the dry flag, and how many numbers precede the buckets
+# in a step's message: the position of the dry flag, and how many numbers precede the buckets
+DRY = 4
+FLAGS = 8
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """The totals of a step over all ranks: the same on every rank, and for every number of ranks that divides the
-    number of leaves. `nats`, `live` and `buckets` have one entry for each of the step's R rows."""
+    """The totals of a step over all ranks: the same on every rank, and for every number of ranks
+    that divides the number of leaves. `nats`, `live` and `buckets` have one entry for each of the
+    step's R rows."""
 
     digest: str  # 16 hex digits
     dry: bool  # a rank did not have all of its rows
@@ -30,11 +33,19 @@ class StepTotals:
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
         """The totals in a message from `add_up`, copied by `fetch`."""
-        counts, rows = [int(value) for value in values[:FLAGS + num_buckets]], values[FLAGS + num_buckets:]
+        counts = [int(value) for value in values[: FLAGS + num_buckets]]
+        rows = values[FLAGS + num_buckets :]
         return cls(
-            digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}", dry=counts[DRY] > 0,
-            stop=counts[5] > 0, unsaved=counts[6] > 0, save=counts[7] > 0, dropped=counts[FLAGS:],
-            nats=rows[0::3], live=[int(live) for live in rows[1::3]], buckets=[int(bucket) for bucket in rows[2::3]])
+            digest=f"{sum(part << 16 * i for i, part in enumerate(counts[:4])) % 2**64:016x}",
+            dry=counts[DRY] > 0,
+            stop=counts[5] > 0,
+            unsaved=counts[6] > 0,
+            save=counts[7] > 0,
+            dropped=counts[FLAGS:],
+            nats=rows[0::3],
+            live=[int(live) for live in rows[1::3]],
+            buckets=[int(bucket) for bucket in rows[2::3]],
+        )
 
     @property
     def loss(self) -> float:
@@ -56,13 +67,16 @@ class Progress:
 
     step: int = 0  # steps done
     tokens: int = 0  # tokens trained on, in all steps
-    smooth_loss: float = 0.0  # running mean, weight 0.1 for the newest; not corrected for its start at 0
+    # running mean, weight 0.1 for the newest; not corrected for its start at 0
+    smooth_loss: float = 0.0
     train_time_s: float = 0.0
     val_bpb: float | None = None
     first_val_bpb: float | None = None
     min_val_bpb: float | None = None
-    dropped: dict[str, int] = field(default_factory=dict)  # {bucket: number of lanes that have dropped it}
-    window: Window = field(default_factory=list)  # with --skip-spikes: recent applied steps, see spikes.py
+    # {bucket: number of lanes that have dropped it}
+    dropped: dict[str, int] = field(default_factory=dict)
+    # with --skip-spikes: recent applied steps, see spikes.py
+    window: Window = field(default_factory=list)
     skipped: int = 0  # steps that were not applied, because they were spikes
     skipped_in_a_row: int = 0
 
@@ -73,7 +87,7 @@ class Progress:
         self.train_time_s += step_s
         if not totals.spiked:
             self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
-        return self.smooth_loss / (1 - 0.9**(self.step - self.skipped))
+        return self.smooth_loss / (1 - 0.9 ** (self.step - self.skipped))
 
     def record_val(self, bpb: float) -> None:
         """Record a validation result in bits per byte."""

@@ -1,25 +1,28 @@
 """
 The stream: which tokens are in row k of lane l.
 
-**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`. World
-size, rank, batch size, number of threads and restarts have no effect on it.
+**The law.** Row k of lane l is a pure function of the data, the tokenizer and the `StreamConfig`.
+World size, rank, batch size, number of threads and restarts have no effect on it.
 
     step s: R = nV rows;   lane 0's rows sn .. sn+n-1,  lane 1's rows sn .. sn+n-1,  ...
     rank r of W:           the rows of lanes floor(rV/W) .. floor((r+1)V/W) - 1
 
 So the ranks' rows, concatenated in rank order, are the same for every W.
 
-A lane has one **feed** per bucket. A feed holds its position in the order of the data, a packer, the tokens of the
-documents that are pending in that packer, and the **ledger**: counts that show where every token went.
+A lane has one **feed** per bucket. A feed holds its position in the order of the data, a packer,
+the tokens of the documents that are pending in that packer, and the **ledger**: counts that show
+where every token went.
 
     order --a unit: at most 64 documents--> source.read: ids --> packer (lengths) and documents (ids) --> next row
                                                              until enough are pending
 
-A feed finishes each epoch before it starts the next one: it reads its share to the end, packs until the pending
-documents cannot fill a row, and completes one last row with documents of the next epoch.
+A feed finishes each epoch before it starts the next one: it reads its share to the end, packs until
+the pending documents cannot fill a row, and completes one last row with documents of the next
+epoch.
 
-The JSON of a lane's feeds is its **cursor**. The V cursors are the whole state of the stream. A cursor lists the
-pending documents with their lengths, so a restored feed can pack at once while its pool reads their tokens.
+The JSON of a lane's feeds is its **cursor**. The V cursors are the whole state of the stream. A
+cursor lists the pending documents with their lengths, so a restored feed can pack at once while its
+pool reads their tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,10 +44,23 @@ SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
 SAMPLE_TOKENS = 1 << 20  # of them that are read at once
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
-LEDGER = ("read", "bos", "repeated", "emitted", "cropped", "pending", "padded", "rows", "documents", "epochs")
+LEDGER = (
+    "read",
+    "bos",
+    "repeated",
+    "emitted",
+    "cropped",
+    "pending",
+    "padded",
+    "rows",
+    "documents",
+    "epochs",
+)
 Cursor = dict[str, Any]
-FEED = dict.fromkeys(("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded",
-                      "pending"), int)  # the counts of a feed that make up the ledger
+FEED = dict.fromkeys(
+    ("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded", "pending"),
+    int,
+)  # the counts of a feed that make up the ledger
 CURSOR = {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict}
 Key = tuple[int, int, int]  # (epoch, group, index in it): how cursors name a document
 
@@ -61,8 +77,14 @@ class FeedState(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         """A feed's part of a cursor."""
-        return {"epoch": self.epoch, "place": self.place, "documents": self.num_documents, "read": self.read,
-                **self.counts, "waiting": [[*key, *piece] for key, piece in self.waiting.items()]}
+        return {
+            "epoch": self.epoch,
+            "place": self.place,
+            "documents": self.num_documents,
+            "read": self.read,
+            **self.counts,
+            "waiting": [[*key, *piece] for key, piece in self.waiting.items()],
+        }
 
 
 class LaneState(NamedTuple):
@@ -100,24 +122,42 @@ class Unit(NamedTuple):
 
 
 class Feed:
-    """One bucket in one lane. `pool` prefetches the next unit; without a pool, each unit is read when it is needed."""
+    """One bucket in one lane. `pool` prefetches the next unit; without a pool, each unit is read
+    when it is needed."""
 
-    def __init__(self, config: StreamConfig, *, bucket: str, lane: int, source: Source, order: Order,
-                 pool: Executor | None):
-        self.config, self.bucket, self.lane, self.source, self.order = config, bucket, lane, source, order
+    def __init__(
+        self,
+        config: StreamConfig,
+        *,
+        bucket: str,
+        lane: int,
+        source: Source,
+        order: Order,
+        pool: Executor | None,
+    ):
+        self.config = config
+        self.bucket = bucket
+        self.lane = lane
+        self.source = source
+        self.order = order
         self.pool, self.max_epochs = pool, config.epochs(bucket)
         self.packer = config.new_packer()
-        # the pending documents; after a resume, a Future of those of a group that the pool still reads
+        # the pending documents; after a resume, a Future of those of a group that the pool still
+        # reads
         self.documents: dict[Key, Document | Future[dict[Key, Document]]] = {}
-        self.epoch, self.share = 0, order.share(lane, 0)  # `share`: this lane's places in the current epoch
+        # `share`: this lane's places in the current epoch
+        self.epoch = 0
+        self.share = order.share(lane, 0)
         self.place = self.share.start  # of the next unit
-        self.num_documents = self.read = 0  # documents, and their tokens, not counting BOS and repeated tokens
+        # documents, and their tokens, not counting BOS and repeated tokens
+        self.num_documents = self.read = 0
         self.unit: Future[Unit] | None = None  # the prefetched unit
 
     # -- reading
 
     def _next_epoch(self) -> bool:
-        """Begin the next epoch, skipping those whose share for this lane is empty. False if no epoch is left."""
+        """Begin the next epoch, skipping those whose share for this lane is empty. False if no
+        epoch is left."""
         while self.max_epochs == 0 or self.epoch + 1 < self.max_epochs:
             self.epoch += 1
             self.share = self.order.share(self.lane, self.epoch)
@@ -137,7 +177,9 @@ class Feed:
         in_order = [documents[position] for position in range(len(rows))]
         keys = [(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())]
         lengths = [len(document.ids) for document in in_order]
-        return Unit(place + len(rows), keys, lengths, [self._kept(document) for document in in_order])
+        return Unit(
+            place + len(rows), keys, lengths, [self._kept(document) for document in in_order]
+        )
 
     def _read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """`Source.read`, with a mark on the documents that are left out of the loss."""
@@ -145,10 +187,13 @@ class Feed:
         silent = self.source.without.get(group)
         if silent is None:
             return documents
-        return [document._replace(silent=bool(silent[row])) for document, row in zip(documents, rows)]
+        return [
+            document._replace(silent=bool(silent[row])) for document, row in zip(documents, rows)
+        ]
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit once fewer documents are pending than the target plus half a unit."""
+        """Have the pool read the next unit once fewer documents are pending than the target plus
+        half a unit."""
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
@@ -158,11 +203,16 @@ class Feed:
             self.unit = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
 
     def _fill(self) -> None:
-        """Push units of the current epoch until the packer wants no more. RuntimeError if the pool was closed."""
+        """Push units of the current epoch until the packer wants no more. RuntimeError if the pool
+        was closed."""
         target = self.config.fill_target(self.packer.row)
         while self.place < self.share.stop and self.packer.wants(target):
             self._submit_unit()
-            unit = self.unit.result() if self.unit else self._fetch(self.epoch, self.place, self.share.stop)
+            unit = (
+                self.unit.result()
+                if self.unit
+                else self._fetch(self.epoch, self.place, self.share.stop)
+            )
             self.unit = None
             for key, length, document in zip(unit.keys, unit.lengths, unit.documents):
                 if length > 0:  # a stored entry may be empty
@@ -170,8 +220,8 @@ class Feed:
             self.place = unit.stop
 
     def _push(self, key: Key, length: int, document: Document) -> None:
-        """Give a document of `length` tokens to the packer, and enter it in the accounts. ValueError, which names its
-        file, if no row can hold it."""
+        """Give a document of `length` tokens to the packer, and enter it in the accounts.
+        ValueError, which names its file, if no row can hold it."""
         framed, packer = self.config.framed, self.packer
         try:
             packer.push(key, length)
@@ -185,12 +235,13 @@ class Feed:
         self.num_documents += 1
 
     def _kept(self, document: Document) -> Document:
-        """A pending document as the feed stores it: cut to what a row can hold if documents are cropped; if they are
-        split, compressed if it is longer than a chunk."""
+        """A pending document as the feed stores it: cut to what a row can hold if documents are
+        cropped; if they are split, compressed if it is longer than a chunk."""
         ids, limit = document.ids, self.packer.max_tokens
         assert isinstance(ids, np.ndarray)  # as sources return it
         if limit is not None and len(ids) > limit:
-            return document._replace(ids=ids[:limit].copy())  # a view would keep all of it in memory
+            # a view would keep all of it in memory
+            return document._replace(ids=ids[:limit].copy())
         if limit is None and self.packer.own_bos and len(ids) > Packed.CHUNK:
             return document._replace(ids=Packed(ids))
         return document
@@ -198,11 +249,12 @@ class Feed:
     # -- rows
 
     def pack(self) -> list[Placement] | None:
-        """The next row as placements. None if the bucket is dry: no document is left to read, and the pending ones
-        cannot fill a row."""
+        """The next row as placements. None if the bucket is dry: no document is left to read, and
+        the pending ones cannot fill a row."""
         self._fill()
         while not self.packer.ready:
-            # The epoch is over. Its remaining documents lead the next row, which the next epoch completes.
+            # The epoch is over. Its remaining documents lead the next row, which the next epoch
+            # completes.
             pending = list(self.packer.waiting())
             if not self._next_epoch():
                 return None
@@ -216,12 +268,19 @@ class Feed:
         if placed is None:
             return None
         documents = [self._take(key) for key, *_ in placed]
-        tokens, live = assemble(placed, documents, T=self.config.T, bos=self.source.bos,
-                                framed=self.config.framed, own_bos=self.packer.own_bos)
+        tokens, live = assemble(
+            placed,
+            documents,
+            T=self.config.T,
+            bos=self.source.bos,
+            framed=self.config.framed,
+            own_bos=self.packer.own_bos,
+        )
         return Row(self.lane, index, self.bucket, tokens, live, placed)
 
     def _take(self, key: Key) -> Document:
-        """A document that the packer has placed. It stays pending if the packer will place it again."""
+        """A document that the packer has placed. It stays pending if the packer will place it
+        again."""
         document = self.documents.pop(key)
         if isinstance(document, Future):
             document = document.result().pop(key)
@@ -233,11 +292,13 @@ class Feed:
 
     def state(self) -> FeedState:
         """A copy of the feed's present state."""
-        return FeedState(self.epoch, self.place, self.num_documents, self.read, *self.packer.state())
+        return FeedState(
+            self.epoch, self.place, self.num_documents, self.read, *self.packer.state()
+        )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from the JSON of `FeedState.to_json`. The pool reads the pending documents, one group at a time.
-        ValueError if the state does not fit the data."""
+        """Resume from the JSON of `FeedState.to_json`. The pool reads the pending documents, one
+        group at a time. ValueError if the state does not fit the data."""
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         waiting: dict[Key, Piece] = {}
@@ -246,7 +307,9 @@ class Feed:
             epoch, group, row, *piece = entry
             waiting[epoch, group, row] = Piece(*piece)
         self.epoch, self.share = state["epoch"], self.order.share(self.lane, state["epoch"])
-        self.place, self.num_documents, self.read = state["place"], state["documents"], state["read"]
+        self.place = state["place"]
+        self.num_documents = state["documents"]
+        self.read = state["read"]
         self.packer.restore(state, waiting)
 
         # read the pending documents group by group
@@ -261,31 +324,38 @@ class Feed:
                 self.documents.update(self._fetch_pending(group, pieces))
 
     def _check_waiting(self, entry: Sequence[int], what: str) -> None:
-        """ValueError unless an entry of a cursor's "waiting" names a document of this data and a piece of it."""
+        """ValueError unless an entry of a cursor's "waiting" names a document of this data and a
+        piece of it."""
         sizes = self.source.groups
         is_piece = len(entry) == 6 and min(entry) >= 0
         if not is_piece or entry[1] >= len(sizes) or entry[2] >= sizes[entry[1]]:
-            raise ValueError(f"{what}: {entry[:6]} does not name a document of this data; resume from another "
-                             f"checkpoint")
+            raise ValueError(
+                f"{what}: {entry[:6]} does not name a document of this data; resume from another "
+                f"checkpoint"
+            )
 
     def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
-        """Read the documents of a group that a cursor lists. ValueError if the length of one has changed."""
+        """Read the documents of a group that a cursor lists. ValueError if the length of one has
+        changed."""
         documents = self._read(group, np.array([row for _, _, row in waiting]))
         for (key, piece), document in zip(waiting.items(), documents):
             actual, expected = len(document.ids), self.packer.whole_length(piece)
             if actual != expected:
                 name, number = self.source.locate(group)
-                raise ValueError(f"{name}: document {key[2]} of group {number} has {actual:,} tokens, but the "
-                                 f"checkpoint says {expected:,}; the data or the tokenizer has changed since the run "
-                                 f"began. Restore the original, or start a new run (--model-tag)")
+                raise ValueError(
+                    f"{name}: document {key[2]} of group {number} has {actual:,} tokens, but the "
+                    f"checkpoint says {expected:,}; the data or the tokenizer has changed since the run "
+                    f"began. Restore the original, or start a new run (--model-tag)"
+                )
         return {key: self._kept(document) for key, document in zip(waiting, documents)}
 
 
 # ---- cursors -------------------------------------------------------------------------------------
 
+
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}. In each bucket, read + bos +
-    repeated = emitted + cropped + pending tokens; padding is counted separately."""
+    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}. In each bucket,
+    read + bos + repeated = emitted + cropped + pending tokens; padding is counted separately."""
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
@@ -302,13 +372,14 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
 
 
 def share(account: Mapping[str, int], name: str) -> float:
-    """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted + cropped). Tables show
-    the cropped share as `cropped %`."""
+    """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted +
+    cropped). Tables show the cropped share as `cropped %`."""
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
 def sample_lengths(source: Source) -> np.ndarray:
-    """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups spread over a source."""
+    """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups
+    spread over a source."""
     lengths: list[int] = []
     num_groups = len(source.groups)
     sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
@@ -321,62 +392,91 @@ def sample_lengths(source: Source) -> np.ndarray:
     return np.array(lengths)
 
 
-def reading_notes(data: str, *, trained: int, tokens: int, passes: float, cropped: float, repeated: float,
-                  about: str = "about ") -> list[str]:
-    """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is overlap. One
-    sentence if it reads all `tokens` of the data clearly more than once, and one if many tokens are cropped."""
+def reading_notes(
+    data: str,
+    *,
+    trained: int,
+    tokens: int,
+    passes: float,
+    cropped: float,
+    repeated: float,
+    about: str = "about ",
+) -> list[str]:
+    """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is
+    overlap. One sentence if it reads all `tokens` of the data clearly more than once, and one if
+    many tokens are cropped."""
     notes = []
     if cropped > MUCH_CROPPED:
-        notes.append(f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
-                     f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer")
+        notes.append(
+            f"{about}{cropped:.0%} of the tokens of {data} are cropped, because their documents are longer "
+            f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
+        )
     if passes > 1.05:  # last, and so just above the verdict
         twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""
         lost = f", {cropped:.0%} of them cropped" if cropped > 0.005 else ""
-        notes.append(f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
-                     f"{data} has {about}{tokens:,}{lost}")
+        notes.append(
+            f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
+            f"{data} has {about}{tokens:,}{lost}"
+        )
     return notes
 
 
 def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
-    """A sentence that says why a run should not start: it would train on little more than the beginnings of its
-    documents, say on the title pages of books. Empty unless more than MOST_CROPPED of the tokens are cropped."""
+    """A sentence that says why a run should not start: it would train on little more than the
+    beginnings of its documents, say on the title pages of books. Empty unless more than
+    MOST_CROPPED of the tokens are cropped."""
     if cropped <= MOST_CROPPED:
         return ""
-    return (f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
-            f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn")
+    return (
+        f"--long-docs=crop: {about}{cropped:.0%} of the tokens of {data} would be cropped, because each document "
+        f"trains its first row only; use --long-docs=split, or train on the beginnings with --plan=warn"
+    )
 
 
 def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
     """Everything that decides the rows, as JSON values: equal identities mean equal rows."""
-    return {**config.identity(), "tokenizer": tokenizer,
-            **{f"data {name}": source.fingerprint for name, source in sources.items()}}
+    return {
+        **config.identity(),
+        "tokenizer": tokenizer,
+        **{f"data {name}": source.fingerprint for name, source in sources.items()},
+    }
 
 
-def check_cursors(cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]) -> None:
-    """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each lane. Cursors of
-    other lanes are allowed."""
+def check_cursors(
+    cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]
+) -> None:
+    """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each
+    lane. Cursors of other lanes are allowed."""
     for cursor in cursors:
         check_shape(cursor, CURSOR, "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
         if cursor["format"] != FORMAT:
-            raise ValueError(f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
-                             f"code that wrote it, or start a new run (--model-tag)")
+            raise ValueError(
+                f"cursor of lane {lane}: format {cursor['format']}, expected {FORMAT}; resume with the "
+                f"code that wrote it, or start a new run (--model-tag)"
+            )
         names = sorted({*theirs, *identity})
         differing = [name for name in names if theirs.get(name) != identity.get(name)]
         if differing:
-            diff = "; ".join(f"{name} was {theirs.get(name)}, now {identity.get(name)}" for name in differing)
-            raise ValueError(f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)")
+            diff = "; ".join(
+                f"{name} was {theirs.get(name)}, now {identity.get(name)}" for name in differing
+            )
+            raise ValueError(
+                f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)"
+            )
     numbers = sorted(cursor["lane"] for cursor in cursors)
     has_twice = len(numbers) > len(set(numbers))
     if has_twice or not set(lanes) <= set(numbers):
-        raise ValueError(f"cursors of lanes {numbers}, expected one for each of {[*lanes]}; pass the cursors of all "
-                         f"ranks of one checkpoint")
+        raise ValueError(
+            f"cursors of lanes {numbers}, expected one for each of {[*lanes]}; pass the cursors of all "
+            f"ranks of one checkpoint"
+        )
 
 
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
-    """Turn another run's cursors into those of a new run that continues where the other one stopped reading, so that no
-    data is repeated. If the curriculum differs, each bucket continues where it was, rows are counted from 0, and new
-    buckets start from their beginning."""
+    """Turn another run's cursors into those of a new run that continues where the other one stopped
+    reading, so that no data is repeated. If the curriculum differs, each bucket continues where it
+    was, rows are counted from 0, and new buckets start from their beginning."""
     continued = []
     for cursor in cursors:
         theirs = cursor["stream"]
@@ -388,25 +488,39 @@ def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cur
         changed.update(name for name in theirs.keys() ^ identity.keys() if name.startswith("data "))
         stream = {name: value for name, value in theirs.items() if name not in changed}
         stream |= {name: value for name, value in identity.items() if name in changed}
-        buckets = {name: feed for name, feed in cursor["buckets"].items() if f"data {name}" in identity}
+        buckets = {
+            name: feed for name, feed in cursor["buckets"].items() if f"data {name}" in identity
+        }
         continued.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
     return continued
 
 
 # ---- lanes ---------------------------------------------------------------------------------------
 
+
 class Stream:
     """Some lanes of the stream: those of a rank, or all of them.
 
-    With several sources, a curriculum decides the bucket of each row. `tokenizer` is the tokenizer's fingerprint. If
-    `drop_dry`, a lane drops a bucket that is dry and continues with its others; otherwise the lane ends. ValueError
-    with a diff if the cursors belong to another stream.
+    With several sources, a curriculum decides the bucket of each row. `tokenizer` is the
+    tokenizer's fingerprint. If `drop_dry`, a lane drops a bucket that is dry and continues with its
+    others; otherwise the lane ends. ValueError with a diff if the cursors belong to another stream.
     """
 
-    def __init__(self, config: StreamConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
-                 tokenizer: str, cursors: Sequence[Cursor] | None = None, num_threads: int = 4,
-                 drop_dry: bool = False, feed: type[Feed] = Feed):
-        self.config, self.lanes, self.drop_dry = config, list(lanes), drop_dry
+    def __init__(
+        self,
+        config: StreamConfig,
+        sources: Mapping[str, Source],
+        lanes: Sequence[int],
+        *,
+        tokenizer: str,
+        cursors: Sequence[Cursor] | None = None,
+        num_threads: int = 4,
+        drop_dry: bool = False,
+        feed: type[Feed] = Feed,
+    ):
+        self.config = config
+        self.lanes = list(lanes)
+        self.drop_dry = drop_dry
         self.mixer: Mixer | None = None
         if config.curriculum is not None:
             config.curriculum.check_buckets(sources)
@@ -416,11 +530,17 @@ class Stream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
-        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
+        self.pool = (
+            ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
+        )
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
-            order = open_order(source.groups, source.means, small=source.small, bucket=bucket, config=config)
-            of_bucket = partial(feed, config, bucket=bucket, source=source, order=order, pool=self.pool)
+            order = open_order(
+                source.groups, source.means, small=source.small, bucket=bucket, config=config
+            )
+            of_bucket = partial(
+                feed, config, bucket=bucket, source=source, order=order, pool=self.pool
+            )
             self.feeds[bucket] = {lane: of_bucket(lane=lane) for lane in self.lanes}
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
@@ -467,7 +587,8 @@ class Stream:
         return rows
 
     def dry_bucket(self, lane: int) -> str | None:
-        """The dry bucket that leaves a lane without its next row; None if all of its buckets are dry."""
+        """The dry bucket that leaves a lane without its next row; None if all of its buckets are
+        dry."""
         return self.bucket_of(lane, self.rows[lane])
 
     def state(self) -> list[LaneState]:
@@ -483,8 +604,16 @@ class Stream:
         cursors = []
         for at in self.state() if state is None else state:
             buckets = {bucket: feed.to_json() for bucket, feed in at.feeds.items()}
-            cursors.append({"format": FORMAT, "lane": at.lane, "row": at.row, "stream": self.identity,
-                            "dropped": sorted(at.dropped), "buckets": buckets})
+            cursors.append(
+                {
+                    "format": FORMAT,
+                    "lane": at.lane,
+                    "row": at.row,
+                    "stream": self.identity,
+                    "dropped": sorted(at.dropped),
+                    "buckets": buckets,
+                }
+            )
         return cursors
 
     def close(self) -> None:
@@ -493,9 +622,11 @@ class Stream:
             self.pool.shutdown(cancel_futures=True)
 
 
-def open_stream(config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any) -> AnyStream:
-    """Some lanes of the stream that `config` describes: a `Stream`, or for another order (`order.ORDERS`) what its
-    configuration opens. The other arguments are those of `Stream`."""
+def open_stream(
+    config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
+) -> AnyStream:
+    """Some lanes of the stream that `config` describes: a `Stream`, or for another order
+    (`order.ORDERS`) what its configuration opens. The other arguments are those of `Stream`."""
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **arguments)
     return config.open(sources, lanes, **arguments)

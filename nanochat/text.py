@@ -9,14 +9,15 @@ Text files: which of their documents are read, and how parquet is read.
 
 The last three kinds are converted once, by `as_parquet` (nanochat/text_kinds.py).
 
---text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A converted file has that one
-column. Every command that reads text uses this module, so all commands accept the same files and report the same
-errors.
+--text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A converted
+file has that one column. Every command that reads text uses this module, so all commands accept the
+same files and report the same errors.
 
-**Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each file has training and
-validation data: document number i (from 0) is used for validation if floor((i + 1) f) exceeds floor(i f): with 0.01,
-every hundredth one. A .txt file is one document, cut at the first line that begins after 1 - f of its characters. Then
---min-chars=N skips documents with fewer characters. Parquet is converted, too, if a selection skips documents.
+**Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each
+file has training and validation data: document number i (from 0) is used for validation if floor((i
++ 1) f) exceeds floor(i f): with 0.01, every hundredth one. A .txt file is one document, cut at the
+first line that begins after 1 - f of its characters. Then --min-chars=N skips documents with fewer
+characters. Parquet is converted, too, if a selection skips documents.
 """
 
 import argparse
@@ -41,11 +42,14 @@ log = logging.getLogger(__name__)
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".txt", ".arrow")
 # of JSON with one object per line, under all the names that it has
-JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst"))
+JSON_LINES = tuple(
+    kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst")
+)
 TEXT_FIELD = "text"
 TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to exhaust memory
-EMPTY_BYTES = 200  # more than an empty document takes in a parquet file, even with a page of its own
+# more than an empty document takes in a parquet file, even with a page of its own
+EMPTY_BYTES = 200
 LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
 FIXED = "decides which tokens come in which order"  # why a run may not change these settings
@@ -59,30 +63,48 @@ def text_suffix(name: str) -> str:
 
 # ---- which documents are read --------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class TextSettings:
     """which documents to read from text files"""
 
-    text_field: str = setting(TEXT_FIELD, "parquet column or jsonl field that holds the text; a.b: field b of a",
-                              metavar="NAME", fixed=FIXED)
+    text_field: str = setting(
+        TEXT_FIELD,
+        "parquet column or jsonl field that holds the text; a.b: field b of a",
+        metavar="NAME",
+        fixed=FIXED,
+    )
     min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
-    val_fraction: float = setting(0.0, "share of each file's documents to use for validation, instead of the last file",
-                                  metavar="F", fixed=FIXED)
+    val_fraction: float = setting(
+        0.0,
+        "share of each file's documents to use for validation, instead of the last file",
+        metavar="F",
+        fixed=FIXED,
+    )
     strict: bool = setting(False, "stop at a broken jsonl line or a null instead of skipping it")
 
 
 def add_text_flags(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add flags for some fields of `TextSettings` to a script's parser. `Selection.of(vars(args))` reads them."""
+    """Add flags for some fields of `TextSettings` to a script's parser. `Selection.of(vars(args))`
+    reads them."""
     for f in fields(TextSettings):
         if f.name in names:
-            kind: Any = {"action": "store_true"} if f.default is False else {
-                "type": type(f.default), "default": f.default, "metavar": f.metadata["metavar"]}
+            kind: Any = (
+                {"action": "store_true"}
+                if f.default is False
+                else {
+                    "type": type(f.default),
+                    "default": f.default,
+                    "metavar": f.metadata["metavar"],
+                }
+            )
             parser.add_argument("--" + f.name.replace("_", "-"), help=f.metadata["help"], **kind)
 
 
 @dataclass(frozen=True)
 class Selection(TextSettings):
-    """Which documents of text files are read, and from which field. ValueError for impossible values."""
+    """Which documents of text files are read, and from which field. ValueError for impossible
+    values."""
 
     part: str = ""  # "train" or "val" if each file is divided between the two (--val-fraction)
 
@@ -90,7 +112,9 @@ class Selection(TextSettings):
         if self.min_chars < 0:
             raise ValueError(f"--min-chars: got {self.min_chars}, expected 0 or more")
         if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"--val-fraction: got {self.val_fraction}, expected 0 or more, and below 1")
+            raise ValueError(
+                f"--val-fraction: got {self.val_fraction}, expected 0 or more, and below 1"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Selection":
@@ -102,10 +126,13 @@ class Selection(TextSettings):
         return replace(self, part=split) if self.val_fraction else self
 
     def named(self) -> dict[str, Any]:
-        """The values that are not defaults, as manifests store them. `strict` is not stored, because it selects
-        nothing."""
-        return {f.name: getattr(self, f.name) for f in fields(self)
-                if f.name != "strict" and getattr(self, f.name) != f.default}
+        """The values that are not defaults, as manifests store them. `strict` is not stored,
+        because it selects nothing."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if f.name != "strict" and getattr(self, f.name) != f.default
+        }
 
     def hashed(self) -> list[Any]:
         """The values of `named` for fingerprints: empty if all are defaults."""
@@ -119,9 +146,12 @@ class Selection(TextSettings):
         return self.min_chars > 0 or self.part != ""
 
     def documents(self, texts: Iterable[str], skipped: dict[str, Any]) -> Iterator[str]:
-        """The selected documents among all `texts` of a file; skipped["short"] counts those with too few characters."""
+        """The selected documents among all `texts` of a file; skipped["short"] counts those with
+        too few characters."""
         for number, text in enumerate(texts):
-            validates = math.floor((number + 1) * self.val_fraction) > math.floor(number * self.val_fraction)
+            validates = math.floor((number + 1) * self.val_fraction) > math.floor(
+                number * self.val_fraction
+            )
             if self.part and validates != (self.part == "val"):
                 continue
             if len(text) >= self.min_chars:
@@ -130,11 +160,13 @@ class Selection(TextSettings):
                 skipped["short"] += 1
 
     def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[str]:
-        """The selected part of a file that is a single document, cut at the start of a line if one follows."""
+        """The selected part of a file that is a single document, cut at the start of a line if one
+        follows."""
         at = math.ceil(len(text) * (1 - self.val_fraction))
         if next_line := text.find("\n", at) + 1:
             this_line = text.rfind("\n", 0, at) + 1
-            at = next_line if text[next_line:].strip() else this_line or at  # a single line is cut inside
+            # a single line is cut inside
+            at = next_line if text[next_line:].strip() else this_line or at
         parts = {"train": text[:at], "val": text[at:], "": text}
         return replace(self, part="").documents([parts[self.part]], skipped)
 
@@ -144,33 +176,45 @@ ALL = Selection()
 
 # ---- parquet -------------------------------------------------------------------------------------
 
+
 @contextlib.contextmanager
 def named_in_errors(path: Path | str, problem: str) -> Iterator[None]:
-    """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors from object storage are
-    not changed: they name the object, and the file is not at fault."""
+    """Turn Arrow's error about a damaged file into a ValueError that names the file. Errors from
+    object storage are not changed: they name the object, and the file is not at fault."""
     try:
         yield
-    # MemoryError and UnicodeDecodeError: a corrupt size, or name; the last two: Python's reader of .gz
+    # MemoryError and UnicodeDecodeError: a corrupt size, or name; the last two: Python's reader of
+    # .gz
     except (pa.ArrowException, OSError, MemoryError, UnicodeDecodeError, EOFError, zlib.error) as e:
         if is_remote(path) and str(e).startswith(str(path)):
             raise
         if "requires too much memory" in str(e):
-            raise ValueError(f"{path}: it was compressed with a window above 128 MiB (zstd --long), which cannot be "
-                             f"read; compress it again: zstd -d --long=31 -c FILE | zstd -o NEW") from e
-        raise ValueError(f"{path}: {problem} ({e}); delete the file and download or create it again (python -m "
-                         f"nanochat.dataset --verify checks all files of a folder)") from e
+            raise ValueError(
+                f"{path}: it was compressed with a window above 128 MiB (zstd --long), which cannot be "
+                f"read; compress it again: zstd -d --long=31 -c FILE | zstd -o NEW"
+            ) from e
+        raise ValueError(
+            f"{path}: {problem} ({e}); delete the file and download or create it again (python -m "
+            f"nanochat.dataset --verify checks all files of a folder)"
+        ) from e
 
 
 def open_parquet(path: Path | str, field: str = TEXT_FIELD) -> pq.ParquetFile:
-    """Open a parquet file and check that it has rows and a string column `field`; otherwise ValueError or
-    FileNotFoundError names the file. The caller closes it."""
+    """Open a parquet file and check that it has rows and a string column `field`; otherwise
+    ValueError or FileNotFoundError names the file. The caller closes it."""
     path = as_path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path}: the file is gone; restore it, or start a new run (--model-tag)")
+        raise FileNotFoundError(
+            f"{path}: the file is gone; restore it, or start a new run (--model-tag)"
+        )
     with named_in_errors(path, "truncated or not a parquet file"):
-        # pre_buffer would hold the pages of a whole row group in memory, although a reader needs one batch at a time
-        file = pq.ParquetFile(path.open("rb") if is_remote(path) else path, pre_buffer=False,
-                              page_checksum_verification=True)
+        # pre_buffer would hold the pages of a whole row group in memory, although a reader needs
+        # one batch at a time
+        file = pq.ParquetFile(
+            path.open("rb") if is_remote(path) else path,
+            pre_buffer=False,
+            page_checksum_verification=True,
+        )
     problem = misfit(file.schema_arrow, field)
     if not problem and not file.metadata.num_rows:
         problem = "the parquet file is empty (0 rows); delete it"
@@ -200,10 +244,16 @@ def misfit(schema: pa.Schema, field: str) -> str:
     return ""
 
 
-def checked(column: pa.Array, path: Path | str, field: str, group: int,
-            skipped: dict[str, Any] | None = None) -> pa.Array:
-    """A column of texts, after checks. ValueError for a null or a text that is too large, ArrowException for a text
-    that is not UTF-8. With `skipped`, nulls are dropped instead, and skipped["nulls"] counts them."""
+def checked(
+    column: pa.Array,
+    path: Path | str,
+    field: str,
+    group: int,
+    skipped: dict[str, Any] | None = None,
+) -> pa.Array:
+    """A column of texts, after checks. ValueError for a null or a text that is too large,
+    ArrowException for a text that is not UTF-8. With `skipped`, nulls are dropped instead, and
+    skipped["nulls"] counts them."""
     column.validate(full=True)
     if column.null_count and skipped is not None:
         skipped["nulls"] = skipped.get("nulls", 0) + column.null_count
@@ -212,14 +262,17 @@ def checked(column: pa.Array, path: Path | str, field: str, group: int,
         raise ValueError(NULLS.format(path, counted(column.null_count, "null"), field, group))
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_DOCUMENT_BYTES:
-        raise ValueError(f"{path}: a document in row group {group} has {longest:,} bytes, "
-                         f"expected at most {MAX_DOCUMENT_BYTES:,}; split it into several")
+        raise ValueError(
+            f"{path}: a document in row group {group} has {longest:,} bytes, "
+            f"expected at most {MAX_DOCUMENT_BYTES:,}; split it into several"
+        )
     return column
 
 
 class Footer(NamedTuple):
-    """The footer of a parquet file of text: its bytes, the documents of each row group, the bytes of all texts before
-    compression, and the nulls among the documents (None if the statistics of a row group do not say it)."""
+    """The footer of a parquet file of text: its bytes, the documents of each row group, the bytes
+    of all texts before compression, and the nulls among the documents (None if the statistics of a
+    row group do not say it)."""
 
     raw: bytes
     counts: list[int]
@@ -228,13 +281,15 @@ class Footer(NamedTuple):
 
 
 def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
-    """The footer of a parquet file of text. Files converted by nanochat record the number of bytes in their metadata.
-    Raises the errors of `open_parquet`."""
+    """The footer of a parquet file of text. Files converted by nanochat record the number of bytes
+    in their metadata. Raises the errors of `open_parquet`."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     text = leaf_column(metadata, field)
     may_have_nulls = metadata.schema.column(text).max_definition_level > 0
-    counts, text_bytes, nulls = list[int](), 0, 0
+    counts = list[int]()
+    text_bytes = 0
+    nulls = 0
     unknown = False
     for g in range(metadata.num_row_groups):
         group = metadata.row_group(g)
@@ -262,8 +317,8 @@ def text_tokens(text_bytes: int, documents: int) -> int:
 
 
 def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
-    """Whether all documents of a parquet file are empty, by the sizes and statistics in its footer. If these do
-    not tell, the texts are read up to the first one that is not empty."""
+    """Whether all documents of a parquet file are empty, by the sizes and statistics in its footer.
+    If these do not tell, the texts are read up to the first one that is not empty."""
     with open_parquet(path, field) as file:
         text = leaf_column(file.metadata, field)
         for g in range(file.num_row_groups):
@@ -274,26 +329,40 @@ def is_blank(path: Path, field: str = TEXT_FIELD) -> bool:
             elif statistics is not None and statistics.has_min_max:
                 blank = not statistics.max_raw
             else:
-                blank = not any(pc.any(pc.not_equal(texts, "")).as_py()
-                                for texts in read_batches(file, g, path, field=field))
+                blank = not any(
+                    pc.any(pc.not_equal(texts, "")).as_py()
+                    for texts in read_batches(file, g, path, field=field)
+                )
             if not blank:
                 return False
     return True
 
 
-def read_batches(file: pq.ParquetFile, group: int, path: Path | str, *, batch_size: int = 256,
-                 field: str = TEXT_FIELD, skipped: dict[str, Any] | None = None) -> Iterator[pa.Array]:
-    """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names the file if pages are
-    corrupt, or if a text is null (unless `skipped` counts nulls, see `checked`), too large or not UTF-8.
+def read_batches(
+    file: pq.ParquetFile,
+    group: int,
+    path: Path | str,
+    *,
+    batch_size: int = 256,
+    field: str = TEXT_FIELD,
+    skipped: dict[str, Any] | None = None,
+) -> Iterator[pa.Array]:
+    """The texts of a row group, `batch_size` documents at a time, after checks. ValueError names
+    the file if pages are corrupt, or if a text is null (unless `skipped` counts nulls, see
+    `checked`), too large or not UTF-8.
 
-    At the end, freed memory is returned to the system. Otherwise Arrow's pool would keep the memory of the largest
-    group, and units of many sizes would fragment glibc's heap (after 960 steps of 64 lanes: 158 MB and growing, instead
-    of 130).
+    At the end, freed memory is returned to the system. Otherwise Arrow's pool would keep the memory
+    of the largest group, and units of many sizes would fragment glibc's heap (after 960 steps of 64
+    lanes: 158 MB and growing, instead of 130).
     """
     num_bytes = 0
     try:
-        with named_in_errors(path, f"row group {group} cannot be read, or a document in it is not UTF-8"):
-            for batch in file.iter_batches(batch_size, row_groups=[group], columns=[field], use_threads=False):
+        with named_in_errors(
+            path, f"row group {group} cannot be read, or a document in it is not UTF-8"
+        ):
+            for batch in file.iter_batches(
+                batch_size, row_groups=[group], columns=[field], use_threads=False
+            ):
                 [column] = flat(pa.Table.from_batches([batch]))[field].chunks
                 column = checked(column, path, field, group, skipped)
                 num_bytes += column.nbytes

@@ -17,8 +17,9 @@ from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
 
 
 class TokenSource(Source):
-    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with `as_stored` the entry
-    as it is stored. Files are opened when they are first used. ValueError for files that another tokenizer made."""
+    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with
+    `as_stored` the entry as it is stored. Files are opened when they are first used. ValueError for
+    files that another tokenizer made."""
 
     lengths_known = True
     has_entries = True
@@ -26,7 +27,9 @@ class TokenSource(Source):
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
         super().__init__(manifest, tokenizer)
         self.as_stored = as_stored
-        self._first_entry = np.concatenate([_starts(entry["groups"]) for entry in manifest["files"]])
+        self._first_entry = np.concatenate(
+            [_starts(entry["groups"]) for entry in manifest["files"]]
+        )
         if "documents" in manifest:
             self._limit_to(*manifest["documents"])
         self._pair = functools.cache(self._open)
@@ -43,12 +46,19 @@ class TokenSource(Source):
         self.fingerprint = hash_json([self.fingerprint, first, end])
 
     def _check_tokenizer(self, folder: Path, of_folder: dict[str, Any] | None) -> None:
-        """ValueError if the manifest.json of a folder says that another tokenizer made its files."""
-        theirs = self.tokenizer.fingerprint if of_folder is None else of_folder["tokenizer"]["fingerprint"]
+        """ValueError if the manifest.json of a folder says that another tokenizer made its
+        files."""
+        theirs = (
+            self.tokenizer.fingerprint
+            if of_folder is None
+            else of_folder["tokenizer"]["fingerprint"]
+        )
         if theirs != self.tokenizer.fingerprint:
-            raise ValueError(f"{folder}: tokenizer {theirs} made its shards, but this run has "
-                             f"{self.tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, or make the "
-                             f"shards again with scripts.tok_shards")
+            raise ValueError(
+                f"{folder}: tokenizer {theirs} made its shards, but this run has "
+                f"{self.tokenizer.fingerprint}; name the shards' tokenizer with --tokenizer, or make the "
+                f"shards again with scripts.tok_shards"
+            )
 
     @staticmethod
     def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
@@ -56,7 +66,8 @@ class TokenSource(Source):
 
     @staticmethod
     def is_empty(path: Path) -> bool:
-        """See `Source.is_empty`. A pair whose files contradict each other is not empty: opening it gives the reason."""
+        """See `Source.is_empty`. A pair whose files contradict each other is not empty: opening it
+        gives the reason."""
         return path.stat().st_size == 0 and len(TokenFile(path)) == 0
 
     def _open(self, number: int) -> TokenFile:
@@ -65,14 +76,20 @@ class TokenSource(Source):
         entries, size = sum(entry["groups"]), entry["size"]
         pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
         if (len(pair), pair.num_bytes) != (entries, size):
-            raise ValueError(f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {entries:,} in {size:,} "
-                             f"when this run began; restore the old file, or start a new run (--model-tag)")
+            raise ValueError(
+                f"{path}: {len(pair):,} entries in {pair.num_bytes:,} bytes, but {entries:,} in {size:,} "
+                f"when this run began; restore the old file, or start a new run (--model-tag)"
+            )
         return pair
 
-    def _runs(self, group: int, rows: np.ndarray) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
-        """Where some documents of a group are: (their pair, runs of consecutive entries [(first, end)] that hold them,
-        for each document its position in the runs). In a small bucket they may lie far apart."""
-        distinct, positions = np.unique(rows, return_inverse=True)  # a row may be pending from two epochs
+    def _runs(
+        self, group: int, rows: np.ndarray
+    ) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
+        """Where some documents of a group are: (their pair, runs of consecutive entries [(first,
+        end)] that hold them, for each document its position in the runs). In a small bucket they
+        may lie far apart."""
+        # a row may be pending from two epochs
+        distinct, positions = np.unique(rows, return_inverse=True)
         entries = distinct + self._first_entry[group]
         gaps = np.flatnonzero(np.diff(entries) > 1) + 1
         runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(entries, gaps)]
@@ -94,10 +111,16 @@ class TokenSource(Source):
         lengths: list[int] = []
         contexts: list[int] = []
         for first, end in runs:
-            of_run = pair.lengths(first, end) if self.as_stored else pair.document_lengths(first, end, self.bos)
+            of_run = (
+                pair.lengths(first, end)
+                if self.as_stored
+                else pair.document_lengths(first, end, self.bos)
+            )
             lengths += of_run.tolist()
             contexts += pair.prefixes(first, end).tolist()
-        return [lengths[position] for position in positions], [contexts[position] for position in positions]
+        return [lengths[position] for position in positions], [
+            contexts[position] for position in positions
+        ]
 
 
 def _starts(groups: list[int]) -> np.ndarray:

@@ -1,9 +1,10 @@
 """
 Token files: the ids of many documents, written once and memory-mapped by training.
 
-A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. The .idx has one of two
-formats. This module reads both, so that no other module needs to know which one a pair has; nanochat/pretokenize.py
-writes them. A run imports this module when it meets the first .bin file.
+A token file is a pair. The .bin holds only ids, and the .idx says where each *entry* begins. The
+.idx has one of two formats. This module reads both, so that no other module needs to know which one
+a pair has; nanochat/pretokenize.py writes them. A run imports this module when it meets the first
+.bin file.
 
     web.bin     t t t t E t t E t t t t t t t t E      ids, one after another; E ends a document
 
@@ -17,21 +18,25 @@ writes them. A run imports this module when it meets the first .bin file.
                 0 1 2 4         boundaries  (d + 1) int64      where documents start, in sequences
                 0 0 1 0         modes       n int8             of multimodal data; most pairs have none
 
-An entry of GPTS is a document, or one of the windows that a long document was cut into. A later window repeats some
-ids of the one before it. (Above, the third document is two windows; the second has a prefix of 1.) An entry of
-Megatron's format is a document, and its sequences may be anywhere in the .bin. All numbers are little-endian. The
-formats come from gpt-simple 0.1.2 and megatron-core: this module reads files of both programs, and both read ours. A
-manifest.json in a folder of pairs names the tokenizer that made them.
+An entry of GPTS is a document, or one of the windows that a long document was cut into. A later
+window repeats some ids of the one before it. (Above, the third document is two windows; the second
+has a prefix of 1.) An entry of Megatron's format is a document, and its sequences may be anywhere
+in the .bin. All numbers are little-endian. The formats come from gpt-simple 0.1.2 and
+megatron-core: this module reads files of both programs, and both read ours. A manifest.json in a
+folder of pairs names the tokenizer that made them.
 
-**Opening** checks the header, the sizes, and the first and last offset (or boundary and sequence), so it takes as long
-for a billion entries as for ten. The rest is checked when it is used. If the last sequence does not end where the .bin
-ends, all sequences are checked: one beyond the end is an error.
+**Opening** checks the header, the sizes, and the first and last offset (or boundary and sequence),
+so it takes as long for a billion entries as for ten. The rest is checked when it is used. If the
+last sequence does not end where the .bin ends, all sequences are checked: one beyond the end is an
+error.
 
-**Which entries end a document?** If the manifest shows that every later window has a prefix, no ids are read: an entry
-ends its document when the next one has no prefix. Otherwise an entry ends its document if its last id is E.
+**Which entries end a document?** If the manifest shows that every later window has a prefix, no ids
+are read: an entry ends its document when the next one has no prefix. Otherwise an entry ends its
+document if its last id is E.
 
-**Two readers** return the elements of a file: a memory map for local files, and integrations/object_storage.py for
-remote ones. If a mapped file is truncated during a run, SIGBUS ends the process.
+**Two readers** return the elements of a file: a memory map for local files, and
+integrations/object_storage.py for remote ones. If a mapped file is truncated during a run, SIGBUS
+ends the process.
 """
 
 import functools
@@ -60,9 +65,12 @@ from nanochat.text import text_tokens
 log = logging.getLogger(__name__)
 
 HEADERS = {"shards": struct.Struct("<4sIII"), "megatron": struct.Struct("<9sQBQQ")}
-DTYPES = {  # of the ids, by the code in the header; Megatron's 6 and 7 are floating point, so they cannot be ids
+# of the ids, by the code in the header; Megatron's 6 and 7 are floating point, so they cannot be
+# ids
+DTYPES = {
     "shards": {2: "<u2", 4: "<u4"},
-    "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}}
+    "megatron": {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"},
+}
 GROUP_ENTRIES = 1024  # entries per group, unless the manifest lists the groups
 EDGE_BYTES = 1 << 16  # bytes hashed at each end of an .idx
 BLOCKS, BLOCK_BYTES = 16, 4096  # evenly spaced blocks of a .bin, hashed
@@ -78,6 +86,7 @@ def pair_paths(prefix: Path | str) -> tuple[Path, Path]:
 
 
 # ---- readers ------------------------------------------------------------------------------------
+
 
 class Reader(Protocol):
     """The elements of one file, as read-only arrays. May be used from several threads at once."""
@@ -108,35 +117,51 @@ class MappedReader(Reader):
 
 # ---- an open pair -------------------------------------------------------------------------------
 
+
 def _size(path: Path) -> int:
     """The bytes of one file of a pair."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
         other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx").name
-        plain = ("; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
-                 if path.suffix == ".idx" else "")
-        raise FileNotFoundError(f"{path}: the file is missing; restore it, or delete {other} and rerun "
-                                f"scripts.tok_shards, or start a new run (--model-tag){plain}") from None
+        plain = (
+            "; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
+            if path.suffix == ".idx"
+            else ""
+        )
+        raise FileNotFoundError(
+            f"{path}: the file is missing; restore it, or delete {other} and rerun "
+            f"scripts.tok_shards, or start a new run (--model-tag){plain}"
+        ) from None
 
 
 @functools.cache
 def _warn_of_rest(path: Path, num_bytes: int, end: int) -> None:
     """Warn, once per process, that a .bin is longer than its index says."""
-    log.warning("%s: %d bytes on disk, but the sequences of its .idx end at byte %d, so the rest is not read; if the "
-                "two files do not belong together, fetch them again", path, num_bytes, end)
+    log.warning(
+        "%s: %d bytes on disk, but the sequences of its .idx end at byte %d, so the rest is not read; if the "
+        "two files do not belong together, fetch them again",
+        path,
+        num_bytes,
+        end,
+    )
 
 
 class TokenFile:
     """An open pair: `len` entries of ids.
 
-    All methods may be called from several threads at once. They raise ValueError, which names the file and the entry,
-    for corrupt data. `vocab_size`: reading an id outside it is an error. `open_local`: makes the reader of a local file
-    from its path and the type of its elements.
+    All methods may be called from several threads at once. They raise ValueError, which names the
+    file and the entry, for corrupt data. `vocab_size`: reading an id outside it is an error.
+    `open_local`: makes the reader of a local file from its path and the type of its elements.
     """
 
-    def __init__(self, path: Path | str, *, vocab_size: int | None = None,
-                 open_local: Callable[[Path, np.dtype], Reader] = MappedReader):
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        vocab_size: int | None = None,
+        open_local: Callable[[Path, np.dtype], Reader] = MappedReader,
+    ):
         self.path = as_path(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
         self.vocab_size = vocab_size
@@ -151,25 +176,33 @@ class TokenFile:
             self.reader = open_local(self.path, self.dtype)
         self.num_tokens = self.num_bytes // self.dtype.itemsize
         if vocab_size is not None and vocab_size - 1 > np.iinfo(self.dtype).max:
-            raise ValueError(f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
-                             f"{vocab_size:,}, so another tokenizer made them; name that one with --tokenizer")
+            raise ValueError(
+                f"{self.path}: its ids are {self.dtype.name}, too small for a vocabulary of "
+                f"{vocab_size:,}, so another tokenizer made them; name that one with --tokenizer"
+            )
         # the table that says where entries begin, counted in tokens or in sequences
         if self.format == "shards":
-            self._edges, unit, total = "offsets", "tokens", self.num_bytes / self.dtype.itemsize
+            self._edges = "offsets"
+            unit = "tokens"
+            total = self.num_bytes / self.dtype.itemsize
         else:
-            self._edges, unit, total = "boundaries", "sequences", self.tables["lengths"][2]
+            self._edges = "boundaries"
+            unit = "sequences"
+            total = self.tables["lengths"][2]
         [first], [last] = self.table(self._edges, 0, 1), self.table(self._edges, len(self))
         if first != 0 or last != total:
-            raise ValueError(f"{self.path}: {total:,.10g} {unit} on disk, but the {self._edges} in its .idx go from "
-                             f"{first:,} to {last:,}; {REDO}")
+            raise ValueError(
+                f"{self.path}: {total:,.10g} {unit} on disk, but the {self._edges} in its .idx go from "
+                f"{first:,} to {last:,}; {REDO}"
+            )
         self._last_edge = int(total)
         if self.format == "megatron":
             self._check_end()
 
     def _check_end(self) -> None:
-        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin, and a warning if the .bin
-        continues after the last sequence. Usually the last entry of the index shows that neither is the case; only
-        otherwise, all entries are read."""
+        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin, and a
+        warning if the .bin continues after the last sequence. Usually the last entry of the index
+        shows that neither is the case; only otherwise, all entries are read."""
         rows, end = self.tables["lengths"][2], 0
         if rows:
             end = int(self._ends(rows - 1, rows)[0])
@@ -179,21 +212,24 @@ class TokenFile:
             ends = self._ends(first, min(first + CHECKED_ROWS, rows))
             if ends.max() > self.num_bytes:
                 at = int(np.argmax(ends > self.num_bytes))
-                raise ValueError(f"{self.path}: {self.num_bytes:,} bytes on disk, but sequence {first + at:,} of its "
-                                 f".idx ends at byte {ends[at]:,}, so the file is truncated, or the .idx belongs to "
-                                 f"another file; {REDO}")
+                raise ValueError(
+                    f"{self.path}: {self.num_bytes:,} bytes on disk, but sequence {first + at:,} of its "
+                    f".idx ends at byte {ends[at]:,}, so the file is truncated, or the .idx belongs to "
+                    f"another file; {REDO}"
+                )
             end = max(end, int(ends.max()))
         if end < self.num_bytes:
             _warn_of_rest(self.path, self.num_bytes, end)
 
     def _ends(self, first: int, last: int) -> np.ndarray:
-        """The byte of the .bin after each of some sequences of a Megatron pair, (n,) int64, unchecked."""
+        """The byte of the .bin after each of some sequences of a Megatron pair, (n,) int64,
+        unchecked."""
         lengths = self.table("lengths", first, last).astype(np.int64)
         return self.table("pointers", first, last) + lengths * self.dtype.itemsize
 
     def _read_header(self) -> None:
-        """Read format, id type and tables from the header. ValueError if it is unknown or contradicts the file's
-        size."""
+        """Read format, id type and tables from the header. ValueError if it is unknown or
+        contradicts the file's size."""
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
         try:
@@ -204,7 +240,11 @@ class TokenFile:
             if boundaries:
                 [edges] = boundaries
                 self._len = edges - 1
-                columns = [("lengths", "<i4", n), ("pointers", "<i8", n), ("boundaries", "<i8", edges)]
+                columns = [
+                    ("lengths", "<i4", n),
+                    ("pointers", "<i8", n),
+                    ("boundaries", "<i8", edges),
+                ]
                 if n and self.idx_bytes == at + 13 * n + 8 * edges:
                     columns.append(("modes", "i1", n))
             for name, dtype, rows in columns:
@@ -215,8 +255,10 @@ class TokenFile:
         except (StopIteration, KeyError, struct.error):
             good = False
         if not good:
-            raise ValueError(f"{self.idx_path}: {self.idx_bytes:,} bytes that begin with {head[:16]!r}, expected "
-                             f"{expected}; it is truncated or another kind of file: {REDO}")
+            raise ValueError(
+                f"{self.idx_path}: {self.idx_bytes:,} bytes that begin with {head[:16]!r}, expected "
+                f"{expected}; it is truncated or another kind of file: {REDO}"
+            )
 
     def __len__(self) -> int:
         return self._len
@@ -232,13 +274,15 @@ class TokenFile:
     def spans(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Where entries first .. last - 1 are in the .bin: (begins, ends, edges).
 
-        begins, ends (s,) int64: the spans, counted in ids. edges (last - first + 1,) int64: entry first + k consists
-        of spans edges[k] .. edges[k + 1] - 1, one after another.
+        begins, ends (s,) int64: the spans, counted in ids. edges (last - first + 1,) int64: entry
+        first + k consists of spans edges[k] .. edges[k + 1] - 1, one after another.
         """
         edges = self.table(self._edges, first, last + 1)
         if edges[0] < 0 or edges[-1] > self._last_edge or (edges[1:] < edges[:-1]).any():
-            raise ValueError(f"{self.idx_path}: the {self._edges} of entries {first:,} to {last:,} run backwards, or "
-                             f"beyond the end; {VERIFY}")
+            raise ValueError(
+                f"{self.idx_path}: the {self._edges} of entries {first:,} to {last:,} run backwards, or "
+                f"beyond the end; {VERIFY}"
+            )
         if self.format == "shards":
             return edges[:-1], edges[1:], np.arange(len(edges))
         numbers = np.arange(edges[0], edges[-1])
@@ -247,16 +291,19 @@ class TokenFile:
         return begins, begins + lengths, edges - edges[0]
 
     def places(self, numbers: np.ndarray, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64. `pointers` and `lengths` are their
-        rows of the tables. ValueError for a sequence that is not inside the .bin."""
+        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64. `pointers` and
+        `lengths` are their rows of the tables. ValueError for a sequence that is not inside the
+        .bin."""
         size = self.dtype.itemsize
         beyond = pointers > self.num_bytes - lengths * size
         wrong = (pointers < 0) | (lengths < 0) | beyond | (pointers % size != 0)
         if wrong.any():
             at = int(np.argmax(wrong))
-            raise ValueError(f"{self.idx_path}: sequence {numbers[at]:,} has {lengths[at]:,} ids at byte "
-                             f"{pointers[at]:,}, which is not a valid place in its .bin of {self.num_bytes:,} bytes; "
-                             f"{VERIFY}")
+            raise ValueError(
+                f"{self.idx_path}: sequence {numbers[at]:,} has {lengths[at]:,} ids at byte "
+                f"{pointers[at]:,}, which is not a valid place in its .bin of {self.num_bytes:,} bytes; "
+                f"{VERIFY}"
+            )
         return pointers // size
 
     def lengths(self, first: int, last: int) -> np.ndarray:
@@ -265,22 +312,25 @@ class TokenFile:
         return np.diff(to_offsets(ends - begins)[edges])
 
     def prefixes(self, first: int, last: int) -> np.ndarray:
-        """For each entry first .. last - 1: how many ids at its start repeat the previous entry, (n,) uint16. Reads no
-        ids."""
+        """For each entry first .. last - 1: how many ids at its start repeat the previous entry,
+        (n,) uint16. Reads no ids."""
         if self.format == "megatron":
             return np.zeros(last - first, np.uint16)
         prefixes, lengths = self.table("prefixes", first, last), self.lengths(first, last)
         if (prefixes > lengths).any():
             at = int(np.argmax(prefixes > lengths))
-            raise ValueError(f"{self.idx_path}: entry {first + at:,} is shorter than its prefix ({lengths[at]:,} ids, "
-                             f"{prefixes[at]:,} repeated); {VERIFY}")
+            raise ValueError(
+                f"{self.idx_path}: entry {first + at:,} is shorter than its prefix ({lengths[at]:,} ids, "
+                f"{prefixes[at]:,} repeated); {VERIFY}"
+            )
         return prefixes
 
     # -- ids
 
     def read_flat(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, edges) of entries first .. last - 1: entry first + k is ids[edges[k]:edges[k + 1]], edges (n + 1,)
-        int64. From a memory map, ids are a view if the entries are stored one after another."""
+        """(ids, edges) of entries first .. last - 1: entry first + k is ids[edges[k]:edges[k + 1]],
+        edges (n + 1,) int64. From a memory map, ids are a view if the entries are stored one after
+        another."""
         begins, ends, edges = self.spans(first, last)
         if len(begins) and (begins[1:] == ends[:-1]).all():
             ids = self.reader.read(int(begins[0]), int(ends[-1]))
@@ -291,15 +341,19 @@ class TokenFile:
         self.check_ids(ids, edges, first)
         return ids, edges
 
-    def check_ids(self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, kind: str = "entry") -> None:
-        """ValueError for an id outside the vocabulary, if that is known. ids[edges[k]:edges[k + 1]] belong to entry
-        first + k. `kind`: the word for an entry in the error."""
+    def check_ids(
+        self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, kind: str = "entry"
+    ) -> None:
+        """ValueError for an id outside the vocabulary, if that is known. ids[edges[k]:edges[k + 1]]
+        belong to entry first + k. `kind`: the word for an entry in the error."""
         unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero becomes a huge one
         if self.vocab_size is not None and unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
-            raise ValueError(f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
-                             f"{self.vocab_size:,}; {VERIFY}")
+            raise ValueError(
+                f"{self.path}: {kind} {number:,} holds the id {ids[at]:,}, outside the vocabulary of "
+                f"{self.vocab_size:,}; {VERIFY}"
+            )
 
     def read(self, first: int, last: int) -> list[np.ndarray]:
         """Entries first .. last - 1 as they are stored, each (n,): views of one array."""
@@ -315,28 +369,30 @@ class TokenFile:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The pair's record in manifest.json; None if there is no manifest, or it does not list the pair."""
+        """The pair's record in manifest.json; None if there is no manifest, or it does not list the
+        pair."""
         return None if self.manifest is None else self.manifest["shards"].get(self.path.stem)
 
     @functools.cached_property
     def ends_follow(self) -> bool:
-        """Whether the index alone shows which entries end a document: there are no windows, or each later window has a
-        prefix."""
+        """Whether the index alone shows which entries end a document: there are no windows, or each
+        later window has a prefix."""
         if self.manifest is None or self.record is None:
             return False
         arguments = self.manifest["arguments"]
         return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
-    def ends_document(self, first: int, last: int, eod: int,
-                      flat: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
-        """Which of entries first .. last - 1 end a document, with the id `eod`: (n,) bool, False for an empty
-        entry. Ids are read only if the index does not decide. `flat`: the result of `read_flat` for these
-        entries, if the caller has it."""
+    def ends_document(
+        self, first: int, last: int, eod: int, flat: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> np.ndarray:
+        """Which of entries first .. last - 1 end a document, with the id `eod`: (n,) bool, False
+        for an empty entry. Ids are read only if the index does not decide. `flat`: the result of
+        `read_flat` for these entries, if the caller has it."""
         if self.ends_follow:  # the file's last entry ends its document
             edges = to_offsets(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
             ends = edges[1:] > edges[:-1]
-            ends[:len(following)] &= following == 0
+            ends[: len(following)] &= following == 0
             return ends
         ids, edges = self.read_flat(first, last) if flat is None else flat
         ends = edges[1:] > edges[:-1]
@@ -344,8 +400,8 @@ class TokenFile:
         return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:
-        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD, is prepended, and EOD
-        is dropped. Each (n,), a new array."""
+        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD,
+        is prepended, and EOD is dropped. Each (n,), a new array."""
         ids, edges = self.read_flat(first, last)
         stops = edges[1:] - self.ends_document(first, last, eod, (ids, edges))
         bos = np.array([eod], self.dtype)
@@ -358,47 +414,74 @@ class TokenFile:
     # -- the whole file
 
     def pin(self, name: str) -> dict[str, Any]:
-        """What a run stores to pin the pair: {"name", "size" of the .bin, "footer", "groups", "tokens", and
-        "blocks", or for a remote pair the "etag" of the .bin}. `footer` hashes size, header and both ends of
-        the .idx, `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in manifest.json."""
+        """What a run stores to pin the pair: {"name", "size" of the .bin, "footer", "groups",
+        "tokens", and "blocks", or for a remote pair the "etag" of the .bin}. `footer` hashes size,
+        header and both ends of the .idx, `blocks` a few blocks of the .bin. ValueError if the pair
+        differs from its record in manifest.json."""
         record, groups = self.record or {}, record_groups(self.record, len(self))
-        for key, value in (("entries", len(self)), ("tokens", self.num_tokens), ("bin_bytes", self.num_bytes)):
+        for key, value in (
+            ("entries", len(self)),
+            ("tokens", self.num_tokens),
+            ("bin_bytes", self.num_bytes),
+        ):
             if record.get(key, value) != value:
-                raise ValueError(f"{self.path}: {key} is {value:,}, but {MANIFEST_NAME} says {record[key]:,}; {REDO}")
+                raise ValueError(
+                    f"{self.path}: {key} is {value:,}, but {MANIFEST_NAME} says {record[key]:,}; {REDO}"
+                )
         if min(groups, default=1) < 1 or sum(groups) != len(self):
-            raise ValueError(f"{self.path}: the groups in {MANIFEST_NAME} have {groups!r:.80} entries, expected "
-                             f"numbers that add up to {len(self):,}; {REDO}")
+            raise ValueError(
+                f"{self.path}: the groups in {MANIFEST_NAME} have {groups!r:.80} entries, expected "
+                f"numbers that add up to {len(self):,}; {REDO}"
+            )
         start, stop = HEADERS[self.format].size, self.idx_bytes
-        ranges = [(0, start), (start, min(start + EDGE_BYTES, stop)), (max(start, stop - EDGE_BYTES), stop)]
-        footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in self._index.read_many(ranges)))
+        ranges = [
+            (0, start),
+            (start, min(start + EDGE_BYTES, stop)),
+            (max(start, stop - EDGE_BYTES), stop),
+        ]
+        footer = hash_bytes(
+            stop.to_bytes(8, "little"), *(part.tobytes() for part in self._index.read_many(ranges))
+        )
         if is_remote(self.path):
             contents = etag_of(self.path)
         else:  # a few blocks, spread evenly over the .bin
             size = BLOCK_BYTES // self.dtype.itemsize
             begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
-            blocks = self.reader.read_many([(begin, min(begin + size, self.num_tokens)) for begin in begins])
+            blocks = self.reader.read_many(
+                [(begin, min(begin + size, self.num_tokens)) for begin in begins]
+            )
             contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
         text_bytes = record.get("text_bytes")
         # the estimate used for text, so that text and its token files give equal rows
         tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
-        return {"name": name, "size": self.num_bytes, "footer": footer, "groups": groups, "tokens": tokens,
-                **contents}
+        return {
+            "name": name,
+            "size": self.num_bytes,
+            "footer": footer,
+            "groups": groups,
+            "tokens": tokens,
+            **contents,
+        }
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is missing, truncated, in an
-    unknown format or without entries, or whose type of ids cannot hold the vocabulary."""
+    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is
+    missing, truncated, in an unknown format or without entries, or whose type of ids cannot hold
+    the vocabulary."""
     pair = TokenFile(path, vocab_size=vocab_size)
     if len(pair) == 0:
         raise ValueError(f"{pair.idx_path}: it has no documents (0 entries); delete the pair")
     if "modes" in pair.tables:
-        raise ValueError(f"{pair.idx_path}: it is multimodal data (its sequences have modes), which training cannot "
-                         f"use; read it with nanochat.integrations.megatron.IndexedDataset")
+        raise ValueError(
+            f"{pair.idx_path}: it is multimodal data (its sequences have modes), which training cannot "
+            f"use; read it with nanochat.integrations.megatron.IndexedDataset"
+        )
     return pair
 
 
 def to_offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where parts with these lengths begin if stored back to back, and where the last one ends: (n + 1,) int64."""
+    """Where parts with these lengths begin if stored back to back, and where the last one ends: (n
+    + 1,) int64."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -406,27 +489,52 @@ def to_offsets(lengths: np.ndarray) -> np.ndarray:
 
 # ---- the manifest of a folder -------------------------------------------------------------------
 
-MANIFEST_NAME, MANIFEST_FORMAT, MANIFEST_VERSION = "manifest.json", "nanochat-shards", 1
-MANIFEST_SHAPE = {"format": str, "version": int,
-                  "tokenizer": {"fingerprint": str, "eod": int, "vocab_size": int},
-                  "arguments": {"max_length": int, "overlap_size": int}, "shards": dict}
-RECORD_SHAPE = {"input": dict, "documents": int, "entries": int, "tokens": int, "skipped": dict,
-                "bin_bytes": int, "bin_hash": str, "idx_hash": str}
+MANIFEST_NAME = "manifest.json"
+MANIFEST_FORMAT = "nanochat-shards"
+MANIFEST_VERSION = 1
+MANIFEST_SHAPE = {
+    "format": str,
+    "version": int,
+    "tokenizer": {"fingerprint": str, "eod": int, "vocab_size": int},
+    "arguments": {"max_length": int, "overlap_size": int},
+    "shards": dict,
+}
+RECORD_SHAPE = {
+    "input": dict,
+    "documents": int,
+    "entries": int,
+    "tokens": int,
+    "skipped": dict,
+    "bin_bytes": int,
+    "bin_hash": str,
+    "idx_hash": str,
+}
 
 
-def new_manifest(tokenizer: Mapping[str, Any], arguments: Mapping[str, Any],
-                 shards: Mapping[str, Any], *, data_format: str = "shards") -> dict[str, Any]:
-    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards` maps each
-    pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in each) if they differ from the
-    default of `record_groups`."""
+def new_manifest(
+    tokenizer: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    shards: Mapping[str, Any],
+    *,
+    data_format: str = "shards",
+) -> dict[str, Any]:
+    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards`
+    maps each pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in
+    each) if they differ from the default of `record_groups`."""
     named = {} if data_format == "shards" else {"data_format": data_format}
-    return {"format": MANIFEST_FORMAT, "version": MANIFEST_VERSION, **named,
-            "tokenizer": tokenizer, "arguments": arguments, "shards": shards}
+    return {
+        "format": MANIFEST_FORMAT,
+        "version": MANIFEST_VERSION,
+        **named,
+        "tokenizer": tokenizer,
+        "arguments": arguments,
+        "shards": shards,
+    }
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
-    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it is corrupt or has an
-    unknown format."""
+    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it
+    is corrupt or has an unknown format."""
     path = as_path(folder) / MANIFEST_NAME
     try:
         copy = local_copy(path)
@@ -441,8 +549,10 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
     manifest = read_json(copy, MANIFEST_SHAPE, remedy=REDO)
     kind = manifest["format"], manifest["version"]
     if kind != (MANIFEST_FORMAT, MANIFEST_VERSION):
-        raise ValueError(f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; move the file away to "
-                         f"read these shards without it, or make them again with scripts.tok_shards")
+        raise ValueError(
+            f"{path}: got {kind}, expected {(MANIFEST_FORMAT, MANIFEST_VERSION)}; move the file away to "
+            f"read these shards without it, or make them again with scripts.tok_shards"
+        )
     for name, record in manifest["shards"].items():
         check_shape(record, RECORD_SHAPE, f"{path}: shards.{name}")
         check_shape(record.get("groups") or [], [int], f"{path}: the groups of {name}")
@@ -450,6 +560,7 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
-    """Number of entries in each group of a pair. A record may list them; otherwise each group has GROUP_ENTRIES."""
+    """Number of entries in each group of a pair. A record may list them; otherwise each group has
+    GROUP_ENTRIES."""
     whole, rest = divmod(entries, GROUP_ENTRIES)
     return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)

@@ -4,12 +4,13 @@ Average the weights of a run's last checkpoints into a new run, for evaluation a
     python -m scripts.average d12 --last=5               # runs/d12-average-5
     python -m scripts.base_eval d12-average-5
 
-Near the end of a run, weights move around an optimum. Their mean is often better than any one of them, especially while
-the learning rate is high (arXiv 1803.05407, 2306.03241). Sums are float64 and rounded once.
+Near the end of a run, weights move around an optimum. Their mean is often better than any one of
+them, especially while the learning rate is high (arXiv 1803.05407, 2306.03241). Sums are float64
+and rounded once.
 
-The new run has the settings, tokenizer and pinned data of the old one, and one checkpoint, `final`, at the newest
-averaged step. It has no optimizer state, so it cannot be resumed, but a new run can start from it (--init-from). It
-gets its name once it is complete. """
+The new run has the settings, tokenizer and pinned data of the old one, and one checkpoint, `final`,
+at the newest averaged step. It has no optimizer state, so it cannot be resumed, but a new run can
+start from it (--init-from). It gets its name once it is complete."""
 
 import argparse
 import contextlib
@@ -19,7 +20,14 @@ from pathlib import Path
 
 import torch
 
-from nanochat.checkpoint import MODEL_NAME, Checkpoint, Snapshot, first_good, list_checkpoints, step_of
+from nanochat.checkpoint import (
+    MODEL_NAME,
+    Checkpoint,
+    Snapshot,
+    first_good,
+    list_checkpoints,
+    step_of,
+)
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import counted, print0, write_json
 from nanochat.run_dir import CONFIG_NAME, find_run, open_folders, read_config, run_path
@@ -29,37 +37,48 @@ from scripts.export import new_folder
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Average the weights of a run's last checkpoints.", epilog=__doc__)
-    p.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
-    p.add_argument("--last", type=whole(2), default=5, help="number of checkpoints to average, the newest ones")
+    p.add_argument(
+        "run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)"
+    )
+    p.add_argument(
+        "--last", type=whole(2), default=5, help="number of checkpoints to average, the newest ones"
+    )
     p.add_argument("--model-tag", help="name of the new run (default: RUN-average-LAST)")
     return p.parse_args(argv)
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
-    """The newest good checkpoints for `number` different steps, newest first. ValueError if there are fewer."""
+    """The newest good checkpoints for `number` different steps, newest first. ValueError if there
+    are fewer."""
     checkpoints: list[Checkpoint] = []
     paths = list_checkpoints(run_dir)
     while len(checkpoints) < number:
         checkpoint = None
-        with contextlib.suppress(ValueError):  # all that are left are corrupt, and first_good has named them
+        # all that are left are corrupt, and first_good has named them
+        with contextlib.suppress(ValueError):
             checkpoint = first_good(paths)
         if checkpoint is None:
             steps = ", ".join(str(c.step) for c in checkpoints) or "none"
-            raise ValueError(f"--last {number}: {run_dir} has good checkpoints for {counted(len(checkpoints), 'step')} "
-                             f"({steps}); pass a smaller number, or train with --save-every")
+            raise ValueError(
+                f"--last {number}: {run_dir} has good checkpoints for {counted(len(checkpoints), 'step')} "
+                f"({steps}); pass a smaller number, or train with --save-every"
+            )
         checkpoints.append(checkpoint)
         paths = [path for path in paths if step_of(path) < checkpoint.step]
     return checkpoints
 
 
 def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
-    """The mean of the checkpoints' weights, in the dtypes of the first. ValueError for different architectures."""
+    """The mean of the checkpoints' weights, in the dtypes of the first. ValueError for different
+    architectures."""
     newest = checkpoints[0]
     for checkpoint in checkpoints:
         checkpoint.check_architecture(newest.model_config)
     states = [checkpoint.model_state() for checkpoint in checkpoints]
-    return {name: torch.stack([state[name].double() for state in states]).mean(dim=0).to(tensor.dtype)
-            for name, tensor in states[0].items()}
+    return {
+        name: torch.stack([state[name].double() for state in states]).mean(dim=0).to(tensor.dtype)
+        for name, tensor in states[0].items()
+    }
 
 
 def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint]) -> None:
@@ -68,13 +87,21 @@ def fill(run_dir: Path, source: Path, tag: str, checkpoints: Sequence[Checkpoint
     progress = newest.trainer_state["progress"] | {"val_bpb": None, "min_val_bpb": None}
     kept = ("tokens", "phase", "K", "tokenizer_fingerprint")
     state = {name: newest.trainer_state[name] for name in kept if name in newest.trainer_state}
-    state |= {"progress": progress, "status": "completed", "averaged": [str(c.path) for c in checkpoints]}
+    state |= {
+        "progress": progress,
+        "status": "completed",
+        "averaged": [str(c.path) for c in checkpoints],
+    }
     open_folders(run_dir)
     shutil.copytree(source / "tokenizer", run_dir / "tokenizer", dirs_exist_ok=True)
     shutil.copyfile(source / "data_manifest.json", run_dir / "data_manifest.json")
     weights = {MODEL_NAME: average(checkpoints)}
-    Snapshot(newest.step, weights, newest.model_config, newest.cursors, state).write(run_dir, "final")
-    write_completed(run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}")
+    Snapshot(newest.step, weights, newest.model_config, newest.cursors, state).write(
+        run_dir, "final"
+    )
+    write_completed(
+        run_dir, newest.step, f"the mean of {len(checkpoints)} checkpoints of {source.name}"
+    )
     write_json(run_dir / CONFIG_NAME, read_config(source) | {"model_tag": tag})
 
 

@@ -6,10 +6,11 @@ Evaluate a trained model: bits per byte on validation and training data, samples
     torchrun --standalone --nproc_per_node=8 -m scripts.base_eval d24 --eval core
     python -m scripts.base_eval d12@1000 --json eval.json
 
-Tokenizer, data files and row length come from the run directory. With the default --eval-tokens, the validation result
-equals the one that training printed at that step. A unigram model, which only knows how frequent each token is in the
-first rows of training, is evaluated for comparison. CORE needs only the run's model and tokenizer, and the eval_bundle
-folder (nanochat/core_eval.py). Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
+Tokenizer, data files and row length come from the run directory. With the default --eval-tokens,
+the validation result equals the one that training printed at that step. A unigram model, which only
+knows how frequent each token is in the first rows of training, is evaluated for comparison. CORE
+needs only the run's model and tokenizer, and the eval_bundle folder (nanochat/core_eval.py).
+Results are written to RUN/eval.json, and CORE's table to RUN/eval.csv.
 """
 
 import argparse
@@ -44,28 +45,53 @@ MODES = ("core", "bpb", "sample")
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Evaluate a trained model.", epilog=__doc__)
     ask_for_model(p)
-    p.add_argument("--eval", default="bpb,sample", metavar="MODES",
-                   help=f"comma-separated list of {', '.join(MODES)}")
-    p.add_argument("--max-per-task", type=whole(1, also=-1), default=-1, help="items per task of CORE; -1: all")
-    p.add_argument("--eval-bundle", help="folder of CORE's tasks (default: <base dir>/eval_bundle, where <base dir> is "
-                   "$NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
-    p.add_argument("--eval-tokens", type=whole(1, also=-1), default=-1,
-                   help="tokens to evaluate from each split; -1: the run's --eval-tokens")
-    p.add_argument("--unigram-tokens", type=whole(1), default=2**22,
-                   help="number of training tokens that the unigram model counts")
-    p.add_argument("--device-batch-size", type=whole(1, also=-1), default=-1,
-                   help="rows per forward pass; -1: the run's --device-batch-size")
+    p.add_argument(
+        "--eval",
+        default="bpb,sample",
+        metavar="MODES",
+        help=f"comma-separated list of {', '.join(MODES)}",
+    )
+    p.add_argument(
+        "--max-per-task", type=whole(1, also=-1), default=-1, help="items per task of CORE; -1: all"
+    )
+    p.add_argument(
+        "--eval-bundle",
+        help="folder of CORE's tasks (default: <base dir>/eval_bundle, where <base dir> is "
+        "$NANOCHAT_BASE_DIR or ~/.cache/nanochat)",
+    )
+    p.add_argument(
+        "--eval-tokens",
+        type=whole(1, also=-1),
+        default=-1,
+        help="tokens to evaluate from each split; -1: the run's --eval-tokens",
+    )
+    p.add_argument(
+        "--unigram-tokens",
+        type=whole(1),
+        default=2**22,
+        help="number of training tokens that the unigram model counts",
+    )
+    p.add_argument(
+        "--device-batch-size",
+        type=whole(1, also=-1),
+        default=-1,
+        help="rows per forward pass; -1: the run's --device-batch-size",
+    )
     p.add_argument("--json", type=Path, help="file for the result (default: RUN/eval.json)")
     args = p.parse_args(argv)
     args.eval = [mode.strip() for mode in args.eval.split(",")]
     unknown = set(args.eval) - set(MODES)
     if unknown:
-        raise ValueError(f"--eval: got {', '.join(sorted(unknown))!r}, expected a comma-separated list of "
-                         f"{', '.join(MODES)}")
+        raise ValueError(
+            f"--eval: got {', '.join(sorted(unknown))!r}, expected a comma-separated list of "
+            f"{', '.join(MODES)}"
+        )
     return args
 
 
-def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> dict[str, list[str]]:
+def draw_samples(
+    model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]
+) -> dict[str, list[str]]:
     """The most likely continuation of each prompt, and texts sampled from BOS alone."""
     engine = Engine(model, tokenizer)
     bos = tokenizer.get_bos_token_id()
@@ -79,13 +105,20 @@ def draw_samples(model: GPT, tokenizer: Tokenizer, prompts: list[list[int]]) -> 
 
 
 def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
-    """The loss of each token under the unigram model, (vocab_size,) float32. Counts targets in the first rows of the
-    run's stream, the same number of rows from each lane, at least `num_tokens` tokens in all; counts start at 1."""
+    """The loss of each token under the unigram model, (vocab_size,) float32. Counts targets in the
+    first rows of the run's stream, the same number of rows from each lane, at least `num_tokens`
+    tokens in all; counts start at 1."""
     vocab_size = data.tokenizer.get_vocab_size()
     counts = torch.ones(vocab_size, dtype=torch.int64)
     steps = -(-num_tokens // (config.V * config.T))
-    loader = DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=config.V,
-                        device_batch_size=config.V, drop_dry=True)
+    loader = DataLoader(
+        config,
+        data.train,
+        tokenizer=data.tokenizer,
+        rows_per_step=config.V,
+        device_batch_size=config.V,
+        drop_dry=True,
+    )
     with loader, contextlib.suppress(Dry):
         for batch in itertools.islice(loader, steps):
             targets = batch.targets[batch.targets >= 0]
@@ -94,11 +127,12 @@ def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
     return -shares.log().float()
 
 
-def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
-                  ) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation data and on the same number of tokens of each training
-    bucket, and of the unigram model on the validation data. If the tokenizer does not know bytes, nats per token under
-    other keys."""
+def bits_per_byte(
+    args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
+) -> dict[str, Any]:
+    """Collective. Bits per byte of the model on validation data and on the same number of tokens of
+    each training bucket, and of the unigram model on the validation data. If the tokenizer does not
+    know bytes, nats per token under other keys."""
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = opened
     tokenizer = stored.tokenizer
@@ -117,12 +151,22 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
 
     def batches(source: Source, num_tokens: int) -> Iterator[MicroBatch]:
         return validation_loader(
-            source, tokenizer=tokenizer, T=config.T, num_tokens=num_tokens, device=device,
-            rank=rank, device_batch_size=device_batch_size, world_size=world_size, num_leaves=settings.leaves,
-            with_doc_ids=model.attention_mode != "causal")
+            source,
+            tokenizer=tokenizer,
+            T=config.T,
+            num_tokens=num_tokens,
+            device=device,
+            rank=rank,
+            device_batch_size=device_batch_size,
+            world_size=world_size,
+            num_leaves=settings.leaves,
+            with_doc_ids=model.attention_mode != "causal",
+        )
 
     # the model
-    val_batches = {name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()}
+    val_batches = {
+        name: batches(source, tokens_per_val_bucket) for name, source in data.val.items()
+    }
     val, val_buckets = evaluate_buckets(model, val_batches, token_bytes)
     train = {}
     for name, source in data.train.items():
@@ -140,7 +184,12 @@ def bits_per_byte(args: argparse.Namespace, model: GPT, run_dir: Path, opened: t
         pairs[name] = inputs_and_targets(batches(source, tokens_per_val_bucket))
     unigram_val, _ = evaluate_buckets(unigram, pairs, token_bytes)
 
-    result = {"val_bpb": val, "val_buckets": val_buckets, "train_bpb": train, "unigram_bpb": unigram_val}
+    result = {
+        "val_bpb": val,
+        "val_buckets": val_buckets,
+        "train_bpb": train,
+        "unigram_bpb": unigram_val,
+    }
     return result if tokenizer.knows_bytes else result_in_nats(result)
 
 
@@ -160,19 +209,25 @@ def inputs_and_targets(batches: Iterable[MicroBatch]) -> Iterator[tuple[Tensor, 
         yield batch.inputs, batch.targets
 
 
-def evaluate_tasks(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> list[core_eval.Score]:
+def evaluate_tasks(
+    args: argparse.Namespace, model: GPT, tokenizer: Tokenizer
+) -> list[core_eval.Score]:
     """Collective. Evaluate the tasks of CORE, and print each result."""
     tasks = on_rank0(lambda: core_eval.read_bundle(args.eval_bundle, args.max_per_task))
     scores = []
     for score in core_eval.evaluate_core(model, tokenizer, tasks):
         task = score.task
         about = f"{task.num_fewshot}-shot, {task.kind}, {len(task.items):,} items"
-        print0(f"{task.label} ({about}): accuracy {score.accuracy:.4f}, centered {score.centered:.4f}")
+        print0(
+            f"{task.label} ({about}): accuracy {score.accuracy:.4f}, centered {score.centered:.4f}"
+        )
         scores.append(score)
     return scores
 
 
-def evaluate(args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def evaluate(
+    args: argparse.Namespace, checkpoint: Path, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     """Collective. Run the evaluations that --eval names."""
     began = time.perf_counter()
     run_dir = checkpoint.parent.parent
@@ -233,8 +288,8 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
 
 
 def store(result: dict[str, Any], path: Path) -> None:
-    """Write a result, and its table of CORE's tasks if it has one. OSError names --json: the run may belong to another
-    user."""
+    """Write a result, and its table of CORE's tasks if it has one. OSError names --json: the run
+    may belong to another user."""
     files = [path]
     try:
         write_json(path, result)
@@ -242,13 +297,17 @@ def store(result: dict[str, Any], path: Path) -> None:
             files.append(path.with_suffix(".csv"))
             core_eval.write_csv(files[-1], result["core"])
     except OSError as e:
-        raise OSError(e.errno, f"{files[-1]}: the result above could not be stored ({e.strerror}); name another file "
-                               f"with --json=FILE") from e
+        raise OSError(
+            e.errno,
+            f"{files[-1]}: the result above could not be stored ({e.strerror}); name another file "
+            f"with --json=FILE",
+        ) from e
     print0(f"result: {', '.join(map(str, files))}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate a checkpoint, write the result and print it. ValueError and OSError for bad flags and files."""
+    """Evaluate a checkpoint, write the result and print it. ValueError and OSError for bad flags
+    and files."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())

@@ -5,8 +5,8 @@ Compare two runs: are they equal bit for bit, and if not, where do they diverge?
     python -m scripts.compare_runs d12 d12-again            # names or folders of runs
     python -m scripts.compare_runs d12 d24 --tensors        # list every tensor that differs
 
-Only parts that both runs have are compared: averaged and imported weights, for example, have no optimizer state.
-Differences appear in this order, and each kind has typical causes:
+Only parts that both runs have are compared: averaged and imported weights, for example, have no
+optimizer state. Differences appear in this order, and each kind has typical causes:
 
     data           digests, token counts, cursors                  different data, seed or stream
     steps          losses, learning rates, gradients, validation   different settings or order of additions
@@ -16,12 +16,13 @@ Differences appear in this order, and each kind has typical causes:
     losses a   5.1  4.9  4.7  4.6         losses       = = # #     differ from step 2 on
     losses b   5.1  4.9  4.8  4.5         checkpoints      = #     equal after 2 steps, not after 4
 
-Logs, cursors and checkpoints are nested dicts and lists, and one function compares them value by value. Step k of a log
-is the step taken after k others; checkpoint k is saved after k steps. For two different experiments, a table shows loss
-and bits per byte at the same numbers of tokens.
+Logs, cursors and checkpoints are nested dicts and lists, and one function compares them value by
+value. Step k of a log is the step taken after k others; checkpoint k is saved after k steps. For
+two different experiments, a table shows loss and bits per byte at the same numbers of tokens.
 
-**Equal** means equal bits; for everything else the size of the difference is printed. The exit code is 0 if everything
-that both runs have is equal, else 1, also if equal rows come from different files (text and shards).
+**Equal** means equal bits; for everything else the size of the difference is printed. The exit code
+is 0 if everything that both runs have is equal, else 1, also if equal rows come from different
+files (text and shards).
 """
 
 import math
@@ -59,12 +60,15 @@ SERIES = {
 }
 SMOOTH = "smooth_loss"
 WIDEST = 50  # maximum number of characters shown of a setting
-CPU_CAUSE = ("cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
-             "and weights; docs/exactness.md tells how to pin it")
+CPU_CAUSE = (
+    "cause: the processors differ, and another instruction set rounds differently. That alone changes losses "
+    "and weights; docs/exactness.md tells how to pin it"
+)
 TABLE_ROWS = 8  # about as many rows as the table of two experiments has
 
 
 # ---- two states ---------------------------------------------------------------------------------
+
 
 class Gap(NamedTuple):
     """A leaf that differs: its place, and the difference in words."""
@@ -157,7 +161,8 @@ Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
 def read_series(run: RunReader, notes: list[str]) -> Series:
-    """Everything that a run recorded about its steps: digests, tokens, losses, ..., and the cursors of every save."""
+    """Everything that a run recorded about its steps: digests, tokens, losses, ..., and the cursors
+    of every save."""
     series: Series = {}
     for step, path in run.cursor_files.items():
         try:
@@ -178,8 +183,8 @@ def read_series(run: RunReader, notes: list[str]) -> Series:
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as one plain state, without clocks, random states and wandb's id. Tensors are memory-mapped, not
-    read. "optimizer" and "schedule" are optional."""
+    """A checkpoint as one plain state, without clocks, random states and wandb's id. Tensors are
+    memory-mapped, not read. "optimizer" and "schedule" are optional."""
     state = {
         "architecture": checkpoint.model_config,
         "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
@@ -217,8 +222,8 @@ class Side:
 
 
 def open_side(name: str, notes: list[str]) -> Side:
-    """The run or checkpoint with this name. FileNotFoundError and ValueError from `find_run`, `RunReader` and
-    `find_checkpoint`."""
+    """The run or checkpoint with this name. FileNotFoundError and ValueError from `find_run`,
+    `RunReader` and `find_checkpoint`."""
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
@@ -238,9 +243,11 @@ def open_side(name: str, notes: list[str]) -> Side:
 
 # ---- two runs -----------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Part:
-    """A series or checkpoint that both sides have: how many values were compared, and which differ."""
+    """A series or checkpoint that both sides have: how many values were compared, and which
+    differ."""
 
     kind: str  # data, steps or checkpoint
     name: str
@@ -277,7 +284,8 @@ def compare_series(name: str, a: Side, b: Side) -> Part | None:
 
 
 def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) -> Part | None:
-    """The comparison of two checkpoints; None if one of them is corrupt, or was just deleted by an active run."""
+    """The comparison of two checkpoints; None if one of them is corrupt, or was just deleted by an
+    active run."""
     try:
         one = contents(load_checkpoint(first))
         other = contents(load_checkpoint(second))
@@ -297,8 +305,9 @@ def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) 
 
 
 def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
-    """Everything that both sides have, the data first. A step of a series counts once, with its first difference. Two
-    single checkpoints are compared even if their steps differ. ValueError if the sides have nothing in common."""
+    """Everything that both sides have, the data first. A step of a series counts once, with its
+    first difference. Two single checkpoints are compared even if their steps differ. ValueError if
+    the sides have nothing in common."""
     parts: list[Part] = []
     for name in SERIES | a.log:
         part = None if name == SMOOTH else compare_series(name, a, b)
@@ -329,7 +338,9 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     differing = [part for part in parts if part.gaps]
 
     if not differing:
-        equal = [f"{part.compared:,} {part.name}" for part in parts if part.name in ("digests", "losses")]
+        equal = [
+            f"{part.compared:,} {part.name}" for part in parts if part.name in ("digests", "losses")
+        ]
         for part in parts:
             if part.kind == "checkpoint":
                 equal.append(f"{part.name} ({part.compared:,} values)")
@@ -340,7 +351,11 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
         gaps += part.gaps
     only_files = all(of_files(gap) for gap in gaps)
     if only_files and parts[0].name == "digests":
-        return False, "the same rows from different files: all is equal except the files that cursors name" + end
+        return (
+            False,
+            "the same rows from different files: all is equal except the files that cursors name"
+            + end,
+        )
 
     first = differing[0]  # all parts before it are equal
     data_equal = parts[0].kind == "data" and first.kind != "data"
@@ -359,15 +374,17 @@ def first_differing_digest(a: Side, b: Side) -> int | None:
 
 
 def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | None]) -> bool:
-    """Whether a run leaves out the document at a place; `listed`: {file: its left-out documents, None for all}."""
+    """Whether a run leaves out the document at a place; `listed`: {file: its left-out documents,
+    None for all}."""
     file, document = place["file"], place["document"]
     rows = listed.get(file, [])
     return rows is None or document in rows
 
 
 def explain_left_out(a: Side, b: Side) -> str:
-    """A sentence for two runs with different lists of --without-documents: whether the first step whose digests differ
-    has a document that only one of them leaves out. "" for other runs, and if no digests differ."""
+    """A sentence for two runs with different lists of --without-documents: whether the first step
+    whose digests differ has a document that only one of them leaves out. "" for other runs, and if
+    no digests differ."""
     step = first_differing_digest(a, b)
     if a.run is None or b.run is None or step is None:
         return ""
@@ -385,14 +402,19 @@ def explain_left_out(a: Side, b: Side) -> str:
                     continue
                 name = a.name if a_omits else b.name
                 document = f"{place['file']}:{place['document']}"
-                return (f"as expected: step {step} is the first with a document that "
-                        f"{name} leaves out ({document})")
-    return (f"unexpected: the runs first differ at step {step}, but no row of it has a document that only one of them "
-            f"leaves out, so something else differs")
+                return (
+                    f"as expected: step {step} is the first with a document that "
+                    f"{name} leaves out ({document})"
+                )
+    return (
+        f"unexpected: the runs first differ at step {step}, but no row of it has a document that only one of them "
+        f"leaves out, so something else differs"
+    )
 
 
 def versions_of(run: RunReader) -> dict[str, str]:
-    """{name: value} of the versions that a run's launches logged; several values, in order, if launches differ."""
+    """{name: value} of the versions that a run's launches logged; several values, in order, if
+    launches differ."""
     values: dict[str, dict[str, None]] = {}
     for launch in run.launches:
         for name in ("code", *VERSIONS):
@@ -413,6 +435,7 @@ def differing_versions(a: RunReader, b: RunReader) -> list[tuple[str, str, str]]
 
 
 # ---- the command --------------------------------------------------------------------------------
+
 
 def curve(log: Series, name: str) -> dict[int, float]:
     """{tokens trained on: value} of the smoothed loss ("loss") or of validation results ("bpb")."""
@@ -441,8 +464,9 @@ def interpolate(points: dict[int, float], at: int) -> float | None:
 
 
 def same_tokens(a: Series, b: Series) -> list[list[Any]]:
-    """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have reached: those at
-    which either was evaluated, and the last one. Values between two measurements are interpolated."""
+    """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have
+    reached: those at which either was evaluated, and the last one. Values between two measurements
+    are interpolated."""
     loss_a, loss_b = curve(a, "loss"), curve(b, "loss")
     bpb_a, bpb_b = curve(a, "bpb"), curve(b, "bpb")
     if not loss_a or not loss_b:
@@ -488,11 +512,16 @@ def print_versions(a: Side, b: Side, parts: list[Part]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print. Exit code 1 if something differs. ValueError and FileNotFoundError for bad input."""
+    """Compare and print. Exit code 1 if something differs. ValueError and FileNotFoundError for bad
+    input."""
     parser = Parser(description=__doc__)
-    parser.add_argument("a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path")
+    parser.add_argument(
+        "a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path"
+    )
     parser.add_argument("b", metavar="B", help="the run or checkpoint to compare A with")
-    parser.add_argument("--tensors", action="store_true", help="list everything that differs in checkpoints")
+    parser.add_argument(
+        "--tensors", action="store_true", help="list everything that differs in checkpoints"
+    )
     args = parser.parse_args(argv)
     setup_logging()
     notes: list[str] = []

@@ -1,28 +1,29 @@
-"""
-Convert token shards between two formats: GPTS, the default of scripts.tok_shards, and Megatron's. nanoGPT's and
-llm.c's .bin files, which have no .idx, become either.
+"""Convert token shards between two formats: GPTS, the default of scripts.tok_shards, and
+Megatron's. nanoGPT's and llm.c's .bin files, which have no .idx, become either.
 
     python -m scripts.convert_shards shards pairs --to=megatron      # and back with --to=gpts
     python -m scripts.convert_shards nanogpt/data/openwebtext shards --to=gpts --eod=50256       # train.bin, val.bin
 
-Every pair below the folder IN becomes one of the same name below OUT, with the same documents in the same order. The
-tokenizer and each manifest.json come along.
+Every pair below the folder IN becomes one of the same name below OUT, with the same documents in
+the same order. The tokenizer and each manifest.json come along.
 
     GPTS        a b c d | c d e f | e f g E        windows of a document, prefixes 0, 2, 2
     Megatron    a b c d e f g E                    one sequence: Megatron trains on each as it is
 
-The output holds whole documents in either format: ids that windows repeat are dropped, and a document's sequences are
-joined. GPTS cannot hold empty documents, so these are left out and counted. The pairs are byte for byte those that
-scripts.tok_shards writes for whole documents in that format.
+The output holds whole documents in either format: ids that windows repeat are dropped, and a
+document's sequences are joined. GPTS cannot hold empty documents, so these are left out and
+counted. The pairs are byte for byte those that scripts.tok_shards writes for whole documents in
+that format.
 
     nanoGPT     a b E c d E                        uint16, nothing else; E after each document; --eod says which id
     llm.c       header E a b E c d                 256 int32, then uint16 (GPT-2) or uint32 (Llama 3); E before each
 
-Both are cut at E, the end-of-document id, and each document gets E at its end. A file whose name has the word val goes
-below OUT/val, and then the others go below OUT/train. A document that llm.c split over two files becomes two.
+Both are cut at E, the end-of-document id, and each document gets E at its end. A file whose name
+has the word val goes below OUT/val, and then the others go below OUT/train. A document that llm.c
+split over two files becomes two.
 
-The same command resumes after a crash or Ctrl-C: a pair is kept if its .idx is not older than its source. Exit code: 0,
-or 1 with an error if a pair cannot be converted.
+The same command resumes after a crash or Ctrl-C: a pair is kept if its .idx is not older than its
+source. Exit code: 0, or 1 with an error if a pair cannot be converted.
 """
 
 import argparse
@@ -41,40 +42,62 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import as_local_path, counted, hash_file, write_json
 from nanochat.files import check_format, data_folder, find_files
 from nanochat.pretokenize import WRITERS
-from nanochat.tokens import DTYPES, MANIFEST_NAME, TokenFile, new_manifest, open_tokens, read_manifest
+from nanochat.tokens import (
+    DTYPES,
+    MANIFEST_NAME,
+    TokenFile,
+    new_manifest,
+    open_tokens,
+    read_manifest,
+)
 
 TARGETS = {"megatron": "megatron", "gpts": "shards"}  # --to: the --data-format of OUT
 BLOCK_ENTRIES = 1 << 12
 TOKENIZER = "tokenizer"
 HEADER_INTS = 256  # int32 in the header of llm.c's files
-LLM_C = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}  # {magic: (version, type of ids, E)}
-SPLITS = {"val": "val", "valid": "val", "validation": "val", "test": "test"}  # {word in a file's name: split}
+# {magic: (version, type of ids, E)}
+LLM_C = {20240520: (1, "<u2", 50256), 20240801: (7, "<u4", 128000)}
+# {word in a file's name: split}
+SPLITS = {"val": "val", "valid": "val", "validation": "val", "test": "test"}
 UNKNOWN_VOCAB = 1 << 32  # of pairs whose ids may be anything that fits into them
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("input", type=Path, metavar="IN",
-                        help="folder of pairs, or PREFIX[,PREFIX...]; or nanoGPT's or llm.c's .bin, or their folder")
+    parser.add_argument(
+        "input",
+        type=Path,
+        metavar="IN",
+        help="folder of pairs, or PREFIX[,PREFIX...]; or nanoGPT's or llm.c's .bin, or their folder",
+    )
     parser.add_argument("output", type=Path, metavar="OUT", help="folder to write, not IN")
     parser.add_argument("--to", required=True, choices=list(TARGETS), help="format of OUT")
-    parser.add_argument("--eod", type=int, metavar="ID",
-                        help="end-of-document id of GPTS pairs that no manifest.json lists (default: the last id of "
-                             "each pair), and of nanoGPT's files (50256 for GPT-2)")
+    parser.add_argument(
+        "--eod",
+        type=int,
+        metavar="ID",
+        help="end-of-document id of GPTS pairs that no manifest.json lists (default: the last id of "
+        "each pair), and of nanoGPT's files (50256 for GPT-2)",
+    )
     return parser.parse_args(argv)
 
 
-def check_prefix(pair: TokenFile, number: int, ids: np.ndarray, prefix: int, before: np.ndarray) -> None:
-    """ValueError unless the first `prefix` ids of entry `number` are the last ones of `before`, the previous entry."""
+def check_prefix(
+    pair: TokenFile, number: int, ids: np.ndarray, prefix: int, before: np.ndarray
+) -> None:
+    """ValueError unless the first `prefix` ids of entry `number` are the last ones of `before`, the
+    previous entry."""
     repeated = ids[:prefix]
     if not np.array_equal(repeated, before[-prefix:]):
-        raise ValueError(f"{pair.path}: entry {number:,} has a prefix of {prefix:,} ids that differs "
-                         f"from the end of the previous entry, so they cannot be joined; regenerate the pair")
+        raise ValueError(
+            f"{pair.path}: entry {number:,} has a prefix of {prefix:,} ids that differs "
+            f"from the end of the previous entry, so they cannot be joined; regenerate the pair"
+        )
 
 
 def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
-    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a prefix that differs
-    from the end of the previous entry."""
+    """The whole documents of a pair, each (n,), with their end-of-document id. ValueError for a
+    prefix that differs from the end of the previous entry."""
     parts: list[np.ndarray] = []  # of the current document
     before = np.zeros(0, pair.dtype)  # the previous entry
     for first in range(0, len(pair), BLOCK_ENTRIES):
@@ -87,7 +110,7 @@ def documents(pair: TokenFile, eod: int) -> Iterator[np.ndarray]:
         for number, ids in enumerate(pair.read(first, last)):
             prefix = prefixes[number]
             # gpt-simple may add a window that only repeats the end of a document
-            if prefix and not parts and np.array_equal(ids, before[-len(ids):]):
+            if prefix and not parts and np.array_equal(ids, before[-len(ids) :]):
                 continue
             if prefix:
                 check_prefix(pair, first + number, ids, prefix, before)
@@ -108,8 +131,8 @@ def last_id(pair: TokenFile) -> int:
 
 
 def convert(source: Path, target: Path, *, to: str, eod: int | None) -> int:
-    """Convert the pair `source` to `target` (paths of the .bin). Returns how many empty documents were left out.
-    ValueError if the format cannot hold its documents."""
+    """Convert the pair `source` to `target` (paths of the .bin). Returns how many empty documents
+    were left out. ValueError if the format cannot hold its documents."""
     pair = open_tokens(source)
     if pair.record is not None and pair.manifest is not None:
         tokenizer = pair.manifest["tokenizer"]
@@ -132,9 +155,16 @@ def wide_or_narrow(to: str, dtype: np.dtype) -> DTypeLike:
     return DTYPES[TARGETS[to]][4]
 
 
-def write(entries: Iterator[np.ndarray], target: Path, *, to: str, vocab_size: int,
-          dtype: DTypeLike | None) -> int:
-    """Write documents, each (n,), as the pair `target`. Returns how many empty ones GPTS could not hold."""
+def write(
+    entries: Iterator[np.ndarray],
+    target: Path,
+    *,
+    to: str,
+    vocab_size: int,
+    dtype: DTypeLike | None,
+) -> int:
+    """Write documents, each (n,), as the pair `target`. Returns how many empty ones GPTS could not
+    hold."""
     num_empty = 0
     open_writer = WRITERS[TARGETS[to]]
     prefix = target.with_suffix("")
@@ -154,9 +184,10 @@ def write(entries: Iterator[np.ndarray], target: Path, *, to: str, vocab_size: i
 
 # ---- files without an index ----------------------------------------------------------------------
 
+
 def plain_files(path: Path) -> list[Path]:
-    """The .bin files of nanoGPT or llm.c at a path, in order: a file, or those below a folder of which none has an
-    .idx. [] for pairs."""
+    """The .bin files of nanoGPT or llm.c at a path, in order: a file, or those below a folder of
+    which none has an .idx. [] for pairs."""
     if path.is_file() and path.suffix == ".bin":
         files = [path]
     else:
@@ -174,7 +205,8 @@ class Layout(NamedTuple):
 
 
 def read_layout(path: Path, size: int) -> Layout:
-    """The layout of a file of `size` bytes. ValueError for a file that is neither nanoGPT's nor llm.c's."""
+    """The layout of a file of `size` bytes. ValueError for a file that is neither nanoGPT's nor
+    llm.c's."""
     layout = Layout("<u2", 0, None)  # nanoGPT's
     header = np.fromfile(path, "<i4", HEADER_INTS)
     if len(header) and header[0] in LLM_C:
@@ -185,26 +217,34 @@ def read_layout(path: Path, size: int) -> Layout:
             num_ids = int(header[2])
             expected += num_ids * np.dtype(dtype).itemsize
         if size != expected or header[1] != version:
-            raise ValueError(f"{path}: its header names version {header[1:2].sum()} and {expected:,} bytes, but the "
-                             f"file has {size:,}; expected version {version} and equal sizes: copy it again")
+            raise ValueError(
+                f"{path}: its header names version {header[1:2].sum()} and {expected:,} bytes, but the "
+                f"file has {size:,}; expected version {version} and equal sizes: copy it again"
+            )
     if size == layout.begin or size % 2:
-        raise ValueError(f"{path}: {size:,} bytes, expected ids of two bytes, or a file of llm.c; if it belongs to a "
-                         f"pair, put its .idx beside it")
+        raise ValueError(
+            f"{path}: {size:,} bytes, expected ids of two bytes, or a file of llm.c; if it belongs to a "
+            f"pair, put its .idx beside it"
+        )
     return layout
 
 
 def open_plain(path: Path, eod: int | None) -> tuple[np.ndarray, int]:
-    """(ids, end-of-document id) of a file without an index; the ids are memory-mapped. ValueError for a file that is
-    neither nanoGPT's nor llm.c's."""
+    """(ids, end-of-document id) of a file without an index; the ids are memory-mapped. ValueError
+    for a file that is neither nanoGPT's nor llm.c's."""
     layout = read_layout(path, path.stat().st_size)
     if eod is None:
         eod = layout.eod
     if eod is None:
-        raise ValueError(f"{path}: a file without a header does not name the id that ends documents; pass --eod=ID "
-                         f"(50256 for GPT-2)")
+        raise ValueError(
+            f"{path}: a file without a header does not name the id that ends documents; pass --eod=ID "
+            f"(50256 for GPT-2)"
+        )
     highest = np.iinfo(layout.dtype).max
     if not 0 <= eod <= highest:
-        raise ValueError(f"--eod: got {eod:,}, expected 0 to {highest:,}, the ids that {path} can hold")
+        raise ValueError(
+            f"--eod: got {eod:,}, expected 0 to {highest:,}, the ids that {path} can hold"
+        )
     ids = np.memmap(path, layout.dtype, "r", offset=layout.begin)
     return ids, eod
 
@@ -220,8 +260,11 @@ def plain_documents(ids: np.ndarray, eod: int) -> Iterator[np.ndarray]:
         begin = place + 1
 
 
-def convert_plain(files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None) -> None:
-    """Convert nanoGPT's or llm.c's files below `folder` to pairs below `out`. ValueError for another kind of file."""
+def convert_plain(
+    files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None
+) -> None:
+    """Convert nanoGPT's or llm.c's files below `folder` to pairs below `out`. ValueError for
+    another kind of file."""
     splits = {file: split_of(file) for file in files}
     has_val = "val" in splits.values()
     for file in tqdm(files, unit=" files", disable=None):
@@ -243,6 +286,7 @@ def split_of(file: Path) -> str:
 
 
 # ---- manifests and the command -------------------------------------------------------------------
+
 
 def write_manifest(folder: Path, target: Path, names: Sequence[str], to: str) -> None:
     """Write the manifest.json of a converted folder, if the source has one."""
@@ -282,12 +326,17 @@ def check_apart(folder: Path, out: Path) -> None:
     below_in = real_in in (real_out, *real_out.parents)
     above_in = real_out in real_in.parents
     if below_in or above_in:
-        raise ValueError(f"OUT {out}: it must not be IN, or inside it, or contain it; name another folder")
+        raise ValueError(
+            f"OUT {out}: it must not be IN, or inside it, or contain it; name another folder"
+        )
 
 
-def convert_pairs(files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None) -> int:
-    """Convert pairs below `folder` to pairs below `out`, with tokenizer and manifests. Returns how many empty documents
-    were left out. ValueError or OSError names a pair that cannot be converted."""
+def convert_pairs(
+    files: Sequence[Path], folder: Path, out: Path, *, to: str, eod: int | None
+) -> int:
+    """Convert pairs below `folder` to pairs below `out`, with tokenizer and manifests. Returns how
+    many empty documents were left out. ValueError or OSError names a pair that cannot be
+    converted."""
     if (folder / TOKENIZER).is_dir():
         shutil.copytree(folder / TOKENIZER, out / TOKENIZER, dirs_exist_ok=True)
     names: dict[Path, list[str]] = {}
@@ -316,7 +365,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     target_format = TARGETS[args.to]
     if plain:
         convert_plain(plain, folder, out, to=args.to, eod=args.eod)
-        print(f"{out}: {counted(len(plain), 'pair')} of --data-format {target_format}, from files without an index")
+        print(
+            f"{out}: {counted(len(plain), 'pair')} of --data-format {target_format}, from files without an index"
+        )
         return 0
     [source_format] = {*TARGETS.values()} - {target_format}
     files = find_files(args.input, source_format)

@@ -14,14 +14,14 @@ Export a model to Hugging Face transformers or nanochat, or import a nanochat ch
                                            README.md, the model card
     logs/train.jsonl, data_manifest.json   receipt.json (scripts.receipt)   receipt.json beside the model
 
-Parameters keep their names and types in every direction. Before an export is written, the run's model and the code that
-will run it elsewhere compute the logits of a small batch; if they differ, for example because gpt.py was changed, the
-export is refused. One rename puts the output in place, complete or not at all;
-it never overwrites anything. Reading executes nothing: weights are tensors only, and in a pickled tokenizer, only
-tiktoken's class is accepted.
+Parameters keep their names and types in every direction. Before an export is written, the run's
+model and the code that will run it elsewhere compute the logits of a small batch; if they differ,
+for example because gpt.py was changed, the export is refused. One rename puts the output in place,
+complete or not at all; it never overwrites anything. Reading executes nothing: weights are tensors
+only, and in a pickled tokenizer, only tiktoken's class is accepted.
 
-An imported checkpoint has no optimizer and no position in the data. The run counts as completed, and can be evaluated,
-sampled from and trained further with --init-from.
+An imported checkpoint has no optimizer and no position in the data. The run counts as completed,
+and can be evaluated, sampled from and trained further with --init-from.
 """
 
 import argparse
@@ -43,7 +43,14 @@ import torch
 from torch import Tensor
 
 from nanochat import gpt, integrations
-from nanochat.checkpoint import MODEL_NAME, Checkpoint, Snapshot, find_checkpoint, json_bytes, load_plain
+from nanochat.checkpoint import (
+    MODEL_NAME,
+    Checkpoint,
+    Snapshot,
+    find_checkpoint,
+    json_bytes,
+    load_plain,
+)
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, read_json, write_json
 from nanochat.config import Settings
@@ -69,32 +76,57 @@ CODE = "modeling_nanochat_exact"  # the file of nanochat/integrations that trans
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("source", metavar="SOURCE", help="RUN, RUN@STEP or the folder of a checkpoint; with --from: "
-                        "a folder of nanochat checkpoints (FOLDER@STEP for a step other than the newest)")
-    parser.add_argument("out", metavar="OUT", nargs="?", type=Path, help="a new or empty folder (default with "
-                        "--from: <base dir>/runs/MODEL_TAG; <base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="RUN, RUN@STEP or the folder of a checkpoint; with --from: "
+        "a folder of nanochat checkpoints (FOLDER@STEP for a step other than the newest)",
+    )
+    parser.add_argument(
+        "out",
+        metavar="OUT",
+        nargs="?",
+        type=Path,
+        help="a new or empty folder (default with "
+        "--from: <base dir>/runs/MODEL_TAG; <base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)",
+    )
     direction = parser.add_mutually_exclusive_group(required=True)
-    direction.add_argument("--to", choices=("hf", "nanochat"), help="format to write; hf: for transformers")
+    direction.add_argument(
+        "--to", choices=("hf", "nanochat"), help="format to write; hf: for transformers"
+    )
     direction.add_argument("--from", choices=("nanochat",), dest="origin", help="format to read")
-    parser.add_argument("--model-tag", help="with --from: name of the new run (default: the folder's name)")
-    parser.add_argument("--data-path", help="with --from: folder of text for base_eval "
-                        f"(default: the {DATASET_NAME} download)")
-    parser.add_argument("--tokenizer", type=Path, help="with --from: folder or file of the model's tokenizer "
-                        "(default: tokenizer/ beside base_checkpoints/)")
+    parser.add_argument(
+        "--model-tag", help="with --from: name of the new run (default: the folder's name)"
+    )
+    parser.add_argument(
+        "--data-path",
+        help=f"with --from: folder of text for base_eval (default: the {DATASET_NAME} download)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="with --from: folder or file of the model's tokenizer "
+        "(default: tokenizer/ beside base_checkpoints/)",
+    )
     args = parser.parse_args(argv)
     if args.to is not None and args.out is None:
-        raise ValueError(f"--to {args.to}: no output folder was given; run: python -m scripts.export "
-                         f"{args.source} OUT --to={args.to}")
+        raise ValueError(
+            f"--to {args.to}: no output folder was given; run: python -m scripts.export "
+            f"{args.source} OUT --to={args.to}"
+        )
     if args.to is not None and (args.model_tag or args.data_path or args.tokenizer):
-        raise ValueError(f"--to {args.to}: leave out --model-tag, --data-path and --tokenizer, which go with --from")
+        raise ValueError(
+            f"--to {args.to}: leave out --model-tag, --data-path and --tokenizer, which go with --from"
+        )
     return args
 
 
 @contextmanager
 def new_folder(out: Path, advice: str) -> Iterator[Path]:
-    """Yield a hidden folder beside `out` to fill. At the end of the block its files are fsynced and it is renamed to
-    `out`; if the block raises, it is removed. The next call removes leftovers of a killed process. ValueError, which
-    ends with the advice, if `out` exists and is not an empty folder."""
+    """Yield a hidden folder beside `out` to fill. At the end of the block its files are fsynced and
+    it is renamed to `out`; if the block raises, it is removed. The next call removes leftovers of a
+    killed process. ValueError, which ends with the advice, if `out` exists and is not an empty
+    folder."""
     out = as_local_path(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: already exists and is never overwritten; {advice}")
@@ -126,10 +158,13 @@ def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
             log.warning("skipping %s: %s", RECEIPT_NAME, e)
 
 
-# ---- to transformers -----------------------------------------------------------------------------------------------
+# ---- to transformers
+# -----------------------------------------------------------------------------------------------
+
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
-    """Write a state dict as safetensors: in one file, or in several with an index if it has more than `shard_bytes`."""
+    """Write a state dict as safetensors: in one file, or in several with an index if it has more
+    than `shard_bytes`."""
     from huggingface_hub import save_torch_state_dict
 
     # this logger would print the temporary name of the folder
@@ -140,46 +175,65 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
 
 
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
-    """Our ranks as an object of the package `tokenizers` with the same ids. ValueError if the ids differ on a sample of
-    hard texts.
+    """Our ranks as an object of the package `tokenizers` with the same ids. ValueError if the ids
+    differ on a sample of hard texts.
 
-    tiktoken merges any two neighbours that form a token, while `tokenizers` needs a list of pairs. So each token has
-    one merge for every way to cut it into two tokens, and the merges are in the order of the tokens' ranks.
+    tiktoken merges any two neighbours that form a token, while `tokenizers` needs a list of pairs.
+    So each token has one merge for every way to cut it into two tokens, and the merges are in the
+    order of the tokens' ranks.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     from nanochat.integrations.fast_encoders import hard_sample
 
-    # GPT-2's table of one letter per byte: the byte itself if it is visible, else the next letter from 256 on
+    # GPT-2's table of one letter per byte: the byte itself if it is visible, else the next letter
+    # from 256 on
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in visible]
-    letters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+    letters = {byte: chr(byte) for byte in visible} | {
+        byte: chr(256 + i) for i, byte in enumerate(hidden)
+    }
 
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
     ranks, special = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens
-    cuts = sorted((rank, at, token) for token, rank in ranks.items() for at in range(1, len(token))
-                  if token[:at] in ranks and token[at:] in ranks)
-    library = Tokenizer(models.BPE(
-        vocab={written(token): rank for token, rank in ranks.items()} | special,
-        merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts], ignore_merges=True))
-    library.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    cuts = sorted(
+        (rank, at, token)
+        for token, rank in ranks.items()
+        for at in range(1, len(token))
+        if token[:at] in ranks and token[at:] in ranks
+    )
+    library = Tokenizer(
+        models.BPE(
+            vocab={written(token): rank for token, rank in ranks.items()} | special,
+            merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts],
+            ignore_merges=True,
+        )
+    )
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     library.encode_special_tokens = True  # like ours: "<|bos|>" in a text is seven characters
     for text in map(replace_surrogates, [*hard_sample(), *special]):
-        if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(text, num_threads=1):
-            raise ValueError(f"tokenizer.json: `tokenizers` and tiktoken give different ids for {text[:40]!a} with "
-                             f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported")
+        if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(
+            text, num_threads=1
+        ):
+            raise ValueError(
+                f"tokenizer.json: `tokenizers` and tiktoken give different ids for {text[:40]!a} with "
+                f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported"
+            )
     return library
 
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
-    """{file name: content} of the tokenizer for transformers. It puts BOS in front of every text, as in training,
-    even if the tokenizer's own program does not. Plain ids have no files."""
+    """{file name: content} of the tokenizer for transformers. It puts BOS in front of every text,
+    as in training, even if the tokenizer's own program does not. Plain ids have no files."""
     from tokenizers import processors
 
     from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
@@ -189,49 +243,86 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         library = tokenizer.library
     else:
-        log.warning("the export has no tokenizer.json for transformers, because only ids are known; call the model "
-                    "with ids, with %d in front of each text", tokenizer.bos_token_id)
+        log.warning(
+            "the export has no tokenizer.json for transformers, because only ids are known; call the model "
+            "with ids, with %d in front of each text",
+            tokenizer.bos_token_id,
+        )
         return {}
     bos = library.id_to_token(tokenizer.bos_token_id)
     library.post_processor = processors.TemplateProcessing(
-        single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=[(bos, tokenizer.bos_token_id)])
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos,
-              "model_max_length": sequence_len, "clean_up_tokenization_spaces": False,
-              "split_special_tokens": True,  # text never becomes a special token
-              "model_input_names": ["input_ids", "attention_mask"]}
-    return {"tokenizer.json": library.to_str(pretty=True).encode(), "tokenizer_config.json": json_bytes(config)}
+        single=[bos, "$A"],
+        pair=[bos, "$A", bos, "$B"],
+        special_tokens=[(bos, tokenizer.bos_token_id)],
+    )
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": bos,
+        "pad_token": bos,
+        "model_max_length": sequence_len,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # text never becomes a special token
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    return {
+        "tokenizer.json": library.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json_bytes(config),
+    }
 
 
 def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
-    """{file name: content} of config.json and generation_config.json. The first has all fields of `GPTConfig` and the
-    values that depend on them."""
+    """{file name: content} of config.json and generation_config.json. The first has all fields of
+    `GPTConfig` and the values that depend on them."""
     ids = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
     model = {
-        "architectures": ["NanochatExactForCausalLM"], "model_type": "nanochat_exact",
-        "auto_map": {"AutoConfig": f"{CODE}.NanochatExactConfig",
-                     "AutoModelForCausalLM": f"{CODE}.NanochatExactForCausalLM"},
-        "dtype": str(dtype).removeprefix("torch."), **asdict(config), "padded_vocab_size": config.padded_vocab_size,
-        "window_sizes": config.window_sizes, "rope_base": float(gpt.ROPE_BASE), "qk_scale": gpt.QK_SCALE,
-        "logit_cap": gpt.LOGIT_CAP, "ve_gate_channels": min(gpt.VE_GATE_CHANNELS, config.n_embd),
-        "smear_channels": min(gpt.SMEAR_CHANNELS, config.n_embd), "tie_word_embeddings": False, **ids}
-    return {"config.json": json_bytes(model), "generation_config.json": json_bytes({"do_sample": False, **ids})}
+        "architectures": ["NanochatExactForCausalLM"],
+        "model_type": "nanochat_exact",
+        "auto_map": {
+            "AutoConfig": f"{CODE}.NanochatExactConfig",
+            "AutoModelForCausalLM": f"{CODE}.NanochatExactForCausalLM",
+        },
+        "dtype": str(dtype).removeprefix("torch."),
+        **asdict(config),
+        "padded_vocab_size": config.padded_vocab_size,
+        "window_sizes": config.window_sizes,
+        "rope_base": float(gpt.ROPE_BASE),
+        "qk_scale": gpt.QK_SCALE,
+        "logit_cap": gpt.LOGIT_CAP,
+        "ve_gate_channels": min(gpt.VE_GATE_CHANNELS, config.n_embd),
+        "smear_channels": min(gpt.SMEAR_CHANNELS, config.n_embd),
+        "tie_word_embeddings": False,
+        **ids,
+    }
+    return {
+        "config.json": json_bytes(model),
+        "generation_config.json": json_bytes({"do_sample": False, **ids}),
+    }
 
 
 def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> bytes:
-    """README.md, the model card: facts about the model, its data, and how to use it. It names no path of the machine
-    that trained it."""
+    """README.md, the model card: facts about the model, its data, and how to use it. It names no
+    path of the machine that trained it."""
     step, tag = checkpoint.step, run.config.get("model_tag") or run.name
     launches = [launch for launch in run.launches if launch.first <= step]
     val = run.newest("val", step)
     measured = "bits per byte" if val is None or val["bpb"] is not None else "loss"
-    files = [(name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()]
-    rows = [("parameters", num_parameters), ("steps", step), ("tokens", checkpoint.trainer_state["tokens"]),
-            (f"validation {measured}", f"{val['bpb'] or val['loss']:.6f}" if val else "not measured"),
-            ("digest of the last step's batch", run.digests.get(step - 1, "unknown")),
-            ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
-            ("code, commit", (launches[-1].started.get("code") if launches else None) or "unknown")]
-    about, data = ("\n".join(markdown(*table)) for table in (
-        (("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files)))
+    files = [
+        (name, documents, size, Path(root).name) for name, root, _, size, documents in run.files()
+    ]
+    rows = [
+        ("parameters", num_parameters),
+        ("steps", step),
+        ("tokens", checkpoint.trainer_state["tokens"]),
+        (f"validation {measured}", f"{val['bpb'] or val['loss']:.6f}" if val else "not measured"),
+        ("digest of the last step's batch", run.digests.get(step - 1, "unknown")),
+        ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
+        ("code, commit", (launches[-1].started.get("code") if launches else None) or "unknown"),
+    ]
+    about, data = (
+        "\n".join(markdown(*table))
+        for table in ((("fact", "value"), rows), (("data", "documents", "bytes", "folder"), files))
+    )
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -263,17 +354,28 @@ def to_hf(source: str, out: Path) -> str:
         try:
             importlib.import_module(package)
         except ImportError as e:
-            raise ValueError(f"--to hf: {package.partition('.')[0]} cannot be imported ({e}); pip install -e "
-                             f"'.[hf]'") from None
+            raise ValueError(
+                f"--to hf: {package.partition('.')[0]} cannot be imported ({e}); pip install -e "
+                f"'.[hf]'"
+            ) from None
     checkpoint, config, tokenizer = open_checkpoint(source)
     state = checkpoint.model_state()
     dtype = state["transformer.wte.weight"].dtype
-    card = model_card(checkpoint, RunReader(run_of(checkpoint)), sum(map(Tensor.numel, state.values())))
-    files = {**model_files(config, dtype, tokenizer.get_bos_token_id()),
-             **tokenizer_files(tokenizer, config.sequence_len), "README.md": card}
+    card = model_card(
+        checkpoint, RunReader(run_of(checkpoint)), sum(map(Tensor.numel, state.values()))
+    )
+    files = {
+        **model_files(config, dtype, tokenizer.get_bos_token_id()),
+        **tokenizer_files(tokenizer, config.sequence_len),
+        "README.md": card,
+    }
     code = Path(integrations.__file__).with_name(f"{CODE}.py")
     with new_folder(out, "name a new folder") as folder:
-        check_hf(load_model(source, "cpu", compute_dtype=torch.float32)[0], code, json.loads(files["config.json"]))
+        check_hf(
+            load_model(source, "cpu", compute_dtype=torch.float32)[0],
+            code,
+            json.loads(files["config.json"]),
+        )
         write_weights(folder, state)
         shutil.copyfile(code, folder / code.name)
         for name, content in files.items():
@@ -282,25 +384,37 @@ def to_hf(source: str, out: Path) -> str:
     return f"{out}: step {checkpoint.step:,} of {run_of(checkpoint).name} for transformers, with trust_remote_code=True"
 
 
-# ---- to nanochat ---------------------------------------------------------------------------------------------------
+# ---- to nanochat
+# ---------------------------------------------------------------------------------------------------
+
 
 def to_nanochat(source: str, out: Path) -> str:
-    """Write a base directory for nanochat. Returns a sentence that describes it. ValueError if nanochat cannot
-    represent the model or the tokenizer."""
+    """Write a base directory for nanochat. Returns a sentence that describes it. ValueError if
+    nanochat cannot represent the model or the tokenizer."""
     checkpoint, config, tokenizer = open_checkpoint(source)
     run_dir, step = run_of(checkpoint), checkpoint.step
     settings = Settings.from_json(read_json(run_dir / CONFIG_NAME, dict))
     if config.n_embd < gpt.SMEAR_CHANNELS:
-        raise ValueError(f"{checkpoint.path}: n_embd is {config.n_embd}, but nanochat's smear gate reads "
-                         f"{gpt.SMEAR_CHANNELS} channels; export --to=hf instead")
+        raise ValueError(
+            f"{checkpoint.path}: n_embd is {config.n_embd}, but nanochat's smear gate reads "
+            f"{gpt.SMEAR_CHANNELS} channels; export --to=hf instead"
+        )
     if not isinstance(tokenizer, RustBPETokenizer) or tokenizer.bos_token != "<|bos|>":
-        raise ValueError(f"{run_dir / 'tokenizer'}: nanochat reads only byte-pair ranks with <|bos|> in front of each "
-                         "document; export --to=hf instead")
+        raise ValueError(
+            f"{run_dir / 'tokenizer'}: nanochat reads only byte-pair ranks with <|bos|> in front of each "
+            "document; export --to=hf instead"
+        )
     progress = checkpoint.trainer_state.get("progress", {})  # an imported checkpoint has none
     val = RunReader(run_dir).newest("val", step) or {}
-    meta = {"step": step, "val_bpb": val.get("bpb", progress.get("val_bpb")), "model_config": asdict(config),
-            "user_config": settings.differing(), "device_batch_size": settings.device_batch_size,
-            "max_seq_len": config.sequence_len, "total_batch_size": settings.total_batch_size}
+    meta = {
+        "step": step,
+        "val_bpb": val.get("bpb", progress.get("val_bpb")),
+        "model_config": asdict(config),
+        "user_config": settings.differing(),
+        "device_batch_size": settings.device_batch_size,
+        "max_seq_len": config.sequence_len,
+        "total_batch_size": settings.total_batch_size,
+    }
     with new_folder(out, "name a new folder") as folder:
         check_nanochat(load_model(source, "cpu", compute_dtype=torch.float32)[0])
         model_folder = folder / "base_checkpoints" / run_dir.name
@@ -320,8 +434,8 @@ def write_tokenizer(folder: Path, tokenizer: RustBPETokenizer) -> None:
 
 
 def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, Tokenizer]:
-    """A run's checkpoint, its shape and its tokenizer. Raises what `find_checkpoint` raises, and ValueError if the
-    tokenizer is not the checkpoint's."""
+    """A run's checkpoint, its shape and its tokenizer. Raises what `find_checkpoint` raises, and
+    ValueError if the tokenizer is not the checkpoint's."""
     checkpoint = find_checkpoint(source)
     tokenizer = get_tokenizer(run_of(checkpoint) / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
@@ -332,10 +446,13 @@ def run_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.absolute().parent.parent
 
 
-# ---- from nanochat -------------------------------------------------------------------------------------------------
+# ---- from nanochat
+# -------------------------------------------------------------------------------------------------
+
 
 class NanochatCheckpoint(NamedTuple):
-    """A checkpoint of nanochat. `config`: fields of `GPTConfig`; `batch`: the batch sizes that it names."""
+    """A checkpoint of nanochat. `config`: fields of `GPTConfig`; `batch`: the batch sizes that it
+    names."""
 
     folder: Path
     step: int
@@ -345,80 +462,121 @@ class NanochatCheckpoint(NamedTuple):
 
 
 def from_nanochat(source: str) -> NanochatCheckpoint:
-    """Read the newest checkpoint in a folder such as base_checkpoints/d12, or that of FOLDER@STEP. FileNotFoundError or
-    ValueError, which names the file, if one is missing or is not nanochat's."""
+    """Read the newest checkpoint in a folder such as base_checkpoints/d12, or that of FOLDER@STEP.
+    FileNotFoundError or ValueError, which names the file, if one is missing or is not
+    nanochat's."""
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
     folder = as_local_path(text, "SOURCE").expanduser()
-    steps = sorted(int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit())
+    steps = sorted(
+        int(path.stem[6:]) for path in folder.glob("model_*.pt") if path.stem[6:].isdigit()
+    )
     if not steps or (at and int(at) not in steps):
         known = ", ".join(map(str, steps)) or "none; expected a folder such as base_checkpoints/d12"
-        raise FileNotFoundError(f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps in it: {known}")
+        raise FileNotFoundError(
+            f"{folder}: no model_{f'{int(at):06d}' if at else 'STEP'}.pt; steps in it: {known}"
+        )
     step = int(at) if at else steps[-1]
-    meta = read_json(folder / f"meta_{step:06d}.json", {"model_config": dict}, remedy="copy it again")
+    meta = read_json(
+        folder / f"meta_{step:06d}.json", {"model_config": dict}, remedy="copy it again"
+    )
     state = load_plain(folder / f"model_{step:06d}.pt")
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise ValueError(f"{folder / f'model_{step:06d}.pt'}: expected a dict of tensors, as nanochat saves it; copy "
-                         f"it again")
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}  # from torch.compile
-    config = {"window_pattern": "L", **meta["model_config"]}  # older checkpoints have only long windows
+    if not isinstance(state, dict) or not all(
+        isinstance(tensor, Tensor) for tensor in state.values()
+    ):
+        raise ValueError(
+            f"{folder / f'model_{step:06d}.pt'}: expected a dict of tensors, as nanochat saves it; copy "
+            f"it again"
+        )
+    # from torch.compile
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+    # older checkpoints have only long windows
+    config = {"window_pattern": "L", **meta["model_config"]}
     config["window_pattern"] = str(config["window_pattern"]).upper()
     ones = torch.ones(config.get("n_layer", 0))
-    state = {"resid_lambdas": ones, "x0_lambdas": 0 * ones, **state}  # older checkpoints lack these scalars
+    # older checkpoints lack these scalars
+    state = {"resid_lambdas": ones, "x0_lambdas": 0 * ones, **state}
     batch = {name: meta[name] for name in ("device_batch_size", "total_batch_size") if name in meta}
     return NanochatCheckpoint(folder.absolute(), step, state, config, batch)
 
 
-def settings_of(source: NanochatCheckpoint, args: argparse.Namespace) -> tuple[Settings, GPTConfig, Tokenizer]:
-    """The resolved settings that a run of this model would have, its shape and its tokenizer. ValueError if shape,
-    weights and tokenizer do not match, or no settings produce this shape."""
+def settings_of(
+    source: NanochatCheckpoint, args: argparse.Namespace
+) -> tuple[Settings, GPTConfig, Tokenizer]:
+    """The resolved settings that a run of this model would have, its shape and its tokenizer.
+    ValueError if shape, weights and tokenizer do not match, or no settings produce this shape."""
     try:
         shape = GPTConfig(**source.config)
     except (TypeError, ValueError) as e:
-        raise ValueError(f"{source.folder}: model_config does not fit our model: {e}; it cannot be imported") from e
+        raise ValueError(
+            f"{source.folder}: model_config does not fit our model: {e}; it cannot be imported"
+        ) from e
     folder = args.tokenizer or source.folder.parent.parent / "tokenizer"
     tokenizer = get_tokenizer(folder)
     if tokenizer.get_vocab_size() != shape.vocab_size:
-        raise ValueError(f"{folder}: has {tokenizer.get_vocab_size():,} tokens, but the model has "
-                         f"{shape.vocab_size:,}; name the model's own tokenizer with --tokenizer")
+        raise ValueError(
+            f"{folder}: has {tokenizer.get_vocab_size():,} tokens, but the model has "
+            f"{shape.vocab_size:,}; name the model's own tokenizer with --tokenizer"
+        )
     settings = Settings(
-        depth=shape.n_layer, aspect_ratio=shape.n_embd // shape.n_layer, head_dim=shape.head_dim,
-        max_seq_len=shape.sequence_len, window_pattern=shape.window_pattern, vocab_size=shape.vocab_size,
-        tokenizer_fingerprint=tokenizer.fingerprint, data_path=str(args.data_path or default_data_path()),
-        model_tag=args.model_tag or (args.out or source.folder).name, num_iterations=max(1, source.step),
-        **source.batch)
+        depth=shape.n_layer,
+        aspect_ratio=shape.n_embd // shape.n_layer,
+        head_dim=shape.head_dim,
+        max_seq_len=shape.sequence_len,
+        window_pattern=shape.window_pattern,
+        vocab_size=shape.vocab_size,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        data_path=str(args.data_path or default_data_path()),
+        model_tag=args.model_tag or (args.out or source.folder).name,
+        num_iterations=max(1, source.step),
+        **source.batch,
+    )
     model = build_model(settings)
     difference = "; ".join(
         f"{name} is {value}, but --depth, --aspect-ratio and --head-dim make it {getattr(model.config, name)}"
-        for name, value in asdict(shape).items() if value != getattr(model.config, name))
+        for name, value in asdict(shape).items()
+        if value != getattr(model.config, name)
+    )
     if not difference:
         try:
             model.load_state_dict(source.state, assign=True)
-        except RuntimeError as e:  # names the tensors that are missing, unknown or different in shape
+        except RuntimeError as e:
+            # names the tensors that are missing, unknown or different in shape
             difference = " ".join(str(e).split())[:400]
     if difference:
-        raise ValueError(f"{source.folder}: its architecture differs from ours (nanochat's as of July 2026): "
-                         f"{difference}; it cannot be imported")
+        raise ValueError(
+            f"{source.folder}: its architecture differs from ours (nanochat's as of July 2026): "
+            f"{difference}; it cannot be imported"
+        )
     narrow = source.state["transformer.wte.weight"].dtype == torch.bfloat16
     return resolve(settings, torch.bfloat16 if narrow else torch.float32, None)[0], shape, tokenizer
 
 
 def import_run(args: argparse.Namespace) -> str:
-    """Write nanochat's checkpoint as a run directory. Returns a sentence that describes it. Raises what
-    `from_nanochat`, `settings_of` and `RunOrder.pin` raise."""
+    """Write nanochat's checkpoint as a run directory. Returns a sentence that describes it. Raises
+    what `from_nanochat`, `settings_of` and `RunOrder.pin` raise."""
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
     advice = "name a new folder" if args.out else "name another run with --model-tag"
     begin_launch()
-    state = {"status": "completed", "tokens": source.step * settings.total_batch_size, "K": settings.leaves,
-             "tokenizer_fingerprint": tokenizer.fingerprint}
+    state = {
+        "status": "completed",
+        "tokens": source.step * settings.total_batch_size,
+        "K": settings.leaves,
+        "tokenizer_fingerprint": tokenizer.fingerprint,
+    }
     with new_folder(out, advice) as run_dir:
         open_folders(run_dir)
         if args.data_path or is_folder(as_path(settings.data_path or "")):
             write_json(run_dir / DATA_MANIFEST, order_of(settings).pin(settings))
         else:
-            log.warning("%s: no such folder, so base_eval cannot evaluate the run; set --data-path", settings.data_path)
-        Snapshot(source.step, {MODEL_NAME: source.state}, asdict(shape), [], state).write(run_dir, "final")
+            log.warning(
+                "%s: no such folder, so base_eval cannot evaluate the run; set --data-path",
+                settings.data_path,
+            )
+        Snapshot(source.step, {MODEL_NAME: source.state}, asdict(shape), [], state).write(
+            run_dir, "final"
+        )
         tokenizer.save(run_dir / "tokenizer")
         write_completed(run_dir, source.step, f"imported from {args.source}")
         write_json(run_dir / CONFIG_NAME, settings.to_json())
@@ -426,7 +584,8 @@ def import_run(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export or import, and print a sentence about it. After a ValueError or OSError nothing is left behind."""
+    """Export or import, and print a sentence about it. After a ValueError or OSError nothing is
+    left behind."""
     args = parse_args(argv)
     setup_logging()
     if args.origin is not None:

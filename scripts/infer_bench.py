@@ -3,12 +3,14 @@ Measure how fast a model generates, and how much memory it needs.
 
     python -m scripts.infer_bench d12
 
-*Prefill* computes the whole prompt at once, in large matrix products. It is limited by arithmetic, and determines the
-time to the first token. *Decoding* computes one position per row and step, and reads all weights and the whole cache
-each time. It is limited by memory bandwidth, so a step takes hardly longer for many rows than for one. The prompt is
-computed once, and its cache is copied to all B rows (nanochat/engine.py). The script follows nanochat's.
+*Prefill* computes the whole prompt at once, in large matrix products. It is limited by arithmetic,
+and determines the time to the first token. *Decoding* computes one position per row and step, and
+reads all weights and the whole cache each time. It is limited by memory bandwidth, so a step takes
+hardly longer for many rows than for one. The prompt is computed once, and its cache is copied to
+all B rows (nanochat/engine.py). The script follows nanochat's.
 
-Each line shows the medians of --rounds rounds, after a warm-up round. The last line is a JSON object.
+Each line shows the medians of --rounds rounds, after a warm-up round. The last line is a JSON
+object.
 """
 
 import argparse
@@ -29,24 +31,43 @@ from nanochat.engine import Engine, load_model
 from nanochat.gpt import GPT
 from scripts.sample import ask_for_model, device_of
 
-ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)  # a tokenizer without a stop token
+# a tokenizer without a stop token
+ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     p = Parser(description="Measure prefill and decoding.", epilog=__doc__)
     ask_for_model(p)
-    p.add_argument("--batch-sizes", type=whole(1), nargs="+", default=[1, 8, 32], metavar="B", help="rows per batch")
-    p.add_argument("--prompt-tokens", type=whole(1, also=-1), default=-1,
-                   help="length of the prompt; -1: half a training row")
-    p.add_argument("--decode-tokens", type=whole(2), default=128, help="tokens to generate for each row")
-    p.add_argument("--rounds", type=whole(1), default=3, help="rounds per batch size; the median is reported")
+    p.add_argument(
+        "--batch-sizes",
+        type=whole(1),
+        nargs="+",
+        default=[1, 8, 32],
+        metavar="B",
+        help="rows per batch",
+    )
+    p.add_argument(
+        "--prompt-tokens",
+        type=whole(1, also=-1),
+        default=-1,
+        help="length of the prompt; -1: half a training row",
+    )
+    p.add_argument(
+        "--decode-tokens", type=whole(2), default=128, help="tokens to generate for each row"
+    )
+    p.add_argument(
+        "--rounds", type=whole(1), default=3, help="rounds per batch size; the median is reported"
+    )
     return p.parse_args(argv)
 
 
 def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Iterator[float]:
-    """Generate with `rows` rows, and yield the seconds that each column of tokens takes; the first includes the prompt.
-    The host reads each column before it is yielded, so no work is in flight between two columns."""
-    columns = Engine(model, ENDLESS).generate(prompt, rows, max_tokens=decode_tokens, temperature=0.0)
+    """Generate with `rows` rows, and yield the seconds that each column of tokens takes; the first
+    includes the prompt. The host reads each column before it is yielded, so no work is in flight
+    between two columns."""
+    columns = Engine(model, ENDLESS).generate(
+        prompt, rows, max_tokens=decode_tokens, temperature=0.0
+    )
     while True:
         began = time.perf_counter()
         if next(columns, None) is None:
@@ -54,9 +75,11 @@ def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Itera
         yield time.perf_counter() - began
 
 
-def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, rounds: int = 3) -> dict[str, Any]:
-    """The results of one batch size: time to first token, tokens/s of prefill and of decoding all rows, bytes of the
-    full cache and, on a GPU, peak memory."""
+def measure(
+    model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, rounds: int = 3
+) -> dict[str, Any]:
+    """The results of one batch size: time to first token, tokens/s of prefill and of decoding all
+    rows, bytes of the full cache and, on a GPU, peak memory."""
     first, step = [], []
     for _ in range(rounds + 1):
         to_first, *steps = times(model, [1] * prompt_tokens, rows, decode_tokens)
@@ -64,10 +87,15 @@ def measure(model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, ro
         step.append(statistics.median(steps))
     first_s, step_s = statistics.median(first[1:]), statistics.median(step[1:])
     one = KVCache(1, 1, model=model)
-    return {"rows": rows, "first_token_s": first_s, "prefill_tokens_per_s": prompt_tokens / first_s,
-            "decode_step_s": step_s, "decode_tokens_per_s": rows / step_s,
-            "cache_bytes": (one.k.nbytes + one.v.nbytes) * rows * (prompt_tokens + decode_tokens),
-            "peak_memory_bytes": peak_memory(model.get_device())}
+    return {
+        "rows": rows,
+        "first_token_s": first_s,
+        "prefill_tokens_per_s": prompt_tokens / first_s,
+        "decode_step_s": step_s,
+        "decode_tokens_per_s": rows / step_s,
+        "cache_bytes": (one.k.nbytes + one.v.nbytes) * rows * (prompt_tokens + decode_tokens),
+        "peak_memory_bytes": peak_memory(model.get_device()),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,20 +103,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, _, meta = load_model(args.run, device, compute_dtype=dtype)
-        prompt_tokens = model.config.sequence_len // 2 if args.prompt_tokens == -1 else args.prompt_tokens
-        hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+        prompt_tokens = (
+            model.config.sequence_len // 2 if args.prompt_tokens == -1 else args.prompt_tokens
+        )
+        hardware = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{torch.get_num_threads()} threads"
+        )
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        print(f"{meta['path']}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of "
-              f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} per row", flush=True)
-        batches = [measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
-                   for rows in args.batch_sizes]
-        shown = [(one["rows"], one["first_token_s"] * 1e3, one["prefill_tokens_per_s"], one["decode_step_s"] * 1e3,
-                  one["decode_tokens_per_s"], one["cache_bytes"] / 1e6) for one in batches]
+        print(
+            f"{meta['path']}: {parameters:,} parameters, {dtype}, {device.type} ({hardware}); a prompt of "
+            f"{prompt_tokens:,} tokens, then {args.decode_tokens:,} per row",
+            flush=True,
+        )
+        batches = [
+            measure(model, prompt_tokens, rows, args.decode_tokens, rounds=args.rounds)
+            for rows in args.batch_sizes
+        ]
+        shown = [
+            (
+                one["rows"],
+                one["first_token_s"] * 1e3,
+                one["prefill_tokens_per_s"],
+                one["decode_step_s"] * 1e3,
+                one["decode_tokens_per_s"],
+                one["cache_bytes"] / 1e6,
+            )
+            for one in batches
+        ]
         header = "B", "first token, ms", "prefill tok/s", "step, ms", "decode tok/s", "cache, MB"
         print(*table(header, shown), sep="\n")
-        print(json.dumps({"model": str(meta["path"]), "parameters": parameters, "device": hardware,
-                          "dtype": str(dtype), "torch": torch.__version__, "prompt_tokens": prompt_tokens,
-                          "decode_tokens": args.decode_tokens, "rounds": args.rounds, "batches": batches}))
+        print(
+            json.dumps(
+                {
+                    "model": str(meta["path"]),
+                    "parameters": parameters,
+                    "device": hardware,
+                    "dtype": str(dtype),
+                    "torch": torch.__version__,
+                    "prompt_tokens": prompt_tokens,
+                    "decode_tokens": args.decode_tokens,
+                    "rounds": args.rounds,
+                    "batches": batches,
+                }
+            )
+        )
     return 0
 
 

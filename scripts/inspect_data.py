@@ -1,5 +1,5 @@
-"""
-Show the data of any step of a run: documents, digests, token counts. Loads no model and needs no GPU.
+"""Show the data of any step of a run: documents, digests, token counts. Loads no model and needs
+no GPU.
 
     python -m scripts.inspect_data rows mine --step=17 --text           # the documents in each row of step 17
     python -m scripts.inspect_data rows mine --step=17 --sort=loss      # rows with the highest losses first
@@ -10,14 +10,14 @@ Show the data of any step of a run: documents, digests, token counts. Loads no m
     python -m scripts.inspect_data rows --config=runs/laptop.yaml --data-path=mytext --step=0      # before a run
     python -m scripts.inspect_data rows mine.json --step=17 --data-path=mytext      # a receipt (scripts.receipt)
 
-Steps are optimizer steps, counted from 0. To show a step, the command restores the nearest saved cursors before it and
-packs the steps in between again, so any step of a long run takes seconds:
+Steps are optimizer steps, counted from 0. To show a step, the command restores the nearest saved
+cursors before it and packs the steps in between again, so any step of a long run takes seconds:
 
     saved cursors:   0 . . . . . . 1000 . . . . . . 2000
     step 1234:                     restore 1000, pack 234 steps, show the next one
 
-Steps that the run has not reached yet work too. With flags of scripts.base_train instead of a run, the command shows
-the stream that such a run would train on.
+Steps that the run has not reached yet work too. With flags of scripts.base_train instead of a run,
+the command shows the stream that such a run would train on.
 """
 
 import argparse
@@ -74,10 +74,11 @@ WORDS = 60  # characters shown from the beginning of a document
 
 # ---- a stream that can be entered at any step ---------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Opened:
-    """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory. `begin`: the cursors of
-    step 0, unless the run starts at the beginning of the data."""
+    """The stream of a run, of a receipt or of flags; for the last two, `run` has no directory.
+    `begin`: the cursors of step 0, unless the run starts at the beginning of the data."""
 
     run: RunReader
     data: RunData
@@ -91,16 +92,27 @@ class Opened:
 
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
-        """The stream of all lanes after `step` steps. A ValueError, even one raised while the caller reads, names the
-        saved cursors that packing began with, because they may be damaged."""
+        """The stream of all lanes after `step` steps. A ValueError, even one raised while the
+        caller reads, names the saved cursors that packing began with, because they may be
+        damaged."""
         saved = self.run.nearest_cursors(step)
         done, cursors = saved or (0, self.begin)
         lanes = range(self.config.V)
         fingerprint = self.data.tokenizer.fingerprint
         try:
-            with closing(open_stream(self.config, self.data.train, lanes, cursors=cursors,
-                                     tokenizer=fingerprint, drop_dry=True)) as stream:
-                for _ in tqdm(range(step - done), desc=f"packing from step {done}", unit="step", disable=None):
+            with closing(
+                open_stream(
+                    self.config,
+                    self.data.train,
+                    lanes,
+                    cursors=cursors,
+                    tokenizer=fingerprint,
+                    drop_dry=True,
+                )
+            ) as stream:
+                for _ in tqdm(
+                    range(step - done), desc=f"packing from step {done}", unit="step", disable=None
+                ):
                     stream.next_rows(self.rows_per_lane)
                 yield stream
         except ValueError as e:
@@ -116,9 +128,13 @@ def check_needs_no_run(args: argparse.Namespace, is_receipt: bool) -> None:
         wants_run = "--sort=loss"
     if wants_run in ("--sort=loss", "spikes", "find"):
         given = "a receipt" if is_receipt else "flags"
-        raise ValueError(f"{wants_run}: it needs the log and the saves of a run; name a run instead of {given}")
+        raise ValueError(
+            f"{wants_run}: it needs the log and the saves of a run; name a run instead of {given}"
+        )
     if args.command == "ledger" and args.step is None:
-        raise ValueError("ledger: only a run has a newest save; pass --step=N, the number of completed steps")
+        raise ValueError(
+            "ledger: only a run has a newest save; pass --step=N, the number of completed steps"
+        )
 
 
 def open_named_stream(args: argparse.Namespace) -> Opened:
@@ -135,8 +151,10 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
     if not given:
         return open_stream_of(find_run(args.run))
     if args.run is not None:
-        raise ValueError(f"{args.run} and {', '.join(given)}: a run has its own settings; pass a run or flags, "
-                         f"not both")
+        raise ValueError(
+            f"{args.run} and {', '.join(given)}: a run has its own settings; pass a run or flags, "
+            f"not both"
+        )
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
     inspected = inspect_run(settings, torch.device("cpu"))
@@ -158,7 +176,8 @@ def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Nam
 
 
 def open_stream_of(run_dir: Path) -> Opened:
-    """The stream of a run. ValueError or FileNotFoundError if its data has changed or is missing."""
+    """The stream of a run. ValueError or FileNotFoundError if its data has changed or is
+    missing."""
     data, config, settings = open_run(run_dir)
     return Opened(RunReader(run_dir), data, config, settings.total_batch_size // config.T)
 
@@ -167,14 +186,20 @@ def warn_untrained(opened: Opened, last: int) -> None:
     """Warn if the run has not trained step `last` yet."""
     trained = max(opened.run.digests, default=-1) + 1
     if is_run_dir(opened.run.run_dir) and last >= trained:
-        log.warning("%s has trained %s; step %s lies ahead and is computed from the data",
-                    opened.run.run_dir, counted(trained, "step"), f"{last:,}")
+        log.warning(
+            "%s has trained %s; step %s lies ahead and is computed from the data",
+            opened.run.run_dir,
+            counted(trained, "step"),
+            f"{last:,}",
+        )
 
 
 # ---- digests ------------------------------------------------------------------------------------
 
+
 def step_digests(opened: Opened, steps: range, W: int) -> Iterator[tuple[int, list[int]]]:
-    """(step, [each rank's part of its digest]) for W ranks. ValueError if the data ends before the last step."""
+    """(step, [each rank's part of its digest]) for W ranks. ValueError if the data ends before the
+    last step."""
     rank_of: dict[int, int] = {}  # by lane
     for rank in range(W):
         layout = StepLayout(opened.config.V, opened.rows_per_step, 1, rank, W)
@@ -209,16 +234,21 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
     if not wrong:
         return 0
     count = f"{len(wrong)} of {len(args.steps)} digests differ from the log"
-    print(f"error: {opened.run.run_dir}: {count}, first at step {wrong[0]}; the code or the data has changed since "
-          f"then", file=sys.stderr)
+    print(
+        f"error: {opened.run.run_dir}: {count}, first at step {wrong[0]}; the code or the data has changed since "
+        f"then",
+        file=sys.stderr,
+    )
     return EXIT_FAILED
 
 
 # ---- rows ---------------------------------------------------------------------------------------
 
+
 def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
-    """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and BOS as token 0, are
-    in the row from position `at` on. `tokens` also counts the BOS that is put in front of a continuation."""
+    """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and
+    BOS as token 0, are in the row from position `at` on. `tokens` also counts the BOS that is put
+    in front of a continuation."""
     if not isinstance(stream, Stream):  # Megatron's order
         return stream.describe(row)
     source = opened.data.train[row.bucket]
@@ -228,11 +258,11 @@ def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
     for (epoch, group, number), start, length, _ in row.placed:
         name, local = source.locate(group)
         [document] = source.read(group, np.array([number]))
-        earlier_groups = source.groups[group - local:group]  # of the same file
+        earlier_groups = source.groups[group - local : group]  # of the same file
         inserted = 1 if is_bestfit and start > 0 else 0
         off = 0
         if row.live is not None:
-            live = row.live[at:at + length]
+            live = row.live[at : at + length]
             off = int((live == 0).sum())
         place = {
             "at": at,
@@ -253,8 +283,9 @@ def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
 
 
 def row_means(run: RunReader, step: int) -> list[float | None]:
-    """The mean loss over the live targets of each row of a step; None for a row without live targets. FileNotFoundError
-    if the run recorded no row losses, ValueError if the record is corrupt."""
+    """The mean loss over the live targets of each row of a step; None for a row without live
+    targets. FileNotFoundError if the run recorded no row losses, ValueError if the record is
+    corrupt."""
     means = []
     for total, targets in zip(*run.row_losses.read(step)):
         means.append(float(total / targets) if targets else None)
@@ -264,13 +295,15 @@ def row_means(run: RunReader, step: int) -> list[float | None]:
 def ids_of(row: Row, place: Mapping[str, Any]) -> np.ndarray:
     """The ids of a row that belong to one of its documents, given as in `describe`."""
     begin = place["at"]
-    return row.tokens[begin:begin + place["tokens"]]
+    return row.tokens[begin : begin + place["tokens"]]
 
 
 def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     """Print the documents in each row of a step."""
     if args.row is not None and args.row >= opened.rows_per_step:
-        raise ValueError(f"--row {args.row}: step {args.step} has rows 0 to {opened.rows_per_step - 1}; name one")
+        raise ValueError(
+            f"--row {args.row}: step {args.step} has rows 0 to {opened.rows_per_step - 1}; name one"
+        )
     losses = row_means(opened.run, args.step) if args.sort else []
     warn_untrained(opened, args.step)
     lines: list[dict[str, Any]] = []
@@ -290,7 +323,13 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
             numbers = [number for number in numbers if number == args.row]
         for number in numbers:
             row = rows[number]
-            head = {"step": args.step, "row": number, "lane": row.lane, "lane_row": row.index, "bucket": row.bucket}
+            head = {
+                "step": args.step,
+                "row": number,
+                "lane": row.lane,
+                "lane_row": row.index,
+                "bucket": row.bucket,
+            }
             if losses:
                 head["loss"] = losses[number]
             documents = describe(opened, stream, row)
@@ -310,8 +349,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def print_rows(lines: list[dict[str, Any]], texts: list[list[str]], *, whole_row: bool) -> None:
-    """Print a table with a line for each document and, if there are `texts`, the text below it. Without `whole_row`,
-    only the first documents and the first line of their texts."""
+    """Print a table with a line for each document and, if there are `texts`, the text below it.
+    Without `whole_row`, only the first documents and the first line of their texts."""
     heading, *body = table([*lines[0]], [[*line.values()] for line in lines])
     print(heading)
     num_shown = len(body) if whole_row else min(LINES, len(body))
@@ -321,8 +360,10 @@ def print_rows(lines: list[dict[str, Any]], texts: list[list[str]], *, whole_row
             text = text[:1]
         print(body[i], *text, sep="\n    | ")
     if not whole_row:
-        print(f"{num_shown} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
-              f"--json everything")
+        print(
+            f"{num_shown} of the step's {len(body):,} pieces of documents; --row=N shows all of one row, "
+            f"--json everything"
+        )
 
 
 def first_words(opened: Opened, ids: np.ndarray) -> str:
@@ -336,12 +377,14 @@ def first_words(opened: Opened, ids: np.ndarray) -> str:
 
 # ---- spikes --------------------------------------------------------------------------------------
 
+
 def deviations(values: np.ndarray) -> np.ndarray:
-    """How many robust deviations each value lies above the median of the WINDOW values before it. NaN counts as
-    infinitely high, and later medians ignore it. 0 if fewer than ENOUGH earlier values are finite."""
+    """How many robust deviations each value lies above the median of the WINDOW values before it.
+    NaN counts as infinitely high, and later medians ignore it. 0 if fewer than ENOUGH earlier
+    values are finite."""
     scores = np.zeros(len(values))
     for i in range(ENOUGH, len(values)):
-        before = values[max(0, i - WINDOW):i]
+        before = values[max(0, i - WINDOW) : i]
         window = before[np.isfinite(before)]
         if len(window) < ENOUGH:
             continue
@@ -354,7 +397,8 @@ def deviations(values: np.ndarray) -> np.ndarray:
 
 
 def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
-    """The rows of a step whose losses are furthest above their bucket's median in the AROUND + 1 steps up to it."""
+    """The rows of a step whose losses are furthest above their bucket's median in the AROUND + 1
+    steps up to it."""
     usual: dict[str, list[float]] = {}
     first = max(0, step - AROUND)  # the steps from here on define the usual loss of each bucket
     with opened.stream_at(first) as stream:
@@ -373,7 +417,13 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
             above = loss - medians.get(row.bucket, 0.0)
             if not math.isfinite(above):
                 above = math.inf
-            line = {"row": number, "lane": row.lane, "bucket": row.bucket, "loss": loss, "above": above}
+            line = {
+                "row": number,
+                "lane": row.lane,
+                "bucket": row.bucket,
+                "loss": loss,
+                "above": above,
+            }
             found.append(line)
         found.sort(key=lambda line: -line["above"])
 
@@ -404,14 +454,18 @@ def print_judged(steps: Sequence[Mapping[str, Any]], any_spike: bool) -> None:
         before = min(WINDOW, len(steps) - 1)
         reason = f"a comparison needs at least {ENOUGH} earlier steps"
         if before >= ENOUGH:
-            reason = (f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps "
-                      f"before it (at least {ENOUGH}, at most {before})")
+            reason = (
+                f"no loss or gradient norm is {OUTLIER} robust standard deviations above the median of the steps "
+                f"before it (at least {ENOUGH}, at most {before})"
+            )
         print(f"no spike in {counted(len(steps), 'step')}: {reason}")
     if steps:
         first = steps[0]["step"]
         last = steps[:ENOUGH][-1]["step"]
-        print(f"not judged: steps {first:,} to {last:,}, which have fewer than {ENOUGH} steps "
-              f"before them")
+        print(
+            f"not judged: steps {first:,} to {last:,}, which have fewer than {ENOUGH} steps "
+            f"before them"
+        )
 
 
 def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
@@ -422,7 +476,7 @@ def show_spikes(opened: Opened, args: argparse.Namespace) -> int:
         values = np.array([step.get(name) for step in steps], float)  # NaN for None
         scores[name] = deviations(values)
     height = np.maximum(scores["loss"], scores["grad_norm"])
-    highest = np.argsort(-height, kind="stable")[:args.top].tolist()
+    highest = np.argsort(-height, kind="stable")[: args.top].tolist()
     spikes = [i for i in highest if height[i] >= OUTLIER]
     if not args.json:
         print_judged(steps, any_spike=bool(spikes))
@@ -461,12 +515,17 @@ def print_spike(line: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> N
         shown = [f"{document['document']} {document['text']}" for document in documents[:WORST]]
         if len(documents) > WORST:
             shown.append(f"{len(documents) - WORST} more")
-        cells.append([row["row"], row["lane"], row["bucket"], row["loss"], row["above"], "; ".join(shown)])
+        cells.append(
+            [row["row"], row["lane"], row["bucket"], row["loss"], row["above"], "; ".join(shown)]
+        )
     if cells:
-        print(*table(["row", "lane", "bucket", "loss", "above median", "documents"], cells), sep="\n")
+        print(
+            *table(["row", "lane", "bucket", "loss", "above median", "documents"], cells), sep="\n"
+        )
 
 
 # ---- from a document to its steps ----------------------------------------------------------------
+
 
 class Traced(NamedTuple):
     """A document and its way through the run; one of validation has no passes."""
@@ -483,7 +542,9 @@ class Traced(NamedTuple):
 
 def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
     """The function that follows a training document through the run, epoch by epoch."""
-    run, config, data = opened.run, opened.config, opened.data
+    run = opened.run
+    config = opened.config
+    data = opened.data
     fingerprint = data.tokenizer.fingerprint
     trained = run.num_steps
 
@@ -494,12 +555,23 @@ def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
     if isinstance(config, StreamConfig):
         saved_steps = sorted({0, *run.cursor_files})
         end = max(trained, run.horizon or 0)
-        history = History(config, data.train, fingerprint, opened.rows_per_lane, saved_steps, nearest, trained, end)
+        history = History(
+            config,
+            data.train,
+            fingerprint,
+            opened.rows_per_lane,
+            saved_steps,
+            nearest,
+            trained,
+            end,
+        )
         return history.passes
     stream: Any = open_stream(config, data.train, [0], tokenizer=fingerprint)
     _, cursors = nearest(0)
     begin = cursors[0]["samples"] if cursors else 0
-    return partial(sample_passes, stream, rows_per_step=opened.rows_per_step, begin=begin, trained=trained)
+    return partial(
+        sample_passes, stream, rows_per_step=opened.rows_per_step, begin=begin, trained=trained
+    )
 
 
 def fate(opened: Opened, one_pass: Pass) -> str:
@@ -511,7 +583,11 @@ def fate(opened: Opened, one_pass: Pass) -> str:
         if not one_pass.uses:
             return "never trained on: the run ended first"
         stop = max(use.stop for use in one_pass.uses)
-        rest = "its other tokens" if one_pass.lane is None else f"tokens {stop:,} to {one_pass.length - 1:,}"
+        rest = (
+            "its other tokens"
+            if one_pass.lane is None
+            else f"tokens {stop:,} to {one_pass.length - 1:,}"
+        )
         return f"{rest} never trained on: the run ended first"
     if one_pass.pending:
         return f"pending{lane}"
@@ -528,21 +604,28 @@ def fate(opened: Opened, one_pass: Pass) -> str:
 
 
 def remark(opened: Opened, traced: Traced, left_out: bool) -> str:
-    """Why a run does not learn from a document; empty if it does, or if the passes give the reason."""
+    """Why a run does not learn from a document; empty if it does, or if the passes give the
+    reason."""
     if traced.split != "train":
         bucket = opened.data.manifests["train"].get(traced.document.bucket, {})
         own_file, _, _ = traced.document.name.rpartition(":")
         is_shared = any(file["name"] == own_file for file in bucket.get("files", ()))
-        what = "a part of this file that is held out for validation" if is_shared else "a validation document"
+        what = (
+            "a part of this file that is held out for validation"
+            if is_shared
+            else "a validation document"
+        )
         return f"{what}: the run never trains on it"
     if left_out:
-        return "its targets are masked (--without-documents), so the model never learned to predict it"
+        return (
+            "its targets are masked (--without-documents), so the model never learned to predict it"
+        )
     return "" if traced.passes else "the curriculum does not use its bucket"
 
 
 def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
-    """The documents that --document or --text names. Of those that contain a text, at most DOCUMENTS, and first those
-    that the run trained on. ValueError if there are none."""
+    """The documents that --document or --text names. Of those that contain a text, at most
+    DOCUMENTS, and first those that the run trained on. ValueError if there are none."""
     data = {"train": opened.data.train, "validation": opened.data.val}
     passes_of = tracer(opened)
 
@@ -567,14 +650,18 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
             break
     found = used + others
     if not found:
-        raise ValueError(f"--text: {args.text!r} occurs in no document of the run's files; capitals, spaces and line "
-                         f"breaks count")
+        raise ValueError(
+            f"--text: {args.text!r} occurs in no document of the run's files; capitals, spaces and line "
+            f"breaks count"
+        )
     is_cut = next(matches, None) is not None
     if not args.json:
         first = "first " if is_cut else ""
         end = "; the search stopped there" if is_cut else ""
-        print(f"{visible(args.text)!r}: the run trained on {len(used)} of the {first}"
-              f"{counted(len(found), 'document')} containing it{end}")
+        print(
+            f"{visible(args.text)!r}: the run trained on {len(used)} of the {first}"
+            f"{counted(len(found), 'document')} containing it{end}"
+        )
     return found[:DOCUMENTS]
 
 
@@ -620,7 +707,7 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 line = use._asdict()
                 line["loss"] = losses[use.row] if losses else None
                 if args.text:  # a row may hold another part of the document
-                    part = opened.data.tokenizer.decode(ids[use.start:use.stop].tolist())
+                    part = opened.data.tokenizer.decode(ids[use.start : use.stop].tolist())
                     line["has_text"] = args.text in part
                 uses.append(line)
             of_epoch = asdict(one_pass)
@@ -630,8 +717,13 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             passes.append(of_epoch)
 
         if args.json:
-            head = {"document": document.name, "bucket": document.bucket, "split": split, "text": words,
-                    "without": left_out}
+            head = {
+                "document": document.name,
+                "bucket": document.bucket,
+                "split": split,
+                "text": words,
+                "without": left_out,
+            }
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
         kind = "" if split == "train" else ", validation"
@@ -646,8 +738,8 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
 
 
 def print_passes(opened: Opened, passes: list[dict[str, Any]], *, with_text: bool) -> bool:
-    """Print a table of the rows that used a document, and what became of its other tokens. Returns whether there are
-    rows."""
+    """Print a table of the rows that used a document, and what became of its other tokens. Returns
+    whether there are rows."""
     columns = ["epoch", "step", "row", "lane", "start", "stop", "loss"]
     if with_text:
         columns.append("has_text")
@@ -683,59 +775,115 @@ def show_ledger(opened: Opened, args: argparse.Namespace) -> int:
 
 # ---- the command line ---------------------------------------------------------------------------
 
+
 def span(text: str) -> range:
     """argparse type: A:B with 0 <= A < B."""
     first, _, stop = text.partition(":")
     are_numbers = first.isdecimal() and stop.isdecimal()
     if not are_numbers or int(first) >= int(stop):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected A:B with 0 <= A < B, such as 0:10")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected A:B with 0 <= A < B, such as 0:10"
+        )
     return range(int(first), int(stop))
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    commands = parser.add_subparsers(required=True, dest="command", metavar="rows|digest|spikes|find|ledger")
+    commands = parser.add_subparsers(
+        required=True, dest="command", metavar="rows|digest|spikes|find|ledger"
+    )
     rows = commands.add_parser("rows", help="show the documents in each row of a step")
     rows.add_argument("--step", type=whole(0), required=True, help="the step, counted from 0")
     rows.add_argument("--row", type=whole(0), help="show only this row of the step, counted from 0")
-    rows.add_argument("--text", action="store_true", help="show the text of the documents: all of it with --row or "
-                      "--json, else the first line of each")
-    rows.add_argument("--sort", choices=["loss"], help="sort rows by their mean loss, highest first")
-    digest = commands.add_parser("digest", help="print the batch digest of each step as a JSON line")
-    digest.add_argument("--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, counted from 0")
-    digest.add_argument("--world-size", dest="ranks", type=whole(1), metavar="W",
-                        help="also print the part of each rank, for W ranks")
-    spikes = commands.add_parser("spikes", help="show steps with an unusual loss or gradient norm, and their rows")
-    spikes.add_argument("--top", type=whole(1), default=5, metavar="N",
-                        help="show at most N steps, largest spike first")
+    rows.add_argument(
+        "--text",
+        action="store_true",
+        help="show the text of the documents: all of it with --row or "
+        "--json, else the first line of each",
+    )
+    rows.add_argument(
+        "--sort", choices=["loss"], help="sort rows by their mean loss, highest first"
+    )
+    digest = commands.add_parser(
+        "digest", help="print the batch digest of each step as a JSON line"
+    )
+    digest.add_argument(
+        "--steps", type=span, required=True, metavar="A:B", help="steps A to B - 1, counted from 0"
+    )
+    digest.add_argument(
+        "--world-size",
+        dest="ranks",
+        type=whole(1),
+        metavar="W",
+        help="also print the part of each rank, for W ranks",
+    )
+    spikes = commands.add_parser(
+        "spikes", help="show steps with an unusual loss or gradient norm, and their rows"
+    )
+    spikes.add_argument(
+        "--top",
+        type=whole(1),
+        default=5,
+        metavar="N",
+        help="show at most N steps, largest spike first",
+    )
     find = commands.add_parser("find", help="show the steps and rows that used a document")
     named = find.add_mutually_exclusive_group(required=True)
-    named.add_argument("--document", metavar="FILE:DOC", help="a file and a document of it, as in the columns "
-                       "that `rows` prints; DOC counts from 0")
-    named.add_argument("--text", help=f"find up to {DOCUMENTS} documents that contain this text, "
-                       "those trained on first")
-    accounts = commands.add_parser("ledger", help="count the tokens read, emitted, cropped and pending")
-    accounts.add_argument("--step", type=whole(0), help="after this many steps (default: at a run's newest save)")
+    named.add_argument(
+        "--document",
+        metavar="FILE:DOC",
+        help="a file and a document of it, as in the columns that `rows` prints; DOC counts from 0",
+    )
+    named.add_argument(
+        "--text",
+        help=f"find up to {DOCUMENTS} documents that contain this text, those trained on first",
+    )
+    accounts = commands.add_parser(
+        "ledger", help="count the tokens read, emitted, cropped and pending"
+    )
+    accounts.add_argument(
+        "--step", type=whole(0), help="after this many steps (default: at a run's newest save)"
+    )
     for subparser, unit in ((rows, "row"), (spikes, "step"), (find, "document")):
-        subparser.add_argument("--json", action="store_true", help=f"print one JSON line per {unit}")
-    for subparser, main in ((rows, show_rows), (digest, show_digests), (spikes, show_spikes), (find, show_find),
-                            (accounts, show_ledger)):
+        subparser.add_argument(
+            "--json", action="store_true", help=f"print one JSON line per {unit}"
+        )
+    for subparser, main in (
+        (rows, show_rows),
+        (digest, show_digests),
+        (spikes, show_spikes),
+        (find, show_find),
+        (accounts, show_ledger),
+    ):
         subparser.set_defaults(main=main)
         needs_log = main in (show_spikes, show_find)
-        subparser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder" + (
-            " (default: the only run)" if needs_log else
-            ", or a receipt (default: the only run, if no base_train flag is given)"))
+        subparser.add_argument(
+            "run",
+            metavar="RUN",
+            nargs="?",
+            help="a run's name or folder"
+            + (
+                " (default: the only run)"
+                if needs_log
+                else ", or a receipt (default: the only run, if no base_train flag is given)"
+            ),
+        )
         add_flags(subparser, without=("run",), listed=False)
         subparser.usage = "%(prog)s [RUN] [flags]"
-        subparser.epilog = None if needs_log else (
-            "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
-            "--data-path, and takes --tokenizer and --eod-token.")
+        subparser.epilog = (
+            None
+            if needs_log
+            else (
+                "Instead of RUN: any flags of scripts.base_train, whose --help lists them. A receipt needs "
+                "--data-path, and takes --tokenizer and --eod-token."
+            )
+        )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 1 if a digest differs or the ledger does not balance. ValueError and OSError for bad
-    input."""
+    """Run one command. Exit code 1 if a digest differs or the ledger does not balance. ValueError
+    and OSError for bad input."""
     args = parse_args(argv)
     setup_logging()
     return args.main(open_named_stream(args), args)

@@ -1,5 +1,5 @@
-"""
-Draw runs as one HTML page that works offline: curves, mix, timeline, token counts, samples, settings.
+"""Draw runs as one HTML page that works offline: curves, mix, timeline, token counts, samples,
+settings.
 
     python -m scripts.page mine                         # writes page.html
     python -m scripts.page mine other --out=both.html   # two runs on one page; without a name: all runs
@@ -8,11 +8,11 @@ Draw runs as one HTML page that works offline: curves, mix, timeline, token coun
     run directory --nanochat.run_reader--> curves, launches --> JSON --plotly--> charts
                                      '---> tables, sentences --> HTML, escaped
 
-Every number in a log line of a step becomes a curve, every number in an event a curve of points, and all other
-events are marks on the timeline. A value that you add to the log therefore needs no change here. The page is
-scripts/page.html with its placeholders filled in. plotly is embedded, and a content policy keeps the browser from
-loading anything else. If a run is too long for the page, only the step with the highest loss in each block is drawn, so
-spikes stay visible.
+Every number in a log line of a step becomes a curve, every number in an event a curve of points,
+and all other events are marks on the timeline. A value that you add to the log therefore needs no
+change here. The page is scripts/page.html with its placeholders filled in. plotly is embedded, and
+a content policy keeps the browser from loading anything else. If a run is too long for the page,
+only the step with the highest loss in each block is drawn, so spikes stay visible.
 """
 
 import json
@@ -28,7 +28,14 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import counted, duration, show, write_bytes
 from nanochat.config import setting_tables
 from nanochat.run_dir import CONFIG_NAME, find_run, list_runs, run_path
-from nanochat.run_reader import ENDS, Launch, RunReader, differing_settings, flat_numbers, ledger_table
+from nanochat.run_reader import (
+    ENDS,
+    Launch,
+    RunReader,
+    differing_settings,
+    flat_numbers,
+    ledger_table,
+)
 from scripts import status
 from scripts.report import summarize
 
@@ -40,7 +47,8 @@ LOSS = "Loss, nats per token"
 BPB = "Validation bits per byte"
 BUCKETS = "Loss by bucket, smoothed"
 WAIT = "Data wait, ms per step"
-# {number in a log line: (title of its chart, factor)}; any other number has a chart with its own name as the title
+# {number in a log line: (title of its chart, factor)}; any other number has a chart with its own
+# name as the title
 CHARTS = {
     "loss": (LOSS, 1),
     "smooth_loss": (LOSS, 1),
@@ -54,7 +62,8 @@ CHARTS = {
 # numbers that are axes, not curves; events that become marks even if they have numbers
 NOT_DRAWN = ("step", "time", "tokens", "step_s", "total_training_flops", "total_training_time")
 MARKS = ("saved", "save_failed", "dropped", "skipped", "started", "samples", "wandb", *ENDS)
-TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}  # CSS class by terminal color
+# CSS class by terminal color
+TONES = {status.GREEN: "good", status.YELLOW: "wait", status.RED: "bad"}
 
 Axes = Mapping[str, list[float]]  # {axis: position of each logged step}
 Curve = dict[str, Any]  # made by `series`
@@ -74,6 +83,7 @@ class Run(RunReader):
 
 
 # ---- curves -------------------------------------------------------------------------------------
+
 
 def axis_position(axes: Axes, done: int) -> dict[str, float]:
     """The position on each axis after `done` steps."""
@@ -111,7 +121,8 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> Curve:
-    """A curve for page.html. `look`: raw, line, points, plan, or edge and band, between which the area is filled."""
+    """A curve for page.html. `look`: raw, line, points, plan, or edge and band, between which the
+    area is filled."""
     return {
         "chart": chart,
         "name": name,
@@ -142,7 +153,8 @@ def step_series(run: RunReader) -> Iterator[Curve]:
 
 
 def planned_mix(run: RunReader) -> list[dict[str, float]]:
-    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] for a run without phases."""
+    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] for a run without
+    phases."""
     phases = run.phases
     if not phases:
         return []
@@ -169,7 +181,8 @@ def mix_series(run: RunReader, chart: str) -> Iterator[Curve]:
 
 
 def point_series(run: RunReader) -> Iterator[Curve]:
-    """Curves of the numbers in events, mainly validation results. `steps`: the steps done at each point."""
+    """Curves of the numbers in events, mainly validation results. `steps`: the steps done at each
+    point."""
     curves: dict[str, dict[int, float]] = {}
     for event in run.events:
         for name, value in drawable(event).items():
@@ -188,8 +201,8 @@ def point_series(run: RunReader) -> Iterator[Curve]:
 
 
 def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of the row losses of a step, in nats per token; None without finite ones.
-    FileNotFoundError if the step has none: older versions could leave them out."""
+    """The 10th and 90th percentile of the row losses of a step, in nats per token; None without
+    finite ones. FileNotFoundError if the step has none: older versions could leave them out."""
     import numpy as np
 
     nats, live = run.row_losses.read(step)
@@ -204,7 +217,8 @@ def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
 
 
 def band_series(run: RunReader) -> Iterator[Curve]:
-    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if none are recorded."""
+    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if
+    none are recorded."""
     if not (run.run_dir / "logs" / "rows").is_dir():
         return
     lows: dict[int, float] = {}
@@ -226,7 +240,8 @@ def band_series(run: RunReader) -> Iterator[Curve]:
 
 
 def marks_of(launch: Launch, axes: Axes) -> list[dict[str, Any]]:
-    """A mark for each save, skipped step and other event of a launch that is not drawn as points."""
+    """A mark for each save, skipped step and other event of a launch that is not drawn as
+    points."""
     marks = []
     for event in launch.events:
         kind = event["event"]
@@ -267,7 +282,8 @@ def rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
-    """Indices of the steps to draw: the one with the highest loss of each block of `stride`, and the last one."""
+    """Indices of the steps to draw: the one with the highest loss of each block of `stride`, and
+    the last one."""
     if not steps:
         return []
     kept = {len(steps) - 1}
@@ -280,8 +296,8 @@ def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
 
 
 def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
-    """The data that page.html draws for a run, thinned to one in `stride` steps. With `several` runs, which have one
-    color each, every bucket gets its own chart."""
+    """The data that page.html draws for a run, thinned to one in `stride` steps. With `several`
+    runs, which have one color each, every bucket gets its own chart."""
     axes = run.axes()
     kept = kept_steps(run.steps, stride)
 
@@ -330,7 +346,8 @@ def is_of_losses(chart: str) -> bool:
 
 
 def wait_range(curves: Sequence[Curve]) -> list[float] | None:
-    """The y range of the chart of data waits, if the first step of each launch would flatten the others."""
+    """The y range of the chart of data waits, if the first step of each launch would flatten the
+    others."""
     waits: list[float] = []
     for curve in curves:
         if curve["chart"] == WAIT:
@@ -350,7 +367,8 @@ def chart_rank(name: str) -> tuple[bool, bool]:
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings of the y axis}."""
+    """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings
+    of the y axis}."""
     curves: list[Curve] = []
     for run in runs:
         curves += run["series"]
@@ -390,6 +408,7 @@ def table_row(cells: Sequence[Any], tag: str) -> str:
 
 
 # ---- tables and sentences -----------------------------------------------------------------------
+
 
 def table(header: Sequence[Any], rows: Sequence[Sequence[Any]], kind: str = "") -> str:
     """A table that scrolls if it is too wide; "" without rows."""
@@ -480,8 +499,8 @@ def settings(run: Run) -> str:
 
 
 def json_bytes(run: Run) -> int:
-    """About how many bytes of JSON a run's steps take: a value takes 10; each step also has four axis positions and a
-    digest."""
+    """About how many bytes of JSON a run's steps take: a value takes 10; each step also has four
+    axis positions and a digest."""
     if not run.steps:
         return 0
     values_per_step = len(drawable(run.steps[-1]))
@@ -490,6 +509,7 @@ def json_bytes(run: Run) -> int:
 
 # ---- the page -----------------------------------------------------------------------------------
 
+
 def embed(value: Any) -> str:
     """JSON that cannot end the HTML element around it, whatever it contains."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
@@ -497,7 +517,8 @@ def embed(value: Any) -> str:
 
 
 def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
-    """The whole page. `refresh`: whether the browser reloads it regularly. ValueError without plotly."""
+    """The whole page. `refresh`: whether the browser reloads it regularly. ValueError without
+    plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -512,7 +533,9 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
         buckets |= {curve["bucket"] for curve in of_run["series"]}
 
     now = time.strftime("%Y-%m-%d %H:%M %Z")
-    thinned = f"Of every {stride} steps, the one with the highest loss is drawn." if stride > 1 else ""
+    thinned = (
+        f"Of every {stride} steps, the one with the highest loss is drawn." if stride > 1 else ""
+    )
     header = ("setting", *(run.name for run in runs))
     differ = table(header, differing_settings([run.config for run in runs]))
     last_steps = [run.num_steps - 1 for run in runs if run.steps]
@@ -541,11 +564,24 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and print its path. FileNotFoundError for an unknown run, ValueError for a corrupt file in one."""
+    """Write the page and print its path. FileNotFoundError for an unknown run, ValueError for a
+    corrupt file in one."""
     parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=Path("page.html"), help="where to write the page")
-    parser.add_argument("--watch", action="store_true", help="rewrite the page every ten seconds while a run is alive")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)"
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("page.html"),
+        help="where to write the page",
+    )
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="rewrite the page every ten seconds while a run is alive",
+    )
     args = parser.parse_args(argv)
     out = args.out.absolute()
     folders = [find_run(name).absolute() for name in args.run]

@@ -17,9 +17,10 @@ A receipt holds everything that determines the rows, and the digests that the ru
                         (--init-data=continue, --skip-steps)
     tokenizer           the files of the run's tokenizer, compressed, so that nobody needs to ask for them
 
-Names are relative to the data path. Files in object storage have no hash of their bytes, because computing it would
-require downloading them. A list of more than 300 files is compressed, and its hashes are shortened to three digits,
-usually enough to name a file that differs; the fingerprints in `stream` and the hash of all contents are not shortened.
+Names are relative to the data path. Files in object storage have no hash of their bytes, because
+computing it would require downloading them. A list of more than 300 files is compressed, and its
+hashes are shortened to three digits, usually enough to name a file that differs; the fingerprints
+in `stream` and the hash of all contents are not shortened.
 """
 
 import base64
@@ -64,13 +65,32 @@ NAME = "receipt.json"
 EVERY = 1000  # steps between marks
 MANY = 300  # files in a readable list
 SHORT = 3  # hexadecimal digits of a hash in a compressed list
-# the settings that determine the rows: those marked STREAM, and some that determine more than the order
+# the settings that determine the rows: those marked STREAM, and some that determine more than the
+# order
 SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
-    "max_seq_len", "total_batch_size", "lanes", "curriculum", "split", "eod_mask_loss", "num_samples"]
-BUCKET = {"number": int, "contents": str, "others": dict}  # and "files", or "packed" if there are many
+    "max_seq_len",
+    "total_batch_size",
+    "lanes",
+    "curriculum",
+    "split",
+    "eod_mask_loss",
+    "num_samples",
+]
+# and "files", or "packed" if there are many
+BUCKET = {"number": int, "contents": str, "others": dict}
 MARK = {"digest": str, "chain": str}
-SHAPE = {"nanochat_receipt": int, "run": str, "code": [str], "steps": int, "settings": dict,
-         "stream": {"tokenizer": str}, "files": dict, "marks": dict, "begin": str | None, "checksum": str}
+SHAPE = {
+    "nanochat_receipt": int,
+    "run": str,
+    "code": [str],
+    "steps": int,
+    "settings": dict,
+    "stream": {"tokenizer": str},
+    "files": dict,
+    "marks": dict,
+    "begin": str | None,
+    "checksum": str,
+}
 REWRITE = "write it again with python -m scripts.receipt RUN"
 
 
@@ -78,12 +98,14 @@ class FileLine(NamedTuple):
     """A file in a receipt. In a compressed list, hashes are shortened and the size is "-"."""
 
     pin: str  # hash of its entry in the manifest, which a run compares when it resumes
-    content: str  # hash of its bytes (for a pair, also of the .idx); "-" for a file in object storage
+    # hash of its bytes (for a pair, also of the .idx); "-" for a file in object storage
+    content: str
     size: str
     name: str
 
     def differs(self, path: Path, now: "FileLine") -> str:
-        """A sentence that says how this file differs from the one at `path` now; empty if they are equal."""
+        """A sentence that says how this file differs from the one at `path` now; empty if they are
+        equal."""
         if self.size not in ("-", now.size):
             return f"{path}: it has {now.size} bytes, the receipt says {self.size}"
         if "-" not in (self.content, now.content) and not now.content.startswith(self.content):
@@ -95,6 +117,7 @@ class FileLine(NamedTuple):
 
 # ---- making one ---------------------------------------------------------------------------------
 
+
 def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
     """The line of a file below `root`, given its entry in a manifest."""
     path = root / entry["name"]
@@ -102,7 +125,9 @@ def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
     if is_remote(path):
         content = "-"
     elif path.suffix == ".bin":
-        content = hash_bytes(*(hash_file(part).encode() for part in (path, path.with_suffix(".idx"))))
+        content = hash_bytes(
+            *(hash_file(part).encode() for part in (path, path.with_suffix(".idx")))
+        )
     else:
         content = hash_file(path)
     return FileLine(pinned[:16], content, str(entry.get("own_size", entry["size"])), entry["name"])
@@ -112,31 +137,50 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     """The files of all buckets, each with its hashes. Reads all local files."""
     entries = [entry for manifest in manifests.values() for entry in manifest["files"]]
     listed: dict[str, Any] = {}
-    with tqdm(total=sum(entry.get("own_size", entry["size"]) for entry in entries), unit="B", unit_scale=True,
-              desc="hashing the data", disable=None) as bar:
+    with tqdm(
+        total=sum(entry.get("own_size", entry["size"]) for entry in entries),
+        unit="B",
+        unit_scale=True,
+        desc="hashing the data",
+        disable=None,
+    ) as bar:
         for bucket, manifest in manifests.items():
             root, lines = as_path(manifest["root"]), list[FileLine]()
             for line in each(partial(describe_file, root), manifest["files"]):
                 lines.append(line)
                 bar.update(int(line.size))
-            others = {name: value for name, value in manifest.items() if name not in ("root", "files")}
-            listed[bucket] = {"number": len(lines), "contents": hash_contents(lines), "others": others}
+            others = {
+                name: value for name, value in manifest.items() if name not in ("root", "files")
+            }
+            listed[bucket] = {
+                "number": len(lines),
+                "contents": hash_contents(lines),
+                "others": others,
+            }
             if len(entries) <= MANY:
                 listed[bucket]["files"] = [" ".join(line) for line in lines]
             else:
-                short = (" ".join((file.pin[:SHORT], file.content[:SHORT], "-", file.name)) for file in lines)
-                listed[bucket]["packed"] = base64.b85encode(lzma.compress("\n".join(short).encode())).decode()
+                short = (
+                    " ".join((file.pin[:SHORT], file.content[:SHORT], "-", file.name))
+                    for file in lines
+                )
+                listed[bucket]["packed"] = base64.b85encode(
+                    lzma.compress("\n".join(short).encode())
+                ).decode()
     return listed
 
 
 def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
-    """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or FileNotFoundError
-    if the log lacks a digest, or if a file of the data has changed or is missing."""
+    """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or
+    FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
+    missing."""
     steps, digests = run.num_steps if steps is None else steps, run.digests
     missing = next((step for step in range(steps) if step not in digests), None)
     if steps == 0 or missing is not None:
-        raise ValueError(f"{run.log_path}: it has no digest for step {missing or 0}, but a receipt needs those "
-                         f"of all steps; resume the run, or restore the log")
+        raise ValueError(
+            f"{run.log_path}: it has no digest for step {missing or 0}, but a receipt needs those "
+            f"of all steps; resume the run, or restore the log"
+        )
     data, config, settings = open_run(run.run_dir)
     marks, link = {}, ""
     for step in range(steps):
@@ -145,21 +189,29 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
             marks[str(step)] = {"digest": digests[step], "chain": link}
     begin = run.cursor_files.get(0)
     receipt = {
-        "nanochat_receipt": FORMAT, "run": run.name, "steps": steps,
+        "nanochat_receipt": FORMAT,
+        "run": run.name,
+        "steps": steps,
         "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
         "settings": {name: getattr(settings, name) for name in SETTINGS},
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
-        "files": list_files(data.manifests["train"]), "marks": marks,
+        "files": list_files(data.manifests["train"]),
+        "marks": marks,
         "begin": None if begin is None else base64.b85encode(begin.read_bytes()).decode(),
-        "tokenizer": pack_tokenizer(data.tokenizer)}
+        "tokenizer": pack_tokenizer(data.tokenizer),
+    }
     return {**receipt, "checksum": hash_json(receipt)}
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> str:
-    """The files that `Tokenizer.save` writes, as text: a few hundred kB for a vocabulary of 32,768."""
+    """The files that `Tokenizer.save` writes, as text: a few hundred kB for a vocabulary of
+    32,768."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
-        files = {path.name: path.read_bytes().decode("latin-1") for path in sorted(Path(folder).iterdir())}
+        files = {
+            path.name: path.read_bytes().decode("latin-1")
+            for path in sorted(Path(folder).iterdir())
+        }
     return base64.b85encode(lzma.compress(json.dumps(files).encode())).decode()
 
 
@@ -170,63 +222,90 @@ def next_link(link: str, digest: str) -> str:
 
 # ---- reading one --------------------------------------------------------------------------------
 
+
 def read_receipt(path: Path) -> dict[str, Any]:
     """The receipt in a file. ValueError if it is corrupt or in a different format."""
     receipt = read_json(path, {"nanochat_receipt": int}, remedy=REWRITE)
     if receipt["nanochat_receipt"] != FORMAT:
-        raise ValueError(f"{path}: its format is {receipt['nanochat_receipt']}, but this code reads format {FORMAT}; "
-                         f"use the code that wrote it")
+        raise ValueError(
+            f"{path}: its format is {receipt['nanochat_receipt']}, but this code reads format {FORMAT}; "
+            f"use the code that wrote it"
+        )
     check_shape(receipt, SHAPE, path)
     check_shape(receipt["files"], dict.fromkeys(receipt["files"], BUCKET), path)
     check_shape(receipt["marks"], dict.fromkeys(receipt["marks"], MARK), path)
     if str(receipt["steps"] - 1) not in receipt["marks"]:
-        raise ValueError(f"{path}: it has no digest for its last step, {receipt['steps'] - 1:,}; {REWRITE}")
-    if receipt["checksum"] != hash_json({name: value for name, value in receipt.items() if name != "checksum"}):
-        raise ValueError(f"{path}: its checksum is wrong, so it was edited or is corrupt; {REWRITE}")
+        raise ValueError(
+            f"{path}: it has no digest for its last step, {receipt['steps'] - 1:,}; {REWRITE}"
+        )
+    if receipt["checksum"] != hash_json(
+        {name: value for name, value in receipt.items() if name != "checksum"}
+    ):
+        raise ValueError(
+            f"{path}: its checksum is wrong, so it was edited or is corrupt; {REWRITE}"
+        )
     return receipt
 
 
 def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
-    """The files of a bucket of a receipt. ValueError if the list is corrupt, or a name points outside the data path."""
+    """The files of a bucket of a receipt. ValueError if the list is corrupt, or a name points
+    outside the data path."""
     try:
-        lines = bucket.get("files") or lzma.decompress(base64.b85decode(bucket["packed"])).decode().split("\n")
+        lines = bucket.get("files") or lzma.decompress(
+            base64.b85decode(bucket["packed"])
+        ).decode().split("\n")
         files = [FileLine(*line.split(" ", 3)) for line in lines]
     except (ValueError, TypeError, KeyError, lzma.LZMAError) as e:
         raise ValueError(f"{path}: its list of files cannot be read ({e}); {REWRITE}") from None
     for file in files:
         if PurePosixPath(file.name).is_absolute() or ".." in PurePosixPath(file.name).parts:
-            raise ValueError(f"{path}: it names the file {file.name!r}, which is not below the data path; {REWRITE}")
+            raise ValueError(
+                f"{path}: it names the file {file.name!r}, which is not below the data path; {REWRITE}"
+            )
     return files
 
 
-def compare_file(file: FileLine, root: Path, selection: Selection) -> tuple[dict[str, Any], FileLine]:
-    """(manifest entry, line) of a file as it is now. ValueError or FileNotFoundError if it differs from the receipt."""
+def compare_file(
+    file: FileLine, root: Path, selection: Selection
+) -> tuple[dict[str, Any], FileLine]:
+    """(manifest entry, line) of a file as it is now. ValueError or FileNotFoundError if it differs
+    from the receipt."""
     path = root / file.name
     if not path.exists():
-        raise FileNotFoundError(f"{path}: missing, but the receipt lists it; restore it, or name the folder that has "
-                                f"it with --data-path")
+        raise FileNotFoundError(
+            f"{path}: missing, but the receipt lists it; restore it, or name the folder that has "
+            f"it with --data-path"
+        )
     entry = pin(path, file.name, selection)
     now = describe_file(root, entry)
     if problem := file.differs(path, now):
-        raise ValueError(f"{problem}, so the run was trained on a different file; restore that file")
+        raise ValueError(
+            f"{problem}, so the run was trained on a different file; restore that file"
+        )
     return entry, now
 
 
-def find_manifests(path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection) -> dict[str, Manifest]:
-    """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names the first file that
-    is missing or differs."""
+def find_manifests(
+    path: Path, receipt: Mapping[str, Any], data_path: str, selection: Selection
+) -> dict[str, Manifest]:
+    """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
+    the first file that is missing or differs."""
     root, manifests = data_folder(data_path), dict[str, Manifest]()
     with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
         for name, bucket in receipt["files"].items():
             entries, lines = list[dict[str, Any]](), list[FileLine]()
-            for entry, line in each(partial(compare_file, root=root, selection=selection), lines_of(bucket, path)):
+            for entry, line in each(
+                partial(compare_file, root=root, selection=selection), lines_of(bucket, path)
+            ):
                 entries.append(entry)
                 lines.append(line)
                 bar.update(int(line.size))
             now = hash_contents(lines)
             if "-" not in (now, bucket["contents"]) and now != bucket["contents"]:
-                raise ValueError(f"{data_path}: one of the {len(lines):,} files of bucket {name!r} is not the one that "
-                                 f"the run was trained on; the receipt's hashes are too short to name it")
+                raise ValueError(
+                    f"{data_path}: one of the {len(lines):,} files of bucket {name!r} is not the one that "
+                    f"the run was trained on; the receipt's hashes are too short to name it"
+                )
             manifests[name] = {"root": str(root.resolve()), "files": entries, **bucket["others"]}
     return manifests
 
@@ -249,10 +328,12 @@ def unpack_tokenizer(packed: str, path: Path) -> Tokenizer:
             raise ValueError(f"{path}: its tokenizer cannot be read ({e}); {REWRITE}") from None
 
 
-def choose_tokenizer(path: Path, receipt: Mapping[str, Any], settings: Settings, given: Settings) -> Tokenizer:
-    """The tokenizer of a receipt: the one that --tokenizer names, else the one in the receipt; for a receipt of older
-    code, which has none, the one beside the data or the default. FileNotFoundError or ValueError if none of them is the
-    run's."""
+def choose_tokenizer(
+    path: Path, receipt: Mapping[str, Any], settings: Settings, given: Settings
+) -> Tokenizer:
+    """The tokenizer of a receipt: the one that --tokenizer names, else the one in the receipt; for
+    a receipt of older code, which has none, the one beside the data or the default.
+    FileNotFoundError or ValueError if none of them is the run's."""
     if given.tokenizer is None and "tokenizer" in receipt:
         return unpack_tokenizer(receipt["tokenizer"], path)
     own = "leave --tokenizer out: the receipt contains the run's"
@@ -262,30 +343,45 @@ def choose_tokenizer(path: Path, receipt: Mapping[str, Any], settings: Settings,
         named = replace(settings, tokenizer=given.tokenizer, eod_token=given.eod_token)
         tokenizer = find_tokenizer(named, given.data_path or "")
     except FileNotFoundError as e:
-        raise FileNotFoundError(f"{path}: the run's tokenizer is needed to recompute rows; {own} ({e})") from None
+        raise FileNotFoundError(
+            f"{path}: the run's tokenizer is needed to recompute rows; {own} ({e})"
+        ) from None
     if tokenizer.fingerprint != receipt["stream"]["tokenizer"]:
-        raise ValueError(f"{path}: the run's data was tokenized with {receipt['stream']['tokenizer']}, but this "
-                         f"tokenizer is {tokenizer.fingerprint}; {own}")
+        raise ValueError(
+            f"{path}: the run's data was tokenized with {receipt['stream']['tokenizer']}, but this "
+            f"tokenizer is {tokenizer.fingerprint}; {own}"
+        )
     return tokenizer
 
 
-def open_receipt(path: Path, given: Settings, last: int) -> tuple[RunData, Any, int, list[dict[str, Any]] | None]:
-    """Open the stream of a receipt without the run, from the data that --data-path names. Returns (data,
-    settings of the stream, rows per step, cursors of step 0 or None for the beginning of the data). ValueError or
-    FileNotFoundError for flags beyond these, a step `last` that the run did not train, a different tokenizer, or a
-    file that is missing or differs."""
+def open_receipt(
+    path: Path, given: Settings, last: int
+) -> tuple[RunData, Any, int, list[dict[str, Any]] | None]:
+    """Open the stream of a receipt without the run, from the data that --data-path names. Returns
+    (data, settings of the stream, rows per step, cursors of step 0 or None for the beginning of the
+    data). ValueError or FileNotFoundError for flags beyond these, a step `last` that the run did
+    not train, a different tokenizer, or a file that is missing or differs."""
     begin_launch()
-    allowed = {"data_path", "tokenizer", "eod_token", "run"}  # RUN is an argument here, not a setting
+    # RUN is an argument here, not a setting
+    allowed = {"data_path", "tokenizer", "eod_token", "run"}
     if refused := [flag(name) for name in given.differing() if name not in allowed]:
-        raise ValueError(f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out")
+        raise ValueError(
+            f"{path} and {', '.join(refused)}: a receipt has its own settings; leave these flags out"
+        )
     if given.data_path is None:
-        raise ValueError(f"{path}: a receipt does not say where the data is; name its folder with --data-path")
+        raise ValueError(
+            f"{path}: a receipt does not say where the data is; name its folder with --data-path"
+        )
     receipt = read_receipt(path)
     code, stream = ", ".join(receipt["code"]), receipt["stream"]
     if last >= receipt["steps"]:
-        raise ValueError(f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}")
+        raise ValueError(
+            f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}"
+        )
     if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
-        raise ValueError(f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})")
+        raise ValueError(
+            f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})"
+        )
     settings = Settings.from_json(receipt["settings"])
     config = stream_config(settings)
     tokenizer = choose_tokenizer(path, receipt, settings, given)
@@ -294,26 +390,36 @@ def open_receipt(path: Path, given: Settings, last: int) -> tuple[RunData, Any, 
     data = open_data({"train": manifests, "val": {}}, tokenizer, as_stored=not config.framed)
     here = stream_identity(config, data.train, tokenizer.fingerprint)
     if differ := [name for name in {**stream, **here} if stream.get(name) != here.get(name)]:
-        raise ValueError(f"{path}: {differ[0]} is {stream.get(differ[0])!r} in the receipt and {here.get(differ[0])!r} "
-                         f"here, though the files are the same; use the code that trained the run ({code})")
+        raise ValueError(
+            f"{path}: {differ[0]} is {stream.get(differ[0])!r} in the receipt and {here.get(differ[0])!r} "
+            f"here, though the files are the same; use the code that trained the run ({code})"
+        )
     begin = receipt["begin"] and unpack_cursors(base64.b85decode(receipt["begin"]), path)[1]
     return data, config, settings.total_batch_size // config.T, begin or None
 
 
 # ---- the command --------------------------------------------------------------------------------
 
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the receipt and print its path. ValueError or FileNotFoundError if the run's log or data is incomplete."""
+    """Write the receipt and print its path. ValueError or FileNotFoundError if the run's log or
+    data is incomplete."""
     parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help=f"file to write (default: RUN/{NAME})")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only run)"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help=f"file to write (default: RUN/{NAME})"
+    )
     args = parser.parse_args(argv)
     setup_logging()
     run = RunReader(find_run(args.run))
     receipt, out = make_receipt(run), args.out or run.run_dir / NAME
     write_json(out, receipt)
     number = sum(bucket["number"] for bucket in receipt["files"].values())
-    print(f"{out}: {counted(receipt['steps'], 'step')}, {counted(number, 'file')}, {out.stat().st_size:,} bytes")
+    print(
+        f"{out}: {counted(receipt['steps'], 'step')}, {counted(number, 'file')}, {out.stat().st_size:,} bytes"
+    )
     return 0
 
 

@@ -4,24 +4,28 @@ Train one configuration with several seeds, and report whether a change exceeds 
     python -m scripts.repeat --seeds=5 --name=base -- --depth=4 --num-iterations=500
     python -m scripts.repeat --against=base --name=lr02 -- --depth=4 --num-iterations=500 --matrix-lr=0.02
 
-The flags after `--` are those of scripts.base_train. Each run is called NAME-seedS. Finished runs are reused and
-unfinished ones are resumed, so the command can be repeated at any time, even with more seeds.
+The flags after `--` are those of scripts.base_train. Each run is called NAME-seedS. Finished runs
+are reused and unfinished ones are resumed, so the command can be repeated at any time, even with
+more seeds.
 
     --vary=weights    each run has its own --seed (of the weights); all read the data in the same order
     --vary=data       each run has its own --data-seed; all start from the same weights
     --vary=both       both
 
-The first command reports the mean of the final validation bits per byte, their standard deviation s with its 95 %
-interval, and the smallest difference that n seeds can show at the 5 % level (Student's t):
+The first command reports the mean of the final validation bits per byte, their standard deviation s
+with its 95 % interval, and the smallest difference that n seeds can show at the 5 % level
+(Student's t):
 
     unpaired    t(2n - 2) s sqrt(2 / n)           paired    t(n - 1) s_d / sqrt(n)
 
-s_d is the standard deviation of the differences between runs with equal seeds. Without `--against`, it is estimated as
-s sqrt(2), as if runs with equal seeds were independent. `--against` trains a variant with BASE's seeds and reports the
-mean difference, its 95 % interval, and the exact p-value of the sign-flip permutation test: of all 2^n ways to flip the
-signs of the differences, the share whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
+s_d is the standard deviation of the differences between runs with equal seeds. Without `--against`,
+it is estimated as s sqrt(2), as if runs with equal seeds were independent. `--against` trains a
+variant with BASE's seeds and reports the mean difference, its 95 % interval, and the exact p-value
+of the sign-flip permutation test: of all 2^n ways to flip the signs of the differences, the share
+whose mean is at least as extreme. With 5 seeds, p is at least 2 / 32.
 
-<base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat.
+<base dir>/repeats/NAME.json has the results, seeds and flags. <base dir> is $NANOCHAT_BASE_DIR or
+~/.cache/nanochat.
 """
 
 import argparse
@@ -53,6 +57,7 @@ RECORD = {"name": str, "vary": str, "seeds": [int], "flags": [str], "bits_per_by
 
 # ---- statistics ----------------------------------------------------------------------------------
 
+
 def quantile(cdf: Callable[[float], float], p: float) -> float:
     """The x at which a cumulative distribution function reaches p."""
     low, high = -1e4, 1e4
@@ -64,20 +69,30 @@ def quantile(cdf: Callable[[float], float], p: float) -> float:
 
 def student_t(p: float, degrees: int) -> float:
     """The quantile of Student's t distribution."""
-    norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
+    norm = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
+        degrees * math.pi
+    )
 
     def cdf(x: float) -> float:
-        at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)  # substitute x = sqrt(degrees) tan(at)
-        return 0.5 + norm * math.sqrt(degrees) * float(np.trapezoid(np.cos(at) ** (degrees - 1), at))
+        # substitute x = sqrt(degrees) tan(at)
+        at = np.linspace(0.0, math.atan(x / math.sqrt(degrees)), 2001)
+        return 0.5 + norm * math.sqrt(degrees) * float(
+            np.trapezoid(np.cos(at) ** (degrees - 1), at)
+        )
 
     return quantile(cdf, p)
 
 
 def deviation_interval(s: float, n: int) -> tuple[float, float]:
     """The 95 % interval of a standard deviation s estimated from n values."""
+
     def cdf(x: float) -> float:  # chi-squared distribution
-        return float(torch.special.gammainc(torch.tensor((n - 1) / 2.0, dtype=torch.float64),
-                                            torch.tensor(max(x, 0.0) / 2, dtype=torch.float64)))
+        return float(
+            torch.special.gammainc(
+                torch.tensor((n - 1) / 2.0, dtype=torch.float64),
+                torch.tensor(max(x, 0.0) / 2, dtype=torch.float64),
+            )
+        )
 
     low, high = (s * math.sqrt((n - 1) / quantile(cdf, p)) for p in (0.975, 0.025))
     return low, high
@@ -91,17 +106,26 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str, float]]:
-    """{n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS: the smallest difference of means
-    that n seeds can show at the 5 % level."""
-    return {str(n): {"unpaired": student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n),
-                     "paired": student_t(0.975, n - 1) * s_d / math.sqrt(n)} for n in sorted({seeds, *SEED_COUNTS})}
+    """{n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS: the smallest
+    difference of means that n seeds can show at the 5 % level."""
+    return {
+        str(n): {
+            "unpaired": student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n),
+            "paired": student_t(0.975, n - 1) * s_d / math.sqrt(n),
+        }
+        for n in sorted({seeds, *SEED_COUNTS})
+    }
 
 
 def summarize(values: Sequence[float]) -> dict[str, Any]:
     """The statistics of one configuration."""
     s = statistics.stdev(values)
-    return {"mean": statistics.fmean(values), "stdev": s, "stdev_interval": [*deviation_interval(s, len(values))],
-            "smallest_difference": smallest_differences(s, s * 2**0.5, len(values))}
+    return {
+        "mean": statistics.fmean(values),
+        "stdev": s,
+        "stdev_interval": [*deviation_interval(s, len(values))],
+        "smallest_difference": smallest_differences(s, s * 2**0.5, len(values)),
+    }
 
 
 def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
@@ -111,35 +135,63 @@ def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     half = student_t(0.975, n - 1) * s_d / math.sqrt(n)
     mean = statistics.fmean(differences)
     s = math.sqrt((statistics.variance(values) + statistics.variance(base)) / 2)
-    return {"differences": differences, "mean_difference": mean, "interval": [mean - half, mean + half],
-            "p": sign_flip_p(differences) if n <= MAX_SIGN_FLIPS else None,
-            "smallest_difference": smallest_differences(s, s_d, n)}
+    return {
+        "differences": differences,
+        "mean_difference": mean,
+        "interval": [mean - half, mean + half],
+        "p": sign_flip_p(differences) if n <= MAX_SIGN_FLIPS else None,
+        "smallest_difference": smallest_differences(s, s_d, n),
+    }
 
 
 # ---- the runs ------------------------------------------------------------------------------------
 
-def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
-              ) -> list[float]:
-    """Train with every seed. Returns the final validation bits per byte of each run. ValueError if a run fails."""
+
+def train_all(
+    name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
+) -> list[float]:
+    """Train with every seed. Returns the final validation bits per byte of each run. ValueError if
+    a run fails."""
     settings = from_flags(base_train.parse_args(flags))
-    launcher = [sys.executable, "-m", *(["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
-                                        if nproc > 1 else [])]
+    launcher = [
+        sys.executable,
+        "-m",
+        *(
+            ["torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "-m"]
+            if nproc > 1
+            else []
+        ),
+    ]
 
     def train(seed: int) -> float:
         tag = f"{name}-seed{seed}"
-        weights, data = (seed if vary in (which, "both") else settings.seed for which in ("weights", "data"))
-        command = [*launcher, "scripts.base_train", *flags, f"--seed={weights}", f"--data-seed={data}",
-                   f"--model-tag={tag}"]
-        print0(f"{name}: run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}")
+        weights, data = (
+            seed if vary in (which, "both") else settings.seed for which in ("weights", "data")
+        )
+        command = [
+            *launcher,
+            "scripts.base_train",
+            *flags,
+            f"--seed={weights}",
+            f"--data-seed={data}",
+            f"--model-tag={tag}",
+        ]
+        print0(
+            f"{name}: run {seeds.index(seed) + 1} of {len(seeds)}: {shlex.join(['python', *command[1:]])}"
+        )
         log = get_base_dir() / "repeats" / f"{tag}.log"
         with open(log, "wb") if jobs > 1 else contextlib.nullcontext() as out:
             code = subprocess.run(command, stdout=out, stderr=out).returncode
         run = RunReader(run_path(tag))
         if code or not run.launches or run.launches[-1].end != "completed":
-            raise ValueError(f"{tag}: the run ended with exit code {code} before its last step"
-                             f"{f', see {log}' if jobs > 1 else ''}; fix the cause and repeat this command")
+            raise ValueError(
+                f"{tag}: the run ended with exit code {code} before its last step"
+                f"{f', see {log}' if jobs > 1 else ''}; fix the cause and repeat this command"
+            )
         if not run.val_bpb:
-            raise ValueError(f"{tag}: the run has no validation bits per byte; pass --eval-every=N and a new --name")
+            raise ValueError(
+                f"{tag}: the run has no validation bits per byte; pass --eval-every=N and a new --name"
+            )
         return list(run.val_bpb.values())[-1]
 
     (get_base_dir() / "repeats").mkdir(parents=True, exist_ok=True)
@@ -149,59 +201,103 @@ def train_all(name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, 
 
 # ---- report --------------------------------------------------------------------------------------
 
+
 def print_report(record: dict[str, Any], base: dict[str, Any] | None) -> None:
     """Print a table of the runs, then the statistics."""
     header = ["seed", "bits per byte", *(["base", "difference"] if base else [])]
     columns = [record["seeds"], record["bits_per_byte"]]
     if base:
-        columns += [base["bits_per_byte"][:len(record["seeds"])], record["against"]["differences"]]
+        columns += [base["bits_per_byte"][: len(record["seeds"])], record["against"]["differences"]]
     rows = [[seed, *(f"{value:.6f}" for value in values)] for seed, *values in zip(*columns)]
     print0(*table(header, rows), "", sep="\n")
     n, (low, high) = len(record["seeds"]), record["stdev_interval"]
-    print0(f"mean {record['mean']:.6f}, standard deviation {record['stdev']:.6f} (95 % interval {low:.6f} to "
-           f"{high:.6f})")
+    print0(
+        f"mean {record['mean']:.6f}, standard deviation {record['stdev']:.6f} (95 % interval {low:.6f} to "
+        f"{high:.6f})"
+    )
     results = record
     if base:
         results = record["against"]
         low, high = results["interval"]
         p = "" if results["p"] is None else f", sign-flip p = {results['p']:.4f}"
-        print0(f"mean difference from {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
-               f"{high:+.6f}{p}, {n} pairs)")
+        print0(
+            f"mean difference from {base['name']}: {results['mean_difference']:+.6f} (95 % interval {low:+.6f} to "
+            f"{high:+.6f}{p}, {n} pairs)"
+        )
         if low <= 0 <= high:
             print0("the interval contains 0: this difference may be noise")
         else:
             print0("the interval does not contain 0: the difference exceeds seed noise")
         if 2 / 2**n > 0.05:
-            print0(f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05")
+            print0(
+                f"note: with {n} pairs, p cannot be below {2 / 2**n:g}; six pairs or more can give p below 0.05"
+            )
     smallest = results["smallest_difference"]
     ways = ["unpaired", "paired"] if base else ["unpaired"]  # paired: by seed
     rows = [[k, *(f"{smallest[k][way]:.6f}" for way in ways)] for k in smallest]
-    print0("", "the smallest difference that this many seeds can show between runs:",
-           *table(["seeds", *ways], rows), sep="\n")
+    print0(
+        "",
+        "the smallest difference that this many seeds can show between runs:",
+        *table(["seeds", *ways], rows),
+        sep="\n",
+    )
     if record.get("rerun_difference") is not None:
         print0(f"\na rerun of seed {record['seeds'][0]} differs by {record['rerun_difference']:g}")
 
 
 # ---- the script ----------------------------------------------------------------------------------
 
+
 def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """(flags of this script, flags of scripts.base_train after `--`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     at = words.index("--") if "--" in words else len(words)
-    p = Parser(description="Train one configuration with several seeds.", epilog=__doc__, usage="%(prog)s [flags] -- "
-               "FLAGS OF base_train")
+    p = Parser(
+        description="Train one configuration with several seeds.",
+        epilog=__doc__,
+        usage="%(prog)s [flags] -- FLAGS OF base_train",
+    )
     if words and "--" not in words and not {"-h", "--help"} & {*words}:
-        p.error("no flags of scripts.base_train: they follow --, as in --seeds=3 -- --depth=4 --num-iterations=100")
-    p.add_argument("--name", default="base", help="name of this configuration; its runs are called NAME-seedS")
-    p.add_argument("--seeds", type=whole(2), default=5, metavar="N", help="number of seeds: seeds 1 to N are used")
-    p.add_argument("--vary", choices=("weights", "data", "both"), default="both", help="which seeds differ")
-    p.add_argument("--against", metavar="BASE", help="compare with the configuration BASE, using its seeds")
-    p.add_argument("--rerun", action="store_true", help="train the first seed once more, and report the difference, "
-                   "which must be 0")
-    p.add_argument("--jobs", type=whole(1), default=1, metavar="N", help="number of runs to train at the same time; if "
-                   "N > 1, their output goes to files in <base dir>/repeats")
-    p.add_argument("--nproc", type=whole(1), default=1, metavar="N", help="processes per run, started by torchrun")
-    return p.parse_args(words[:at]), words[at + 1:]
+        p.error(
+            "no flags of scripts.base_train: they follow --, as in --seeds=3 -- --depth=4 --num-iterations=100"
+        )
+    p.add_argument(
+        "--name", default="base", help="name of this configuration; its runs are called NAME-seedS"
+    )
+    p.add_argument(
+        "--seeds",
+        type=whole(2),
+        default=5,
+        metavar="N",
+        help="number of seeds: seeds 1 to N are used",
+    )
+    p.add_argument(
+        "--vary", choices=("weights", "data", "both"), default="both", help="which seeds differ"
+    )
+    p.add_argument(
+        "--against", metavar="BASE", help="compare with the configuration BASE, using its seeds"
+    )
+    p.add_argument(
+        "--rerun",
+        action="store_true",
+        help="train the first seed once more, and report the difference, which must be 0",
+    )
+    p.add_argument(
+        "--jobs",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="number of runs to train at the same time; if "
+        "N > 1, their output goes to files in <base dir>/repeats",
+    )
+    p.add_argument(
+        "--nproc",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="processes per run, started by torchrun",
+    )
+    return p.parse_args(words[:at]), words[at + 1 :]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,21 +305,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parse_args(argv)
     folder, base = get_base_dir() / "repeats", None
     run_path(f"{args.name}-seed1")  # ValueError for an invalid name
-    if reserved := [word for word in flags if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed")]:
-        raise ValueError(f"{reserved[0]}: this script sets the flag for each run; use --name and --vary instead")
+    if reserved := [
+        word for word in flags if word.partition("=")[0] in ("--model-tag", "--data-seed", "--seed")
+    ]:
+        raise ValueError(
+            f"{reserved[0]}: this script sets the flag for each run; use --name and --vary instead"
+        )
     seeds, vary = list(range(1, args.seeds + 1)), args.vary
     if args.against is not None:
         path = folder / f"{args.against}.json"
         if not path.is_file():
-            raise FileNotFoundError(f"--against={args.against}: {path} does not exist; train that configuration first, "
-                                    f"with --name={args.against}")
+            raise FileNotFoundError(
+                f"--against={args.against}: {path} does not exist; train that configuration first, "
+                f"with --name={args.against}"
+            )
         base = read_json(path, RECORD, remedy="train that configuration again with --name")
         if args.against == args.name:
-            raise ValueError(f"--against={args.against}: --name has the same value; choose a different --name")
+            raise ValueError(
+                f"--against={args.against}: --name has the same value; choose a different --name"
+            )
         seeds, vary = base["seeds"], base["vary"]
     values = train_all(args.name, flags, seeds, vary, jobs=args.jobs, nproc=args.nproc)
-    record = {"name": args.name, "vary": vary, "seeds": seeds, "flags": flags, "bits_per_byte": values,
-              **summarize(values)}
+    record = {
+        "name": args.name,
+        "vary": vary,
+        "seeds": seeds,
+        "flags": flags,
+        "bits_per_byte": values,
+        **summarize(values),
+    }
     if base is not None:
         record["against"] = {"name": base["name"], **compare(values, base["bits_per_byte"])}
     if args.rerun:

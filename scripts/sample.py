@@ -4,8 +4,8 @@ Continue text with a trained model:
     python -m scripts.sample d12
     python -m scripts.sample d12@1000 -p "Water boils at"
 
-Without -p, the prompts are the beginnings of the run's validation documents, so a model trained on code continues code.
-A » marks the end of the prompt; on a terminal the prompt is dimmed instead.
+Without -p, the prompts are the beginnings of the run's validation documents, so a model trained on
+code continues code. A » marks the end of the prompt; on a terminal the prompt is dimmed instead.
 """
 
 import argparse
@@ -29,9 +29,16 @@ log = logging.getLogger(__name__)
 
 def ask_for_model(parser: Parser) -> None:
     """Add the arguments that choose model, device and compute dtype."""
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder, which stands for its newest "
-                        "good checkpoint; RUN@STEP; or a checkpoint's folder (default: the only run)")
-    parser.add_argument("--device-type", default="", help="cuda | mps | cpu (default: the best available)")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run's name or folder, which stands for its newest "
+        "good checkpoint; RUN@STEP; or a checkpoint's folder (default: the only run)",
+    )
+    parser.add_argument(
+        "--device-type", default="", help="cuda | mps | cpu (default: the best available)"
+    )
     parser.add_argument("--dtype", default="auto", help="compute dtype: auto | bfloat16 | float32")
 
 
@@ -49,27 +56,42 @@ def device_of(args: argparse.Namespace) -> Iterator[tuple[torch.device, torch.dt
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description="Continue text with a trained model.", epilog=__doc__)
     ask_for_model(parser)
-    parser.add_argument("-p", "--prompt", action="append",
-                        help="text to continue; repeatable (default: beginnings of the run's validation documents)")
+    parser.add_argument(
+        "-p",
+        "--prompt",
+        action="append",
+        help="text to continue; repeatable (default: beginnings of the run's validation documents)",
+    )
     parser.add_argument("--num-samples", type=whole(1), default=1, help="continuations per prompt")
     parser.add_argument("--max-tokens", type=whole(1), default=64, help="tokens per continuation")
-    parser.add_argument("--temperature", type=float, default=0.8,
-                        help="0: always the most likely token; 1: the model's probabilities")
-    parser.add_argument("--top-k", type=int, default=50, help="sample from the k most likely tokens")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        help="0: always the most likely token; 1: the model's probabilities",
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=50, help="sample from the k most likely tokens"
+    )
     parser.add_argument("--seed", type=int, default=42, help="seed of the samples")
     return parser.parse_args(argv)
 
 
 def marked(prompt: str, text: str) -> str:
-    """`text`, which begins with `prompt`, with a mark at the end of the prompt. A character that the prompt cuts in two
-    belongs to the continuation."""
+    """`text`, which begins with `prompt`, with a mark at the end of the prompt. A character that
+    the prompt cuts in two belongs to the continuation."""
     prompt = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
-    begin, end = ("\033[2m", "\033[0m") if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else ("", "»")
-    return f"{begin}{visible(prompt)}{end}{visible(text[len(prompt):])}"
+    begin, end = (
+        ("\033[2m", "\033[0m")
+        if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        else ("", "»")
+    )
+    return f"{begin}{visible(prompt)}{end}{visible(text[len(prompt) :])}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a model and print samples. Raises ValueError for bad flags, and the errors of `load_model`."""
+    """Load a model and print samples. Raises ValueError for bad flags, and the errors of
+    `load_model`."""
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, tokenizer, meta = load_model(args.run, device, compute_dtype=dtype)
@@ -80,13 +102,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 data, config, _ = open_run(meta["path"].absolute().parent.parent)
                 prompts = validation_prompts(data.val, tokenizer, config.T)
             except (ValueError, OSError) as e:
-                log.warning("the validation text cannot be read, so samples start without a prompt (%s)", e)
+                log.warning(
+                    "the validation text cannot be read, so samples start without a prompt (%s)", e
+                )
         engine = Engine(model, tokenizer)
         for tokens in prompts or [[bos]]:
-            results, _ = engine.generate_batch(tokens, args.num_samples, max_tokens=args.max_tokens,
-                                               temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+            results, _ = engine.generate_batch(
+                tokens,
+                args.num_samples,
+                max_tokens=args.max_tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                seed=args.seed,
+            )
             for result in results:
-                prompt, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))  # without <|bos|>
+                # without <|bos|>
+                prompt, text = (tokenizer.decode(ids[1:]) for ids in (tokens, result))
                 print(f"{'-' * 80}\n{marked(prompt, text)}", flush=True)
     return 0
 

@@ -9,8 +9,9 @@ Show the progress of runs: step, loss, throughput, time left, and how each run e
     python -m scripts.status mine --exit-code     # 0 completed, 10 stopped (rerun it), 3 halted (you decide),
                                                   # 1 failed or dead, 20 active
 
-A run is alive while its launch holds the run's lock or, if it runs on another host, while its heartbeat is recent.
-`age` is the time since the last heartbeat, or since the run ended. The checkpoint is the newest one on disk.
+A run is alive while its launch holds the run's lock or, if it runs on another host, while its
+heartbeat is recent. `age` is the time since the last heartbeat, or since the run ended. The
+checkpoint is the newest one on disk.
 """
 
 import argparse
@@ -40,7 +41,10 @@ SORTS = {
     "eta": "eta_s",
     "age": "heartbeat_age_s",
 }
-GREEN, YELLOW, RED = 32, 33, 31  # terminal color codes
+# terminal color codes
+GREEN = 32
+YELLOW = 33
+RED = 31
 COLORS = {
     **dict.fromkeys(("completed", "running", "starting"), GREEN),
     **dict.fromkeys(("stopping", "stopped"), YELLOW),
@@ -50,17 +54,31 @@ COLORS = {
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)")
-    parser.add_argument("--sort", choices=SORTS, default="run", metavar="COLUMN",
-                        help=f"sort the table by one of {', '.join(SORTS)}")
-    parser.add_argument("--watch", action="store_true", help="refresh every two seconds until the run ends")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, or a list for several runs")
-    parser.add_argument("--exit-code", action="store_true", help="report the state of one run as the exit code")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)"
+    )
+    parser.add_argument(
+        "--sort",
+        choices=SORTS,
+        default="run",
+        metavar="COLUMN",
+        help=f"sort the table by one of {', '.join(SORTS)}",
+    )
+    parser.add_argument(
+        "--watch", action="store_true", help="refresh every two seconds until the run ends"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, or a list for several runs"
+    )
+    parser.add_argument(
+        "--exit-code", action="store_true", help="report the state of one run as the exit code"
+    )
     return parser.parse_args(argv)
 
 
 def cells(run: dict[str, Any]) -> dict[str, Any]:
-    """{column: value} of a run: a row of the table of runs, or the first lines about a single one."""
+    """{column: value} of a run: a row of the table of runs, or the first lines about a single
+    one."""
     alive = run["liveness"] == "alive"
     step, total = run.get("step"), run.get("num_iterations")
     progress = f"{show(step)}/{show(total)}"
@@ -112,7 +130,8 @@ def describe_processes(run: dict[str, Any]) -> str:
 
 
 def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
-    """The lines of the table, with colored states if stdout is a terminal and NO_COLOR is not set."""
+    """The lines of the table, with colored states if stdout is a terminal and NO_COLOR is not
+    set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return lines
     header, *rows = lines
@@ -122,14 +141,15 @@ def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
         word = run["shown"]
         if word in COLORS:
             before = line[:begin]
-            after = line[begin + len(word):]
+            after = line[begin + len(word) :]
             line = f"{before}\033[{COLORS[word]}m{word}\033[0m{after}"
         result.append(line)
     return result
 
 
 def print_run(run: dict[str, Any], as_json: bool) -> None:
-    """Print the status of a single run. FileNotFoundError if it has no state, ValueError if its state is corrupt."""
+    """Print the status of a single run. FileNotFoundError if it has no state, ValueError if its
+    state is corrupt."""
     if run["status"] is None:
         error = ValueError if run["shown"] == "unreadable" else FileNotFoundError
         raise error(run["reason"])
@@ -138,8 +158,8 @@ def print_run(run: dict[str, Any], as_json: bool) -> None:
 
 
 def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print once, and return the status of each run. If exactly one run is named: FileNotFoundError if it has no
-    state, ValueError if its state is corrupt."""
+    """Print once, and return the status of each run. If exactly one run is named: FileNotFoundError
+    if it has no state, ValueError if its state is corrupt."""
     paths = [find_run(name) for name in args.run]
     if not paths:
         paths = [run_path(tag) for tag in list_runs()]
@@ -148,7 +168,8 @@ def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
         print_run(runs[0], args.json)
         return runs
     field = SORTS[args.sort]
-    runs.sort(key=lambda run: (run.get(field) is None, run.get(field)))  # runs without a value come last
+    # runs without a value come last
+    runs.sort(key=lambda run: (run.get(field) is None, run.get(field)))
     if args.json:
         print(json.dumps(runs), flush=True)
     elif runs:
@@ -164,7 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the status, repeatedly with --watch. FileNotFoundError for an unknown run."""
     args = parse_args(argv)
     if args.exit_code and len(args.run) != 1:
-        raise ValueError("--exit-code: this reports on one run; name it: python -m scripts.status RUN --exit-code")
+        raise ValueError(
+            "--exit-code: this reports on one run; name it: python -m scripts.status RUN --exit-code"
+        )
     runs = print_status(args)
     while args.watch and any(run["liveness"] == "alive" for run in runs):
         time.sleep(WATCH_EVERY_S)

@@ -5,10 +5,11 @@ Ask a run to stop: it finishes its step, saves and exits. The same training comm
     python -m scripts.stop mine --wait     # wait until the run has ended
     python -m scripts.stop mine --force    # kill its processes on this host: SIGTERM, then SIGKILL after 30 s
 
-The request is a file in the run directory, so it works from any host that shares the file system. It applies to every
-launch that is older than the file, including one that is still starting. `--force` is for a run that no longer
-responds: it ends the processes that the run's state records, if they are visible on this host and their start times
-match (a process id that another program reuses is left alone). It exits with 1 if a process may be left alive.
+The request is a file in the run directory, so it works from any host that shares the file system.
+It applies to every launch that is older than the file, including one that is still starting.
+`--force` is for a run that no longer responds: it ends the processes that the run's state records,
+if they are visible on this host and their start times match (a process id that another program
+reuses is left alone). It exits with 1 if a process may be left alive.
 """
 
 import argparse
@@ -37,41 +38,62 @@ KILL_S = 10.0  # how long a process may take to end after SIGKILL
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("run", metavar="RUN", nargs="?", help="a run's name or folder (default: the only active run)")
-    parser.add_argument("--wait", action="store_true", help="wait until the run has ended; exit with 1 if it died")
-    parser.add_argument("--force", action="store_true", help="kill the run's processes on this host")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run's name or folder (default: the only active run)",
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait until the run has ended; exit with 1 if it died"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="kill the run's processes on this host"
+    )
     return parser.parse_args(argv)
 
 
 def only_live_run() -> Path:
     """The only active run below the base directory. ValueError if none or several are active."""
-    live = [path for path in map(run_path, list_runs()) if RunReader(path).status()["liveness"] == "alive"]
+    live = [
+        path
+        for path in map(run_path, list_runs())
+        if RunReader(path).status()["liveness"] == "alive"
+    ]
     if len(live) == 1:
         return live[0]
-    problem = f"several are active; name one: {', '.join(path.name for path in live)}" if live else "no run is active"
+    problem = (
+        f"several are active; name one: {', '.join(path.name for path in live)}"
+        if live
+        else "no run is active"
+    )
     raise ValueError(f"which run? In {get_base_dir() / 'runs'}, {problem}")
 
 
 def find(name: str) -> Path:
-    """The run with this name. FileNotFoundError if it does not exist. Its first launch may be starting, so the request
-    is left for that launch, unless the name looks misspelled."""
+    """The run with this name. FileNotFoundError if it does not exist. Its first launch may be
+    starting, so the request is left for that launch, unless the name looks misspelled."""
     try:
         return find_run(name)
     except FileNotFoundError as e:
         if "did you mean" not in str(e):
             with contextlib.suppress(ValueError):  # the name is a path
                 request_stop(run_path(name))
-                raise FileNotFoundError(f"{e}; if its first launch is starting now, it stops after one step") from None
+                raise FileNotFoundError(
+                    f"{e}; if its first launch is starting now, it stops after one step"
+                ) from None
         raise
 
 
 def force(run: dict[str, Any]) -> bool:
-    """Kill the run's processes on this host, and print which are left here and on other hosts. True if none is left."""
+    """Kill the run's processes on this host, and print which are left here and on other hosts. True
+    if none is left."""
     left = [rank for rank in run["ranks"] if is_alive_here(rank)]
     for number, patience in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILL_S)):
         for rank in left:
             print(f"{number.name} to pid {rank['pid']}", flush=True)
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it just ended, or belongs to another user
+            # it just ended, or belongs to another user
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(rank["pid"], number)
         end = time.monotonic() + patience
         while left and time.monotonic() < end:
@@ -84,23 +106,32 @@ def force(run: dict[str, Any]) -> bool:
         if rank["host"] != socket.gethostname() and run["liveness"] != "ended":
             elsewhere.setdefault(rank["host"], []).append(rank["pid"])
     for host, pids in elsewhere.items():
-        print(f"on {host}, if they are still alive, run: kill {' '.join(map(str, pids))}", file=sys.stderr, flush=True)
+        print(
+            f"on {host}, if they are still alive, run: kill {' '.join(map(str, pids))}",
+            file=sys.stderr,
+            flush=True,
+        )
     return not left and not elsewhere
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Request the stop; with flags, kill processes or wait. ValueError and FileNotFoundError if no run is found."""
+    """Request the stop; with flags, kill processes or wait. ValueError and FileNotFoundError if no
+    run is found."""
     args = parse_args(argv)
     run_dir = only_live_run() if args.run is None else find(args.run)
     request_stop(run_dir)
     reader = RunReader(run_dir)
     run = reader.status()
     if run["status"] is None:
-        raise ValueError(f"asked {run_dir.name} to stop, but its processes are unknown: {run['reason']}")
+        raise ValueError(
+            f"asked {run_dir.name} to stop, but its processes are unknown: {run['reason']}"
+        )
     if run["liveness"] == "alive":
         print(f"asked {run_dir.name} to stop: it saves after the current step", flush=True)
     elif not args.force:
-        print(f"{run_dir.name} is not active; a launch that is starting now stops after one step\n{describe(run)}")
+        print(
+            f"{run_dir.name} is not active; a launch that is starting now stops after one step\n{describe(run)}"
+        )
         return 0
     if args.force and not force(run):
         return EXIT_FAILED
@@ -111,8 +142,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(describe(run))
     left = args.force and run["liveness"] == "alive"
     if left:
-        print("a process that is not visible here, such as one in another container, still owns the run",
-              file=sys.stderr)
+        print(
+            "a process that is not visible here, such as one in another container, still owns the run",
+            file=sys.stderr,
+        )
     return EXIT_FAILED if left or (args.wait and run["liveness"] == "dead") else 0
 
 

@@ -4,8 +4,9 @@ Compare runs of many sizes: tables, and size and data as power laws of compute.
     python -m scripts.sweep --prefix=miniseries_ --out=results
     python -m scripts.sweep d12 d16 d20 --out=results
 
-Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE if it was evaluated,
-tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped with a note.
+Each completed run gets a row in results.csv: depth, parameters, tokens, FLOPs, bits per byte, CORE
+if it was evaluated, tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped
+with a note.
 
     miniseries     one run per size, at one ratio of tokens to parameters: each run is a point
     scaling laws   several sizes per budget of FLOPs (--target-flops): the minimum of a parabola of bits per byte in
@@ -16,10 +17,11 @@ tokens/s (of the median step), and peak memory on a GPU. Other runs are skipped 
            |   '-'                         |    .            log N = a log C + b,  a +- its standard error
            |____^______ N                  |_____________ C
 
-A power law of FLOPs, for parameters or for tokens, is a straight line, fitted to the logarithms of the points by
-least squares. A line fits two points exactly, so the exponent has a standard error only with three budgets or more.
-Scaling laws count the parameters in the layers' matrices and the output head. Runs of fewer than three sizes, with only
-one budget, or on different data get tables, but no laws.
+A power law of FLOPs, for parameters or for tokens, is a straight line, fitted to the logarithms of
+the points by least squares. A line fits two points exactly, so the exponent has a standard error
+only with three budgets or more. Scaling laws count the parameters in the layers' matrices and the
+output head. Runs of fewer than three sizes, with only one budget, or on different data get tables,
+but no laws.
 
     OUT/results.csv   the runs
     OUT/points.csv    the best size for each budget
@@ -42,13 +44,33 @@ from nanochat.run_dir import CONFIG_NAME, find_run, list_runs
 from nanochat.run_reader import RunReader
 from nanochat.sources import fingerprint
 
-COLUMNS = ("run", "depth", "flops_budget", "params", "params_scaling", "tokens", "flops", "val_bpb", "core",
-           "tokens_per_s", "train_time_s", "peak_memory_bytes")
+COLUMNS = (
+    "run",
+    "depth",
+    "flops_budget",
+    "params",
+    "params_scaling",
+    "tokens",
+    "flops",
+    "val_bpb",
+    "core",
+    "tokens_per_s",
+    "train_time_s",
+    "peak_memory_bytes",
+)
 POINT_COLUMNS = ("flops_budget", "flops", "params_scaling", "tokens", "val_bpb", "how")
 LAW_COLUMNS = ("of", "exponent", "standard_error", "factor", "points")
 SAME = 0.01  # FLOPs with a smaller relative difference count as one budget
-CONFIG = {"depth": int, "target_flops": float, "derived": {
-    "params_total": int, "params_transformer_matrices": int, "params_lm_head": int, "flops_per_token": int}}
+CONFIG = {
+    "depth": int,
+    "target_flops": float,
+    "derived": {
+        "params_total": int,
+        "params_transformer_matrices": int,
+        "params_lm_head": int,
+        "flops_per_token": int,
+    },
+}
 Row = dict[str, Any]
 
 
@@ -61,11 +83,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.prefix is not None:
         args.runs += [tag for tag in list_runs() if tag.startswith(args.prefix)]
     if not args.runs:
-        raise ValueError(f"no runs: name some, or pass a --prefix; existing runs: {', '.join(list_runs()) or 'none'}")
+        raise ValueError(
+            f"no runs: name some, or pass a --prefix; existing runs: {', '.join(list_runs()) or 'none'}"
+        )
     return args
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
+# ---- rows
+# ------------------------------------------------------------------------------------------------------------
+
 
 def read_row(run_dir: Path) -> Row | None:
     """The row of a run; None if the run has not completed."""
@@ -74,17 +100,25 @@ def read_row(run_dir: Path) -> Row | None:
         return None
     check_shape(run.config, CONFIG, run_dir / CONFIG_NAME)
     derived, budget = run.config["derived"], run.config["target_flops"]
-    files = {split: {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
-             for split, buckets in run.manifests.items()}
+    files = {
+        split: {bucket: fingerprint(manifest) for bucket, manifest in buckets.items()}
+        for split, buckets in run.manifests.items()
+    }
     return {
-        "run": run.name, "data": hash_json([files, run.config.get("tokenizer_fingerprint")]),
-        "depth": run.config["depth"], "flops_budget": budget if budget > 0 else None,
+        "run": run.name,
+        "data": hash_json([files, run.config.get("tokenizer_fingerprint")]),
+        "depth": run.config["depth"],
+        "flops_budget": budget if budget > 0 else None,
         "params": derived["params_total"],
         "params_scaling": derived["params_transformer_matrices"] + derived["params_lm_head"],
-        "tokens": run.num_tokens, "flops": float(derived["flops_per_token"] * run.num_tokens),
+        "tokens": run.num_tokens,
+        "flops": float(derived["flops_per_token"] * run.num_tokens),
         "val_bpb": next(reversed(run.val_bpb.values()), run.evaluation.get("val_bpb")),
-        "core": run.evaluation.get("core", {}).get("core_metric"), "tokens_per_s": run.median("tokens_per_s"),
-        "train_time_s": run.train_time_s, "peak_memory_bytes": run.peak_memory_bytes}
+        "core": run.evaluation.get("core", {}).get("core_metric"),
+        "tokens_per_s": run.median("tokens_per_s"),
+        "train_time_s": run.train_time_s,
+        "peak_memory_bytes": run.peak_memory_bytes,
+    }
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
@@ -96,11 +130,13 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-# ---- points and power laws -------------------------------------------------------------------------------------------
+# ---- points and power laws
+# -------------------------------------------------------------------------------------------
+
 
 def best_of_budget(rows: Sequence[Row]) -> Row:
-    """The best size for one budget of FLOPs: the minimum of a parabola of bits per byte over log(parameters) if it lies
-    between the sizes, otherwise the best run."""
+    """The best size for one budget of FLOPs: the minimum of a parabola of bits per byte over
+    log(parameters) if it lies between the sizes, otherwise the best run."""
     best = min(rows, key=lambda row: row["val_bpb"])
     if len({row["params_scaling"] for row in rows}) < 3:
         return best | {"how": "the best run"}
@@ -109,9 +145,16 @@ def best_of_budget(rows: Sequence[Row]) -> Row:
     lowest = -b / (2 * a) if a > 0 else math.inf
     if not x.min() <= lowest <= x.max():
         return best | {"how": "the best run: the parabola has no minimum between the sizes"}
-    tokens = np.exp(np.interp(lowest, np.sort(x), np.log([row["tokens"] for row in rows])[np.argsort(x)]))
-    return {"flops": float(np.mean([row["flops"] for row in rows])), "params_scaling": float(np.exp(lowest)),
-            "tokens": float(tokens), "val_bpb": float(np.polyval((a, b, c), lowest)), "how": "minimum of a parabola"}
+    tokens = np.exp(
+        np.interp(lowest, np.sort(x), np.log([row["tokens"] for row in rows])[np.argsort(x)])
+    )
+    return {
+        "flops": float(np.mean([row["flops"] for row in rows])),
+        "params_scaling": float(np.exp(lowest)),
+        "tokens": float(tokens),
+        "val_bpb": float(np.polyval((a, b, c), lowest)),
+        "how": "minimum of a parabola",
+    }
 
 
 def points_of(rows: Sequence[Row]) -> list[Row]:
@@ -120,14 +163,21 @@ def points_of(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         if row["flops_budget"] is not None and row["val_bpb"] is not None:
             budgets.setdefault(row["flops_budget"], []).append(row)
-    points = [best_of_budget(of_budget) | {"flops_budget": budget} for budget, of_budget in budgets.items()]
+    points = [
+        best_of_budget(of_budget) | {"flops_budget": budget}
+        for budget, of_budget in budgets.items()
+    ]
     points += [row | {"how": "a run"} for row in rows if row["flops_budget"] is None]
     return sorted(points, key=lambda point: point["flops"])
 
 
 def num_budgets(points: Sequence[Row]) -> int:
     """The number of budgets; points with almost the same FLOPs (see SAME) share one."""
-    return int((np.diff(np.sort(np.log([point["flops"] for point in points])), prepend=-np.inf) > SAME).sum())
+    return int(
+        (
+            np.diff(np.sort(np.log([point["flops"] for point in points])), prepend=-np.inf) > SAME
+        ).sum()
+    )
 
 
 def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
@@ -144,16 +194,22 @@ def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
 
 
 def power_law(points: Sequence[Row], what: str) -> Row:
-    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the standard error of the exponent: None for
-    two budgets, where it would only measure how similar the runs of one budget are."""
+    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the standard error of the
+    exponent: None for two budgets, where it would only measure how similar the runs of one budget
+    are."""
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
     exponent, level = np.polyfit(x, y, 1)
     error = None
     if num_budgets(points) > 2:
         _, covariance = np.polyfit(x, y, 1, cov=True)
         error = float(covariance[0, 0]) ** 0.5
-    return {"of": what, "exponent": float(exponent), "standard_error": error, "factor": math.exp(level),
-            "points": len(x)}
+    return {
+        "of": what,
+        "exponent": float(exponent),
+        "standard_error": error,
+        "factor": math.exp(level),
+        "points": len(x),
+    }
 
 
 def describe_law(law: Row) -> str:
@@ -164,17 +220,22 @@ def describe_law(law: Row) -> str:
     return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({spread})"
 
 
-# ---- the script ------------------------------------------------------------------------------------------------------
+# ---- the script
+# ------------------------------------------------------------------------------------------------------
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the runs, fit laws, write tables. ValueError and OSError for bad flags and unreadable files."""
+    """Read the runs, fit laws, write tables. ValueError and OSError for bad flags and unreadable
+    files."""
     args = parse_args(argv)
     rows = []
     for run_dir in map(find_run, dict.fromkeys(args.runs)):
         if (row := read_row(run_dir)) is not None:
             rows.append(row)
         else:
-            print0(f"skipped: {run_dir.name} has not completed; the command that started it resumes it")
+            print0(
+                f"skipped: {run_dir.name} has not completed; the command that started it resumes it"
+            )
     if not rows:
         raise ValueError("no run has completed; repeat the commands that started them")
     rows.sort(key=lambda row: (row["flops_budget"] or 0, row["params_scaling"], row["run"]))
@@ -183,11 +244,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     laws = [] if why else [power_law(points, what) for what in ("params_scaling", "tokens")]
     points = [row | {"how": "a run"} for row in rows] if why else points
     args.out.mkdir(parents=True, exist_ok=True)
-    tables = {"results.csv": (COLUMNS, rows), "points.csv": (POINT_COLUMNS, points), "fit.csv": (LAW_COLUMNS, laws)}
+    tables = {
+        "results.csv": (COLUMNS, rows),
+        "points.csv": (POINT_COLUMNS, points),
+        "fit.csv": (LAW_COLUMNS, laws),
+    }
     for name, (columns, lines) in tables.items():
         write_bytes(args.out / name, to_csv(columns, lines).encode())
-        print0(*table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n")
-    print0(*(f"{law['of']} = {describe_law(law)}" for law in laws) if laws else [f"no laws: {why}"], sep="\n")
+        print0(
+            *table(columns, [[line[column] for column in columns] for line in lines]), "", sep="\n"
+        )
+    print0(
+        *(f"{law['of']} = {describe_law(law)}" for law in laws) if laws else [f"no laws: {why}"],
+        sep="\n",
+    )
     print0(f"written: {', '.join(str(args.out / name) for name in tables)}")
     return 0
 

@@ -4,10 +4,10 @@ Measure how well the tokenizer compresses: bytes of text per token, on samples a
     python -m scripts.tok_eval --data-path=mytext     # samples, and the first --max-chars of each split
     python -m scripts.tok_eval                        # samples only
 
-More bytes per token mean fewer tokens for the same text, but do not measure quality: a larger vocabulary always
-compresses better, and costs parameters and softmax time. So compare only tokenizers of the same size this way, and
-compare models by bits per byte. GPT-2's and GPT-4's tokenizers (50 k and 100 k tokens) are included if tiktoken has
-their ranks or can download them.
+More bytes per token mean fewer tokens for the same text, but do not measure quality: a larger
+vocabulary always compresses better, and costs parameters and softmax time. So compare only
+tokenizers of the same size this way, and compare models by bits per byte. GPT-2's and GPT-4's
+tokenizers (50 k and 100 k tokens) are included if tiktoken has their ranks or can download them.
 """
 
 import itertools
@@ -82,7 +82,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data-path", help=f"text to compress: {', '.join(FORMATS['text'])}")
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
     parser.add_argument("--val-path", help="validation files (default: the last of --data-path)")
-    parser.add_argument("--max-chars", type=int, default=5_000_000, help="characters of each split to compress")
+    parser.add_argument(
+        "--max-chars", type=int, default=5_000_000, help="characters of each split to compress"
+    )
     args = parser.parse_args(argv)
     setup_logging()
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token)
@@ -97,14 +99,23 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[list[str | int]] = []
     for name, texts in samples.items():
         if any(tokenizer.decode(tokenizer.encode_one(text)[1:]) != text for text in texts[:100]):
-            raise ValueError(f"sample {name!r}: decoding its tokens does not return the text; retrain the tokenizer")
+            raise ValueError(
+                f"sample {name!r}: decoding its tokens does not return the text; retrain the tokenizer"
+            )
         ours = bytes_per_token(tokenizer, texts)
         rows.append([name, sum(len(text.encode()) for text in texts), f"{ours:.2f}"])
         for peer in peers.values():
             theirs = bytes_per_token(peer, texts)
             rows[-1] += [f"{theirs:.2f}", f"{100 * (ours / theirs - 1):+.1f} %"]
-    print(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:")
-    header = ["text", "bytes", "ours", *(word for name in peers for word in (name, f"ours vs {name}"))]
+    print(
+        f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens; bytes per token:"
+    )
+    header = [
+        "text",
+        "bytes",
+        "ours",
+        *(word for name in peers for word in (name, f"ours vs {name}")),
+    ]
     print(*table(header, rows), sep="\n")
     return 0
 

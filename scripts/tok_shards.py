@@ -3,15 +3,17 @@ Tokenize text once, into token shards that training reads.
 
     python -m scripts.tok_shards --input-dir=mytext --output-dir=shards --max-length=0
 
-Every text file below the input folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow) becomes a pair: a file
-of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and .idx, and each bucket's last file becomes
-OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep their split. Each folder of pairs gets a manifest.json, and
-OUT/tokenizer is a copy of the tokenizer. --format=megatron writes Megatron's pairs: each whole document as a single
-sequence, followed by the end-of-document id.
+Every text file below the input folder (.parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow)
+becomes a pair: a file of ids and its index. RAW/BUCKET/... becomes OUT/train/BUCKET/NAME.bin and
+.idx, and each bucket's last file becomes OUT/val/BUCKET/...; RAW/train/... and RAW/val/... keep
+their split. Each folder of pairs gets a manifest.json, and OUT/tokenizer is a copy of the
+tokenizer. --format=megatron writes Megatron's pairs: each whole document as a single sequence,
+followed by the end-of-document id.
 
-The same command resumes after a crash, Ctrl-C or a failure, and converts changed files again. On several machines, run
-it with --task-index i --num-tasks n on each one, then once with --finish (dev/slurm has templates). Exit code: 0; 1 if
-an input failed or is missing; 130 after Ctrl-C or SIGTERM.
+The same command resumes after a crash, Ctrl-C or a failure, and converts changed files again. On
+several machines, run it with --task-index i --num-tasks n on each one, then once with --finish
+(dev/slurm has templates). Exit code: 0; 1 if an input failed or is missing; 130 after Ctrl-C or
+SIGTERM.
 """
 
 import argparse
@@ -37,45 +39,91 @@ SHOWN = 10  # maximum number of broken lines listed per input, and of missing in
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--input-dir", type=Path, required=True, metavar="RAW",
-                        help=f"folder of {', '.join(SUFFIXES)} files, local or in object storage (s3://BUCKET/KEY)")
+    parser.add_argument(
+        "--input-dir",
+        type=Path,
+        required=True,
+        metavar="RAW",
+        help=f"folder of {', '.join(SUFFIXES)} files, local or in object storage (s3://BUCKET/KEY)",
+    )
     add_text_flags(parser, "text_field", "min_chars", "val_fraction", "strict")
-    parser.add_argument("--output-dir", type=Path, required=True, metavar="OUT", help="local folder for the shards")
+    parser.add_argument(
+        "--output-dir", type=Path, required=True, metavar="OUT", help="local folder for the shards"
+    )
     add_tokenizer_flags(parser)
-    parser.add_argument("--format", default="gpts", choices=list(OUTPUTS),
-                        help="format of the pairs: gpts | megatron, which holds whole documents only")
-    parser.add_argument("--max-length", type=int, default=None,
-                        help=f"maximum number of ids per window of a long document, not counting the end-of-document "
-                             f"id; 0 keeps documents whole (default: {Windows.max_length}; 0 with --format megatron)")
-    parser.add_argument("--overlap-size", type=int, default=Windows.overlap_size,
-                        help="number of ids that a window repeats from the one before it, at most half of --max-length")
-    parser.add_argument("--num-workers", type=whole(1), default=8, help="processes to use; does not change the output")
-    parser.add_argument("--task-index", type=int, default=0, help="which part of the inputs to convert, counted from 0")
-    parser.add_argument("--num-tasks", type=int, default=1, help="number of parts that the inputs are dealt into")
-    parser.add_argument("--finish", action="store_true",
-                        help="tokenize nothing: write manifests for the shards of all tasks, and list missing shards")
+    parser.add_argument(
+        "--format",
+        default="gpts",
+        choices=list(OUTPUTS),
+        help="format of the pairs: gpts | megatron, which holds whole documents only",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=int,
+        default=None,
+        help=f"maximum number of ids per window of a long document, not counting the end-of-document "
+        f"id; 0 keeps documents whole (default: {Windows.max_length}; 0 with --format megatron)",
+    )
+    parser.add_argument(
+        "--overlap-size",
+        type=int,
+        default=Windows.overlap_size,
+        help="number of ids that a window repeats from the one before it, at most half of --max-length",
+    )
+    parser.add_argument(
+        "--num-workers",
+        type=whole(1),
+        default=8,
+        help="processes to use; does not change the output",
+    )
+    parser.add_argument(
+        "--task-index",
+        type=int,
+        default=0,
+        help="which part of the inputs to convert, counted from 0",
+    )
+    parser.add_argument(
+        "--num-tasks", type=int, default=1, help="number of parts that the inputs are dealt into"
+    )
+    parser.add_argument(
+        "--finish",
+        action="store_true",
+        help="tokenize nothing: write manifests for the shards of all tasks, and list missing shards",
+    )
     return parser.parse_args(argv)
 
 
 def check_args(args: argparse.Namespace) -> Windows:
     """The windows that the flags describe. ValueError for flags that contradict each other."""
     if not 0 <= args.task_index < args.num_tasks:
-        raise ValueError(f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index of at "
-                         f"least 0 and below the number of tasks")
-    if as_local_path(args.output_dir, "--output-dir").resolve() == as_path(args.input_dir).resolve():
-        raise ValueError(f"--output-dir {args.output_dir}: it is also the --input-dir; name another folder")
+        raise ValueError(
+            f"--task-index {args.task_index} --num-tasks {args.num_tasks}: expected an index of at "
+            f"least 0 and below the number of tasks"
+        )
+    if (
+        as_local_path(args.output_dir, "--output-dir").resolve()
+        == as_path(args.input_dir).resolve()
+    ):
+        raise ValueError(
+            f"--output-dir {args.output_dir}: it is also the --input-dir; name another folder"
+        )
     if args.format == "megatron":
         if args.max_length:
-            raise ValueError(f"--max-length {args.max_length} --format megatron: Megatron needs whole documents, "
-                             f"because it would train twice on the ids that windows repeat; remove --max-length")
+            raise ValueError(
+                f"--max-length {args.max_length} --format megatron: Megatron needs whole documents, "
+                f"because it would train twice on the ids that windows repeat; remove --max-length"
+            )
         return Windows(0)
-    return Windows(Windows.max_length if args.max_length is None else args.max_length, args.overlap_size)
+    return Windows(
+        Windows.max_length if args.max_length is None else args.max_length, args.overlap_size
+    )
 
 
 def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
-    """All inputs, ordered by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET keep their splits. Otherwise
-    the last of several files in RAW/BUCKET is for validation, or with `shared` (--val-fraction) both splits read every
-    file. FileNotFoundError if there is no input, ValueError for ambiguous ones."""
+    """All inputs, ordered by split, bucket and name. RAW/train/BUCKET and RAW/val/BUCKET keep their
+    splits. Otherwise the last of several files in RAW/BUCKET is for validation, or with `shared`
+    (--val-fraction) both splits read every file. FileNotFoundError if there is no input, ValueError
+    for ambiguous ones."""
     raw = as_path(raw)
     if not raw.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
@@ -85,15 +133,19 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     else:
         found = find_splits(raw, by_bucket=True)
         if found.stray:
-            raise ValueError(f"--input-dir {raw}: {found.stray[0].relative_to(raw)} is in neither train/ nor val/; "
-                             f"move it into one of them")
+            raise ValueError(
+                f"--input-dir {raw}: {found.stray[0].relative_to(raw)} is in neither train/ nor val/; "
+                f"move it into one of them"
+            )
         splits = {"train": found.train, "val": found.val}
         if not (raw / "train").is_dir():
             for bucket, files in found.train.items():
                 if bucket in found.val:
                     continue
                 if (last := last_of(files)) is None:
-                    print(f"{bucket}: it has a single file, which is used for training; none is left for validation")
+                    print(
+                        f"{bucket}: it has a single file, which is used for training; none is left for validation"
+                    )
                 splits["train"][bucket] = [file for file in files if file != last]
                 splits["val"][bucket] = [file for file in files if file == last]
     inputs: dict[tuple[str, str, str], Input] = {}
@@ -101,12 +153,14 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
         for path in files:
             name = path.relative_to(data_folder(raw)).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
-            stem = inside[:-len(text_suffix(inside))].replace("/", "__")
+            stem = inside[: -len(text_suffix(inside))].replace("/", "__")
             new = Input(path, name, split, bucket, stem, path.stat().st_size)
             other = inputs.setdefault((split, bucket, stem), new)
             if other is not new:
-                raise ValueError(f"{other.name} and {name} would both become {new.prefix(Path())}.bin; rename one of "
-                                 f"them")
+                raise ValueError(
+                    f"{other.name} and {name} would both become {new.prefix(Path())}.bin; rename one of "
+                    f"them"
+                )
     return [inputs[key] for key in sorted(inputs)]
 
 
@@ -122,15 +176,17 @@ def deal(inputs: Sequence[Input], num_tasks: int) -> list[list[Input]]:
 
 
 def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bool:
-    """Make the unfinished pairs of a task, under a progress bar, and print totals, skipped lines and
-    failures. Returns whether no input failed."""
+    """Make the unfinished pairs of a task, under a progress bar, and print totals, skipped lines
+    and failures. Returns whether no input failed."""
     finished = {i: job.finished(i) for i in mine}
     shards = [record["shard"] for record in finished.values() if record]
     todo = [i for i, record in finished.items() if record is None]
     failed: list[str] = []
     began, new_tokens = time.monotonic(), 0
-    with contextlib.closing(job.make_all(todo, num_workers=num_workers)) as results, \
-            tqdm(total=sum(i.size for i in todo), unit="B", unit_scale=True, disable=None) as bar:
+    with (
+        contextlib.closing(job.make_all(todo, num_workers=num_workers)) as results,
+        tqdm(total=sum(i.size for i in todo), unit="B", unit_scale=True, disable=None) as bar,
+    ):
         for i, result in results:
             if isinstance(result, str):
                 failed.append(f"failed: {i.name}: {result}")
@@ -139,22 +195,30 @@ def make_pairs(job: Pretokenizer, mine: Sequence[Input], num_workers: int) -> bo
                 new_tokens += result["shard"]["tokens"]
             bar.update(i.size)
     shards.sort(key=lambda shard: shard["input"]["name"])
-    totals = {key: sum(shard[key] for shard in shards) for key in ("documents", "entries", "tokens")}
+    totals = {
+        key: sum(shard[key] for shard in shards) for key in ("documents", "entries", "tokens")
+    }
     counts = ", ".join(f"{total:,} {key}" for key, total in totals.items())
     new = "" if new_tokens == totals["tokens"] else f"{new_tokens:,} tokens "
     rate = f"; {new}made in {time.monotonic() - began:.1f} s" if new_tokens else ""
     print(f"{len(shards):,} of {len(mine):,} shards finished: {counts}{rate}")
     for shard in shards:
         if short := shard["skipped"].get("short"):
-            print(f"{shard['input']['name']}: {counted(short, 'document')} shorter than --min-chars skipped")
+            print(
+                f"{shard['input']['name']}: {counted(short, 'document')} shorter than --min-chars skipped"
+            )
         if nulls := shard["skipped"].get("nulls"):
             print(f"{shard['input']['name']}: {counted(nulls, 'null')} skipped")
         if shard["skipped"]["count"]:
-            print(f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped")
+            print(
+                f"{shard['input']['name']}: {counted(shard['skipped']['count'], 'broken line')} skipped"
+            )
         for number, why in shard["skipped"]["lines"][:SHOWN]:
             print(f"  line {number}: {why}")
     if shards and totals["tokens"] == totals["documents"]:  # every token is an end-of-document id
-        failed.append(f"failed: all {totals['documents']:,} documents are empty; check --text-field")
+        failed.append(
+            f"failed: all {totals['documents']:,} documents are empty; check --text-field"
+        )
     for line in sorted(failed):
         print(line, file=sys.stderr)
     return not failed
@@ -167,8 +231,11 @@ def finish(job: Pretokenizer) -> bool:
         print(f"missing: {i.prefix(Path())}.bin, made from {i.name}", file=sys.stderr)
     if missing:
         buckets = sorted({f"{i.split}/{i.bucket}" for i in missing})
-        print(f"{len(missing):,} of {len(job.inputs):,} shards missing, so no manifest in {', '.join(buckets)}; run "
-              f"the same command again (for each task, if there are several)", file=sys.stderr)
+        print(
+            f"{len(missing):,} of {len(job.inputs):,} shards missing, so no manifest in {', '.join(buckets)}; run "
+            f"the same command again (for each task, if there are several)",
+            file=sys.stderr,
+        )
     else:
         print(f"{job.output}: complete, {len(job.inputs):,} shards")
     return not missing
@@ -182,8 +249,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     inputs = find_inputs(args.input_dir, shared=selection.val_fraction > 0)
     tokenizer = get_tokenizer(args.tokenizer, eod_token=args.eod_token, data_path=args.input_dir)
     tokenizer.encode("")  # raises if the tokenizer has only ids and no text
-    job = Pretokenizer(args.output_dir, inputs, windows, describe_tokenizer(tokenizer),
-                       OUTPUTS[args.format], selection)
+    job = Pretokenizer(
+        args.output_dir,
+        inputs,
+        windows,
+        describe_tokenizer(tokenizer),
+        OUTPUTS[args.format],
+        selection,
+    )
     job.refuse_others()
     if args.finish:
         return 0 if finish(job) else 1
@@ -193,7 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             job.prepare()
             folder = args.output_dir / TOKENIZER  # training finds it beside the pairs
             if (read_description(folder) or {}).get("fingerprint") != tokenizer.fingerprint:
-                tokenizer.save(folder, force=True)  # refuse_others has refused any other tokenizer's pairs
+                # refuse_others has refused any other tokenizer's pairs
+                tokenizer.save(folder, force=True)
             good = make_pairs(job, mine, args.num_workers)
             if args.num_tasks == 1:
                 good = finish(job) and good

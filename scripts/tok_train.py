@@ -7,13 +7,14 @@ Train a BPE tokenizer on the training split.
 
     all files but the last -> their documents in order -> up to MAX_CHARS characters in total -> rustbpe
 
-If the data has more than MAX_CHARS characters, only the first DOC_CAP of each document are read, so that there are more
-documents among them. Smaller data is read completely.
+If the data has more than MAX_CHARS characters, only the first DOC_CAP of each document are read, so
+that there are more documents among them. Smaller data is read completely.
 
-Files are read in the order of their relative paths, so the same files and arguments give the same vocabulary.
-tokenizer.json lists the files that were read (names, sizes). If the output folder already holds the tokenizer
-trained with these arguments and files, it is reused. Files are not sampled at random: that would need every shard
-before training starts, and gain nothing if shards are already shuffled.
+Files are read in the order of their relative paths, so the same files and arguments give the same
+vocabulary. tokenizer.json lists the files that were read (names, sizes). If the output folder
+already holds the tokenizer trained with these arguments and files, it is reused. Files are not
+sampled at random: that would need every shard before training starts, and gain nothing if shards
+are already shuffled.
 """
 
 import argparse
@@ -39,41 +40,68 @@ DOC_CAP = 10_000  # characters of a document, if there is too much data
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--max-chars", type=whole(1), default=2_000_000_000, help="stop after this many characters")
-    parser.add_argument("--doc-cap", type=whole(1), help="read this many characters of each document (default: all; "
-                        f"{DOC_CAP:,} if the data has more than --max-chars)")
-    parser.add_argument("--vocab-size", type=whole(256 + len(SPECIAL_TOKENS)), default=32_768,
-                        help="number of tokens, special tokens included")
-    parser.add_argument("--data-path", help=f"folder or file of text: {', '.join(FORMATS['text'])} "
-                                            f"(default: the {DATASET_NAME} download)")
+    parser.add_argument(
+        "--max-chars", type=whole(1), default=2_000_000_000, help="stop after this many characters"
+    )
+    parser.add_argument(
+        "--doc-cap",
+        type=whole(1),
+        help="read this many characters of each document (default: all; "
+        f"{DOC_CAP:,} if the data has more than --max-chars)",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=whole(256 + len(SPECIAL_TOKENS)),
+        default=32_768,
+        help="number of tokens, special tokens included",
+    )
+    parser.add_argument(
+        "--data-path",
+        help=f"folder or file of text: {', '.join(FORMATS['text'])} "
+        f"(default: the {DATASET_NAME} download)",
+    )
     add_text_flags(parser, "text_field", "min_chars", "val_fraction")
-    parser.add_argument("--val-path", help="validation files, which are not read (default: the last file)")
-    parser.add_argument("--output-dir", type=Path, help="folder to write (default: <base dir>/tokenizer, where "
-                        "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)")
-    parser.add_argument("--force", action="store_true", help="train even if the output folder holds a tokenizer, and "
-                        "replace it")
+    parser.add_argument(
+        "--val-path", help="validation files, which are not read (default: the last file)"
+    )
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        help="folder to write (default: <base dir>/tokenizer, where "
+        "<base dir> is $NANOCHAT_BASE_DIR or ~/.cache/nanochat)",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="train even if the output folder holds a tokenizer, and replace it",
+    )
     return parser.parse_args(argv)
 
 
-def find_existing(output_dir: Path, arguments: dict[str, Any], files: list[dict[str, Any]]
-                  ) -> RustBPETokenizer | None:
-    """The tokenizer in `output_dir` if training would use the same arguments and read the same text, judged by names
-    and sizes. Later files matter only if the text ran out. None if the folder holds no tokenizer; ValueError if it
-    holds a different or damaged one."""
+def find_existing(
+    output_dir: Path, arguments: dict[str, Any], files: list[dict[str, Any]]
+) -> RustBPETokenizer | None:
+    """The tokenizer in `output_dir` if training would use the same arguments and read the same
+    text, judged by names and sizes. Later files matter only if the text ran out. None if the folder
+    holds no tokenizer; ValueError if it holds a different or damaged one."""
     description = read_description(output_dir)
     if description is None:
         return None
     training = description["training"]
     read = training.get("files", [])
-    same_files = files == read if training.get("exhausted") else files[:len(read)] == read
+    same_files = files == read if training.get("exhausted") else files[: len(read)] == read
     if training.get("arguments") != arguments or not same_files:
-        raise ValueError(f"{output_dir}: holds a tokenizer trained with different arguments or files, which data and "
-                         f"runs may depend on. Add --output-dir=DATA/tokenizer, where runs on the folder DATA "
-                         f"find it, or replace it with --force")
+        raise ValueError(
+            f"{output_dir}: holds a tokenizer trained with different arguments or files, which data and "
+            f"runs may depend on. Add --output-dir=DATA/tokenizer, where runs on the folder DATA "
+            f"find it, or replace it with --force"
+        )
     return RustBPETokenizer.from_directory(output_dir)
 
 
-def has_more(folder: Path, files: list[dict[str, Any]], selection: Selection, max_chars: int) -> bool:
+def has_more(
+    folder: Path, files: list[dict[str, Any]], selection: Selection, max_chars: int
+) -> bool:
     """Whether the files have more than `max_chars` characters. Reads no further than that."""
     remaining = max_chars
     for file in files:
@@ -84,10 +112,16 @@ def has_more(folder: Path, files: list[dict[str, Any]], selection: Selection, ma
     return False
 
 
-def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any], *, cap_always: bool = False
-          ) -> RustBPETokenizer:
-    """Train on the first files. The tokenizer's `training` records the arguments, files and counts. Documents are cut
-    at `doc_cap` characters if `cap_always`, or if the files have more than `max_chars`."""
+def train(
+    folder: Path,
+    files: list[dict[str, Any]],
+    arguments: dict[str, Any],
+    *,
+    cap_always: bool = False,
+) -> RustBPETokenizer:
+    """Train on the first files. The tokenizer's `training` records the arguments, files and counts.
+    Documents are cut at `doc_cap` characters if `cap_always`, or if the files have more than
+    `max_chars`."""
     opened: list[dict[str, Any]] = []
     truncated = [0, 0]  # documents, dropped characters
     max_chars, start = arguments["max_chars"], time.monotonic()
@@ -96,14 +130,16 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any], 
 
     def corpus() -> Iterator[str]:
         remaining = max_chars
-        with tqdm(total=remaining, unit="char", unit_scale=True, desc="reading", disable=None) as bar:
+        with tqdm(
+            total=remaining, unit="char", unit_scale=True, desc="reading", disable=None
+        ) as bar:
             for file in files:
                 opened.append(file)
                 for text in read_texts(folder / file["name"], selection):
                     if capped and len(text) > arguments["doc_cap"]:
                         truncated[0] += 1
                         truncated[1] += len(text) - arguments["doc_cap"]
-                        text = text[:arguments["doc_cap"]]
+                        text = text[: arguments["doc_cap"]]
                     remaining -= len(text)
                     bar.update(len(text))
                     yield text
@@ -112,19 +148,36 @@ def train(folder: Path, files: list[dict[str, Any]], arguments: dict[str, Any], 
 
     tokenizer = RustBPETokenizer.train_from_iterator(corpus(), arguments["vocab_size"])
     documents, characters = (tokenizer.training[name] for name in ("documents", "characters"))
-    tokenizer.training |= {"arguments": arguments, "files": opened, "exhausted": characters < max_chars}
-    print(f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with {characters:,} characters from "
-          f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}")
+    tokenizer.training |= {
+        "arguments": arguments,
+        "files": opened,
+        "exhausted": characters < max_chars,
+    }
+    print(
+        f"trained in {time.monotonic() - start:.1f} s on {documents:,} documents with {characters:,} characters from "
+        f"{len(opened)} of {len(files)} files, {opened[0]['name']} to {opened[-1]['name']}"
+    )
     if truncated[0]:
-        print(f"note: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
-              f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters that were read" +
-              (f", because the data has more than --max-chars={max_chars:,}" if not cap_always else ""))
+        print(
+            f"note: --doc-cap={arguments['doc_cap']} truncated {truncated[0]:,} of {documents:,} documents and "
+            f"dropped {truncated[1] / (characters + truncated[1]):.0%} of the characters that were read"
+            + (
+                f", because the data has more than --max-chars={max_chars:,}"
+                if not cap_always
+                else ""
+            )
+        )
     return tokenizer
 
 
 def count_documents(path: Path) -> int | None:
-    """The number of documents in a local parquet file; None for other files, which have no cheap count."""
-    return pq.read_metadata(path).num_rows if path.suffix == ".parquet" and not is_remote(path) else None
+    """The number of documents in a local parquet file; None for other files, which have no cheap
+    count."""
+    return (
+        pq.read_metadata(path).num_rows
+        if path.suffix == ".parquet" and not is_remote(path)
+        else None
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,25 +186,47 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("rustbpe").setLevel(logging.WARNING)  # else it logs one line per percent
     data_path = args.data_path or default_data_path()
     output_dir = as_local_path(args.output_dir or get_base_dir() / "tokenizer", "--output-dir")
-    arguments = {"max_chars": args.max_chars, "doc_cap": args.doc_cap or DOC_CAP, "vocab_size": args.vocab_size}
+    arguments = {
+        "max_chars": args.max_chars,
+        "doc_cap": args.doc_cap or DOC_CAP,
+        "vocab_size": args.vocab_size,
+    }
     arguments |= Selection.of(vars(args)).named()
-    folder, splits = data_folder(data_path), split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
-    files: list[dict[str, Any]] = [{"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
-                                   for path in splits["train"][BUCKET]]
+    folder = data_folder(data_path)
+    splits = split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
+    files: list[dict[str, Any]] = [
+        {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
+        for path in splits["train"][BUCKET]
+    ]
     tokenizer = None if args.force else find_existing(output_dir, arguments, files)
     if tokenizer is not None:
         print(f"{output_dir}: reused, already trained with these arguments on these files")
     else:
         print(f"training a tokenizer of {args.vocab_size:,} tokens on {data_path}")
-        val = [DataFile(path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name,
-                        path.stat().st_size, count_documents(path))
-               for bucket in splits["val"].values() for path in bucket]
-        print(*describe_split([DataFile(file["name"], file["bytes"]) for file in files], val,
-                              reads=f"at most --max-chars={args.max_chars:,} characters",
-                              shared=args.val_fraction, chosen=last_file_validates(data_path, args.val_path)), sep="\n")
+        val = [
+            DataFile(
+                path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name,
+                path.stat().st_size,
+                count_documents(path),
+            )
+            for bucket in splits["val"].values()
+            for path in bucket
+        ]
+        print(
+            *describe_split(
+                [DataFile(file["name"], file["bytes"]) for file in files],
+                val,
+                reads=f"at most --max-chars={args.max_chars:,} characters",
+                shared=args.val_fraction,
+                chosen=last_file_validates(data_path, args.val_path),
+            ),
+            sep="\n",
+        )
         tokenizer = train(folder, files, arguments, cap_always=args.doc_cap is not None)
         tokenizer.save(output_dir, force=args.force)
-    print(f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}")
+    print(
+        f"{output_dir}: {tokenizer.get_vocab_size():,} tokens, fingerprint {tokenizer.fingerprint}"
+    )
     return 0
 
 

@@ -3,11 +3,12 @@ Check a run before it starts: takes the flags of scripts.base_train, and starts 
 
     python -m scripts.validate --config=runs/laptop.yaml --data-path=mytext --num-iterations=100
 
-Checks configuration, files, tokenizer, an existing run of the same name, and disk space. Then it prints the plan: how
-much each phase takes from each bucket, how much the bucket has, how much of that is usable before the first lane runs
-dry; the number of passes; the cropped, repeated and padded tokens; and the exact step at which a bucket runs dry. The
-plan is exact for token files, whose documents have known lengths; for text it is an estimate from a sample, with
-which training starts even if it shows a halt.
+Checks configuration, files, tokenizer, an existing run of the same name, and disk space. Then it
+prints the plan: how much each phase takes from each bucket, how much the bucket has, how much of
+that is usable before the first lane runs dry; the number of passes; the cropped, repeated and
+padded tokens; and the exact step at which a bucket runs dry. The plan is exact for token files,
+whose documents have known lengths; for text it is an estimate from a sample, with which training
+starts even if it shows a halt.
 
 Exit code: 1 if a check fails or the plan shows that the run does not reach its last step, else 0.
 """
@@ -51,16 +52,25 @@ figures: "about" if they are estimated from a sample; docs/data.md has more"""
 
 def parser() -> Parser:
     """base_train's flags and two more."""
-    p = add_flags(Parser(prog="python -m scripts.validate", usage="%(prog)s [flags]", description=__doc__))
+    p = add_flags(
+        Parser(prog="python -m scripts.validate", usage="%(prog)s [flags]", description=__doc__)
+    )
     g = p.add_argument_group("validate")
-    g.add_argument("--world-size", type=whole(1), default=int(os.environ.get("WORLD_SIZE", 1)),
-                   help="number of processes of the run")
-    g.add_argument("--plot", type=Path, metavar="PNG", help="plot shares, phases and passes (needs matplotlib)")
+    g.add_argument(
+        "--world-size",
+        type=whole(1),
+        default=int(os.environ.get("WORLD_SIZE", 1)),
+        help="number of processes of the run",
+    )
+    g.add_argument(
+        "--plot", type=Path, metavar="PNG", help="plot shares, phases and passes (needs matplotlib)"
+    )
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the run and print the results. ValueError or OSError for a problem that prevents a start."""
+    """Check the run and print the results. ValueError or OSError for a problem that prevents a
+    start."""
     args = parser().parse_args(argv)
     setup_logging()
     settings = from_flags(args)
@@ -73,19 +83,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         start = inspect_run(settings, device)
     except ValueError as e:
-        start = inspect_run(replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"), device)
+        start = inspect_run(
+            replace(settings, model_tag=f"{settings.model_tag}-{os.getpid()}", resume="auto"),
+            device,
+        )
         refused = True
         print(f"error: {e}\na new run with these settings:")
     model, num_steps = build_model(start.settings), start.horizon.num_iterations
-    ok(f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
-       f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}")
+    ok(
+        f"configuration: {num_steps:,} steps of {start.settings.total_batch_size:,} tokens, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {counted(args.world_size, 'process')}"
+    )
     if device.type == "cuda":
         parts = estimate_memory(start.settings, device_memory(device, args.world_size))
         ok(f"{describe_memory(parts)}, with --device-batch-size={start.settings.device_batch_size}")
     if not refused:
-        ok(f"run directory {start.run_dir}{default}: " + (
-            f"resumes from {start.checkpoint.path}" if start.checkpoint else
-            "restarts from step 0" if is_run_dir(start.run_dir) else "a new run"))
+        ok(
+            f"run directory {start.run_dir}{default}: "
+            + (
+                f"resumes from {start.checkpoint.path}"
+                if start.checkpoint
+                else "restarts from step 0"
+                if is_run_dir(start.run_dir)
+                else "a new run"
+            )
+        )
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
         print(f"note: {over[1]}")
     # float32 weights, and two more float32 per weight in the optimizer
@@ -119,20 +141,26 @@ def ok(text: str) -> None:
 
 
 def check_disk(start: Start, num_bytes: int) -> None:
-    """Print whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the first few do."""
+    """Print whether checkpoints of `num_bytes` each fit on the disk. ValueError if not even the
+    first few do."""
     every, num_steps = start.settings.save_every, start.horizon.num_iterations
     folder = next(p for p in (start.run_dir, *start.run_dir.parents) if p.exists())
     free = shutil.disk_usage(folder).free
     number = 1 + (num_steps - 1) // every if every > 0 else BY_TIME if every < 0 else 1
-    needs = (f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.3f} GB, the run "
-             f"keeps {number:,}")
+    needs = (
+        f"{free / 1e9:,.1f} GB free in {folder}, a checkpoint takes about {num_bytes / 1e9:,.3f} GB, the run "
+        f"keeps {number:,}"
+    )
     if free < COPIES * num_bytes:
-        raise ValueError(f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk")
+        raise ValueError(
+            f"disk: {needs}; free some space, or set NANOCHAT_BASE_DIR to another disk"
+        )
     print(f"{'ok' if free > (number + 1) * num_bytes else 'warning'}: disk: {needs}")
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Plot the plan as PNG: each bucket's share in each phase, and the passes over it, against tokens."""
+    """Plot the plan as PNG: each bucket's share in each phase, and the passes over it, against
+    tokens."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -5,8 +5,9 @@ Verify runs, checkpoints and token shards on disk, byte by byte, and receipts ag
     python -m scripts.verify shards                 # a folder and everything below it; one pair; one checkpoint
     python -m scripts.verify mine.json --data-path=mytext           # a receipt, from scripts.receipt
 
-Everything except a run's data is opened as in training and read to the end; whatever training would refuse is a
-problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in addition:
+Everything except a run's data is opened as in training and read to the end; whatever training would
+refuse is a problem. Pairs may be in object storage (s3://bucket/prefix). These are checked in
+addition:
 
     pairs         .bin and .idx, ids with an index (see nanochat/tokens.py): no empty entries (only Megatron's files
                   may have them), prefixes and windows within their limits, ids inside the vocabulary, end-of-document
@@ -21,10 +22,11 @@ problem. Pairs may be in object storage (s3://bucket/prefix). These are checked 
     receipt       with --data-path=DIR: the files equal those of the receipt, byte by byte; the rows of some steps
                   (--steps), recomputed without the run, have the digests that the run logged
 
-A problem does not stop the check of the other files. The exit code is 1 if there is any problem. Pairs are read in
-blocks, so memory does not depend on their size. A pair without a manifest.json names neither vocabulary nor
-end-of-document id: ids are checked only if you pass --tokenizer or --vocab-size, and the last id of a shards file
-counts as the end-of-document id (Megatron's files may have none, so for them only --tokenizer sets it).
+A problem does not stop the check of the other files. The exit code is 1 if there is any problem.
+Pairs are read in blocks, so memory does not depend on their size. A pair without a manifest.json
+names neither vocabulary nor end-of-document id: ids are checked only if you pass --tokenizer or
+--vocab-size, and the last id of a shards file counts as the end-of-document id (Megatron's files
+may have none, so for them only --tokenizer sets it).
 """
 
 import argparse
@@ -42,7 +44,16 @@ import numpy as np
 from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
-from nanochat.common import as_path, begin_launch, counted, duration, hash_file, is_remote, local_copy, table
+from nanochat.common import (
+    as_path,
+    begin_launch,
+    counted,
+    duration,
+    hash_file,
+    is_remote,
+    local_copy,
+    table,
+)
 from nanochat.files import walk
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
@@ -55,7 +66,8 @@ BLOCK_ENTRIES = 1 << 12
 BLOCK_IDS = 1 << 21
 TIMED_STEPS = 20  # steps of a receipt after which the remaining time is estimated
 
-Check = Callable[[tqdm], Iterator[str]]  # yields lines to print, and advances a progress bar by the bytes read
+# yields lines to print, and advances a progress bar by the bytes read
+Check = Callable[[tqdm], Iterator[str]]
 
 
 class Problem(str):
@@ -64,8 +76,10 @@ class Problem(str):
 
 # ---- pairs --------------------------------------------------------------------------------------
 
+
 def length_table(lengths: Counter[int], row: int) -> list[str]:
-    """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a row of `row` ids."""
+    """A table of lengths, {ids: entries}, by powers of two; and how many entries are longer than a
+    row of `row` ids."""
     entries, tokens = Counter[int](), Counter[int]()  # by the power of two
     for ids, number in lengths.items():
         power = ids.bit_length() - 1  # -1 for an empty entry
@@ -115,7 +129,9 @@ def rules_of(pair: TokenFile, args: argparse.Namespace) -> Rules:
     """The rules of a pair, from its manifest.json if that lists it, else from the command line."""
     if pair.record is not None and pair.manifest is not None:
         tokenizer = pair.manifest["tokenizer"]
-        return Rules(pair.manifest["arguments"]["max_length"], tokenizer["eod"], tokenizer["vocab_size"])
+        return Rules(
+            pair.manifest["arguments"]["max_length"], tokenizer["eod"], tokenizer["vocab_size"]
+        )
     eod = args.eod
     if eod is None and pair.format == "shards" and pair.num_tokens:
         [eod] = pair.reader.read(pair.num_tokens - 1, pair.num_tokens).tolist()
@@ -133,8 +149,9 @@ def hash_ids(pair: TokenFile, bar: tqdm) -> str:
     return digest.hexdigest()
 
 
-def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int],
-               bar: tqdm) -> Iterator[str]:
+def check_pair(
+    path: Path, args: argparse.Namespace, counts: Counter[str], lengths: Counter[int], bar: tqdm
+) -> Iterator[str]:
     """The problems of one pair, given by its .bin; adds its sizes to `counts` and `lengths`."""
     num_documents = None  # unknown
     try:
@@ -170,16 +187,21 @@ def check_pair(path: Path, args: argparse.Namespace, counts: Counter[str], lengt
         yield from compare_record(path, record, contents)
 
 
-def compare_record(path: Path, record: Mapping[str, Any], contents: Mapping[str, Any]) -> Iterator[str]:
-    """The differences of a pair's record in manifest.json and its contents; a value of None is unknown."""
+def compare_record(
+    path: Path, record: Mapping[str, Any], contents: Mapping[str, Any]
+) -> Iterator[str]:
+    """The differences of a pair's record in manifest.json and its contents; a value of None is
+    unknown."""
     for key, value in contents.items():
         if value not in (None, record[key]):
             yield f"{path}: {key} is {value}, {MANIFEST_NAME} says {record[key]}"
     num_entries = contents["entries"]
     in_groups = sum(record.get("groups") or [num_entries])
     if in_groups != num_entries:
-        yield (f"{path}: the groups in {MANIFEST_NAME} hold {in_groups:,} entries, "
-               f"the file {num_entries:,}")
+        yield (
+            f"{path}: the groups in {MANIFEST_NAME} hold {in_groups:,} entries, "
+            f"the file {num_entries:,}"
+        )
 
 
 class Block:
@@ -211,20 +233,25 @@ class Block:
         self.report(is_repeat, "is not longer than its prefix")
         if self.first == 0 and self.prefixes[0] > 0:
             is_first = np.arange(self.last) == 0
-            self.report(is_first, f"has a prefix of {self.prefixes[0]:,}, but it is the first entry")
+            self.report(
+                is_first, f"has a prefix of {self.prefixes[0]:,}, but it is the first entry"
+            )
         if max_length:
             too_long = self.lengths > max_length + 1
-            self.report(too_long, f"is longer than a window of {max_length:,} plus an end-of-document id")
+            self.report(
+                too_long, f"is longer than a window of {max_length:,} plus an end-of-document id"
+            )
 
     def check_ends(self, ends_with: np.ndarray, num_ends: np.ndarray, eod: int) -> int:
-        """Check end-of-document ids. `ends_with`: whether an entry ends with one, (n,) bool; `num_ends`: how many it
-        has, (n,). Returns how many documents end in the block."""
+        """Check end-of-document ids. `ends_with`: whether an entry ends with one, (n,) bool;
+        `num_ends`: how many it has, (n,). Returns how many documents end in the block."""
         pair = self.pair
         # whether the next entry belongs to another document
         is_last = np.ones(len(self.lengths), bool)
         following = pair.prefixes(self.first + 1, min(self.last + 1, len(pair)))
-        is_last[:len(following)] = following == 0
-        # entries that must end with the id; if their ends do not follow from prefixes, only the last one
+        is_last[: len(following)] = following == 0
+        # entries that must end with the id; if their ends do not follow from prefixes, only the
+        # last one
         must_end = is_last
         if not pair.ends_follow:
             must_end = np.arange(self.first, self.last) == len(pair) - 1
@@ -239,8 +266,8 @@ class Block:
 
 
 def check_entries(pair: TokenFile, first: int, rules: Rules, found: dict[str, Found]) -> int:
-    """Check the block of entries that begins at number `first`. Adds problems to `found`, {problem: Found}, and returns
-    how many documents end in the block."""
+    """Check the block of entries that begins at number `first`. Adds problems to `found`, {problem:
+    Found}, and returns how many documents end in the block."""
     block = Block(pair, first, found)
     block.check_lengths(rules.max_length)
     ids, edges = pair.read_flat(first, block.last)
@@ -261,13 +288,21 @@ def check_entries(pair: TokenFile, first: int, rules: Rules, found: dict[str, Fo
     return block.check_ends(ends_with, count(is_end), rules.eod)
 
 
-def compare_manifest(folder: Path, manifest: Mapping[str, Any], paths: Sequence[Path], args: argparse.Namespace, *,
-                     whole: bool) -> Iterator[Problem]:
+def compare_manifest(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    paths: Sequence[Path],
+    args: argparse.Namespace,
+    *,
+    whole: bool,
+) -> Iterator[Problem]:
     """The differences of a folder's manifest.json and its pairs; see `check_pairs`."""
     fingerprint = manifest["tokenizer"]["fingerprint"]
     if args.fingerprint not in (None, fingerprint):
-        yield Problem(f"{folder / MANIFEST_NAME}: made with tokenizer {fingerprint}, but {args.tokenizer} is "
-                      f"{args.fingerprint}")
+        yield Problem(
+            f"{folder / MANIFEST_NAME}: made with tokenizer {fingerprint}, but {args.tokenizer} is "
+            f"{args.fingerprint}"
+        )
     listed = manifest["shards"]
     for path in paths:
         if path.stem not in listed:
@@ -280,9 +315,11 @@ def compare_manifest(folder: Path, manifest: Mapping[str, Any], paths: Sequence[
             yield Problem(f"{folder / name}.bin: {MANIFEST_NAME} lists it, but it is missing")
 
 
-def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *,
-                whole: bool) -> Iterator[str]:
-    """Verify pairs of one folder, each given by its .bin; `whole`: whether these are all of the folder's pairs."""
+def check_pairs(
+    folder: Path, paths: Sequence[Path], args: argparse.Namespace, bar: tqdm, *, whole: bool
+) -> Iterator[str]:
+    """Verify pairs of one folder, each given by its .bin; `whole`: whether these are all of the
+    folder's pairs."""
     manifest = read_manifest(folder)
     if manifest is not None:
         yield from compare_manifest(folder, manifest, paths, args, whole=whole)
@@ -300,6 +337,7 @@ def check_pairs(folder: Path, paths: Sequence[Path], args: argparse.Namespace, b
 
 
 # ---- checkpoints and cursors --------------------------------------------------------------------
+
 
 def check_checkpoint(path: Path, bar: tqdm) -> Iterator[str]:
     """Verify one checkpoint. It is not a problem if a running process deletes it meanwhile."""
@@ -368,9 +406,10 @@ def check_row_losses(folder: Path, bar: tqdm) -> Iterator[str]:
 
 # ---- the data of a run --------------------------------------------------------------------------
 
+
 def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]:
-    """Compare the files that a run has pinned in its data_manifest.json with the disk, and read those whose checksums
-    are in the manifest.json beside them."""
+    """Compare the files that a run has pinned in its data_manifest.json with the disk, and read
+    those whose checksums are in the manifest.json beside them."""
     files: dict[Path, Manifest] = {}  # for each file, its manifest reduced to this file
     for buckets in read_manifests(path).values():
         for manifest in buckets.values():
@@ -401,8 +440,10 @@ def has_checksum(file: Path) -> bool:
 
 # ---- receipts -----------------------------------------------------------------------------------
 
+
 def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str]:
-    """Recompute the rows of some steps from the data, and compare their digests with those of a receipt."""
+    """Recompute the rows of some steps from the data, and compare their digests with those of a
+    receipt."""
     from nanochat.config import Settings  # imports PyTorch
     from scripts.inspect_data import Opened, step_digests
     from scripts.receipt import next_link, open_receipt, read_receipt
@@ -415,13 +456,17 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
     opened = Opened(RunReader(path), *open_receipt(path, given, highest))
     yield f"{path}: the files in {args.data_path} are those of {receipt['run']}"
     last = min(step for step in marks if step >= highest)
-    yield (f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
-           f"at or after step {highest:,} with a digest in the receipt")
+    yield (
+        f"  recomputing steps 0 to {last:,}: rows depend on earlier rows, and step {last:,} is the first "
+        f"at or after step {highest:,} with a digest in the receipt"
+    )
 
     link, good = "", -1
     began = time.monotonic()
     digests = step_digests(opened, range(last + 1), 1)
-    for step, [part] in tqdm(digests, total=last + 1, unit="step", desc="recomputed", leave=False, disable=None):
+    for step, [part] in tqdm(
+        digests, total=last + 1, unit="step", desc="recomputed", leave=False, disable=None
+    ):
         digest = f"{part:016x}"
         link = next_link(link, digest)
         if step + 1 == TIMED_STEPS:
@@ -433,25 +478,36 @@ def check_receipt(path: Path, args: argparse.Namespace, _: tqdm) -> Iterator[str
             continue
         mark = marks[step]
         if digest != mark["digest"]:
-            raise ValueError(f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but the "
-                             f"receipt says {mark['digest']}; code, tokenizer or data differ")
+            raise ValueError(
+                f"{path}: step {step:,} was not trained on these rows: their digest is {digest}, but the "
+                f"receipt says {mark['digest']}; code, tokenizer or data differ"
+            )
         if link != mark["chain"]:
-            raise ValueError(f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
-                             f"chain of their digests differs; code, tokenizer or data differ")
+            raise ValueError(
+                f"{path}: one of steps {good + 1:,} to {step - 1:,} was not trained on these rows: the "
+                f"chain of their digests differs; code, tokenizer or data differ"
+            )
         good = step
-    yield (f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
-           f"(chain of digests {link})")
+    yield (
+        f"  OK steps {', '.join(map(str, steps))}: trained on these rows, and so were all steps from 0 to {good:,} "
+        f"(chain of digests {link})"
+    )
 
 
 def is_receipt(path: Path) -> bool:
-    return path.suffix == ".json" and path.is_file() and path.name not in (DATA_MANIFEST, MANIFEST_NAME)
+    return (
+        path.suffix == ".json"
+        and path.is_file()
+        and path.name not in (DATA_MANIFEST, MANIFEST_NAME)
+    )
 
 
 # ---- the command --------------------------------------------------------------------------------
 
+
 def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
-    """The checks of everything that can be verified at or below a path, or in the run that it names. FileNotFoundError
-    or ValueError if there is nothing to verify."""
+    """The checks of everything that can be verified at or below a path, or in the run that it
+    names. FileNotFoundError or ValueError if there is nothing to verify."""
     if not path.exists():
         if is_remote(path) or len(path.parts) != 1:
             raise FileNotFoundError(f"{path}: no such file or folder; name what to verify")
@@ -484,19 +540,28 @@ def find_all(path: Path, args: argparse.Namespace) -> list[Check]:
             if not has_pairs:
                 closed.add(p)
     if not pairs and not checks:
-        raise ValueError(f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
-                         f"below it (text files have no checksums); name another path")
+        raise ValueError(
+            f"{path}: found nothing to verify, expected token files, checkpoints or cursors at or "
+            f"below it (text files have no checksums); name another path"
+        )
 
-    of_pairs = [partial(check_pairs, folder, sorted(files), args, whole=True)
-                for folder, files in sorted(pairs.items())]
-    dangling = [entry.path for entry in entries if entry.kind == "dangling" and "wandb" not in entry.path.parts]
+    of_pairs = [
+        partial(check_pairs, folder, sorted(files), args, whole=True)
+        for folder, files in sorted(pairs.items())
+    ]
+    dangling = [
+        entry.path
+        for entry in entries
+        if entry.kind == "dangling" and "wandb" not in entry.path.parts
+    ]
     if dangling:
         checks.append(partial(report_dangling, dangling))
     return [*of_pairs, *checks]
 
 
 def folder_kind(path: Path) -> tuple[Callable[[Path, tqdm], Iterator[str]] | None, bool]:
-    """(the check of a folder as a whole, None if there is none; whether .bin files below it are pairs)."""
+    """(the check of a folder as a whole, None if there is none; whether .bin files below it are
+    pairs)."""
     parent, name = path.absolute().parts[-2:]
     if parent == "checkpoints" and CHECKPOINT_NAME.fullmatch(name):
         return check_checkpoint, False
@@ -515,12 +580,14 @@ def report_dangling(links: Sequence[Path], _: tqdm) -> Iterator[str]:
     """Report links to files or folders that do not exist."""
     for link in links:
         target = os.readlink(link)
-        yield Problem(f"{link}: a link to {target}, which does not exist; restore it, or delete the link")
+        yield Problem(
+            f"{link}: a link to {target}, which does not exist; restore it, or delete the link"
+        )
 
 
 def files_below(path: Path) -> set[str]:
-    """The names of everything below a folder except its folders. Unlike rglob, os.walk skips folders that a run deletes
-    in the meantime."""
+    """The names of everything below a folder except its folders. Unlike rglob, os.walk skips
+    folders that a run deletes in the meantime."""
     names = set()
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
@@ -542,23 +609,43 @@ def step_list(text: str) -> list[int]:
     """argparse type: numbers of steps, separated by commas."""
     words = text.split(",")
     if not all(word.isdecimal() for word in words):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected steps separated by commas, such as 0,1000")
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected steps separated by commas, such as 0,1000"
+        )
     return [int(word) for word in words]
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("paths", nargs="+", type=as_path, metavar="PATH", help="a run, file or folder")
-    parser.add_argument("--sequence-len", type=whole(1), default=2048, metavar="T",
-                        help="count entries longer than T + 1 ids")
+    parser.add_argument(
+        "paths", nargs="+", type=as_path, metavar="PATH", help="a run, file or folder"
+    )
+    parser.add_argument(
+        "--sequence-len",
+        type=whole(1),
+        default=2048,
+        metavar="T",
+        help="count entries longer than T + 1 ids",
+    )
     known = parser.add_mutually_exclusive_group()
-    known.add_argument("--tokenizer", metavar="NAME", help=f"the tokenizer that produced the ids: {TOKENIZER_HELP}")
-    known.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for pairs without a manifest.json")
+    known.add_argument(
+        "--tokenizer", metavar="NAME", help=f"the tokenizer that produced the ids: {TOKENIZER_HELP}"
+    )
+    known.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="number of ids, for pairs without a manifest.json",
+    )
     parser.add_argument("--eod-token", metavar="TOKEN", help=EOD_HELP)
     receipts = parser.add_argument_group("receipts")
     receipts.add_argument("--data-path", metavar="DIR", help="the data to compare a receipt with")
-    receipts.add_argument("--steps", type=step_list, metavar="0,1000,41199",
-                          help="steps of the run to check (default: all that have a digest in the receipt)")
+    receipts.add_argument(
+        "--steps",
+        type=step_list,
+        metavar="0,1000,41199",
+        help="steps of the run to check (default: all that have a digest in the receipt)",
+    )
     begin_launch()
     args = parser.parse_args(argv)
     args.fingerprint = args.eod = None
@@ -570,7 +657,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Verify and print; return 1 if there is a problem. ValueError or OSError if there is nothing to verify."""
+    """Verify and print; return 1 if there is a problem. ValueError or OSError if there is nothing
+    to verify."""
     args = parse_args(argv)
     setup_logging()
     num_problems = 0

@@ -1,4 +1,5 @@
-"""scripts.tok_shards for tests/test_tok_shards.py: converting an input named `slow...` never ends."""
+"""scripts.tok_shards for tests/test_tok_shards.py: converting an input named `slow...` never
+ends."""
 
 import os
 import signal

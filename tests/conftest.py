@@ -1,4 +1,5 @@
-"""Settings and fixtures of all tests. Laws have no deadline per example, because the machine may be busy.
+"""Settings and fixtures of all tests. Laws have no deadline per example, because the machine may be
+busy.
 
     pytest --hypothesis-profile=thorough     # many more examples: after a change to code that a law checks
 
@@ -20,23 +21,44 @@ slow = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("quick", max_examples=20, **slow)
 settings.register_profile("thorough", max_examples=500, **slow)
 settings.load_profile("quick")
-# Hypothesis draws numbers that occur in the code of loaded modules, which depend on the test files that the process ran
-# before. So on a busy machine, laws of the same seed would get other examples.
+# Hypothesis draws numbers that occur in the code of loaded modules, which depend on the test files
+# that the process ran before. So on a busy machine, laws of the same seed would get other examples.
 providers.is_local_module_file = lambda path: False
-# Inductor trusts the processor's list of vector instructions, and compiles no program to try each one.
+# Inductor trusts the processor's list of vector instructions, and compiles no program to try each
+# one.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# Inductor's disk cache ignores ATEN_CPU_CAPABILITY: it would compile code generated for AVX2 for AVX-512, whose vectors
-# are twice as wide, and overwrite memory. So each capability has its own cache.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(
-    tempfile.gettempdir(), f"nanochat_tests_{getpass.getuser()}", os.environ.get("ATEN_CPU_CAPABILITY", "native")))
-# A process that a shell starts in the background ignores SIGINT, one started with nohup SIGHUP, and so would all of its
-# children.
+# Inductor's disk cache ignores ATEN_CPU_CAPABILITY: it would compile code generated for AVX2 for
+# AVX-512, whose vectors are twice as wide, and overwrite memory. So each capability has its own
+# cache.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(
+        tempfile.gettempdir(),
+        f"nanochat_tests_{getpass.getuser()}",
+        os.environ.get("ATEN_CPU_CAPABILITY", "native"),
+    ),
+)
+# A process that a shell starts in the background ignores SIGINT, one started with nohup SIGHUP, and
+# so would all of its children.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-LONG_FILES = ("state_machine", "gpu_check", "bitwise", "optim", "watchdog", "repeat", "object_storage", "gpu_first",
-              "gpu_smoke", "remote_runs", "inspect_data", "stream_laws", "multi_node")
+LONG_FILES = (
+    "state_machine",
+    "gpu_check",
+    "bitwise",
+    "optim",
+    "watchdog",
+    "repeat",
+    "object_storage",
+    "gpu_first",
+    "gpu_smoke",
+    "remote_runs",
+    "inspect_data",
+    "stream_laws",
+    "multi_node",
+)
 
 
 def pytest_collection_finish():
@@ -52,7 +74,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def no_waits_for_the_disk():
-    """`os.fsync` returns at once: files of tests need not survive a power cut, and laws write hundreds."""
+    """`os.fsync` returns at once: files of tests need not survive a power cut, and laws write
+    hundreds."""
     with mock.patch("os.fsync", lambda fd: None):
         yield
 
@@ -96,7 +119,8 @@ def running_store():
 
 @pytest.fixture
 def calm_store(running_store, monkeypatch):
-    """That store without faults, and a client with short timeouts that knows none of its objects."""
+    """That store without faults, and a client with short timeouts that knows none of its
+    objects."""
     from nanochat import common
     from nanochat.integrations import object_storage as store
     from tests.object_store import QUICK

@@ -9,10 +9,10 @@ Planned faults: stop or fail at the n-th change that some code makes to the disk
     start(hook=partial(copying_at, n, 1, ...))          # a job keeps copies of what a power cut would have left
     start(2, hook=partial(on_rank, 1, hook))            # a hook acts on one rank only
 
-A change is a call that creates, writes, syncs, renames or removes something below a folder. Changes of all threads are
-counted in their order. A killed process gets SIGKILL: no `finally`, no flushed buffers. A `with` block replaces `open`
-and functions of `os`, so the code under test is unchanged. Files that C++ opens do not count; the code under test gives
-Python files to torch.save.
+A change is a call that creates, writes, syncs, renames or removes something below a folder. Changes
+of all threads are counted in their order. A killed process gets SIGKILL: no `finally`, no flushed
+buffers. A `with` block replaces `open` and functions of `os`, so the code under test is unchanged.
+Files that C++ opens do not count; the code under test gives Python files to torch.save.
 """
 
 import builtins
@@ -38,18 +38,32 @@ class Crash(BaseException):
 
 
 class Changes:
-    """Counts the changes below a folder, and calls `act` before number `at` (from 0; None: never), with `onwards` also
-    before all later ones. A change is a text "kind path/below/the/folder". `match`: a pattern of the changes that
-    count; `repeats` False: consecutive writes to one file count once."""
+    """Counts the changes below a folder, and calls `act` before number `at` (from 0; None: never),
+    with `onwards` also before all later ones. A change is a text "kind path/below/the/folder".
+    `match`: a pattern of the changes that count; `repeats` False: consecutive writes to one file
+    count once."""
 
-    def __init__(self, below: Path, at: int | None = None, act: Callable[[], Any] = lambda: None,
-                 kinds: Sequence[str] = KINDS, onwards: bool = False, match: str = "",
-                 repeats: bool = True) -> None:
-        self.below, self.at, self.act, self.kinds = os.path.realpath(below), at, act, kinds
-        self.onwards, self.match, self.repeats = onwards, match, repeats
+    def __init__(
+        self,
+        below: Path,
+        at: int | None = None,
+        act: Callable[[], Any] = lambda: None,
+        kinds: Sequence[str] = KINDS,
+        onwards: bool = False,
+        match: str = "",
+        repeats: bool = True,
+    ) -> None:
+        self.below = os.path.realpath(below)
+        self.at = at
+        self.act = act
+        self.kinds = kinds
+        self.onwards = onwards
+        self.match = match
+        self.repeats = repeats
         self.made: list[str] = []
         self.unsynced: set[str] = set()  # files that a power cut would empty
-        self.one_at_a_time = threading.RLock()  # held until a change is made, so `act` never sees half of one
+        # held until a change is made, so `act` never sees half of one
+        self.one_at_a_time = threading.RLock()
 
     def note(self, kind: str, where: str | None, to: str | None = None) -> None:
         """Count a change of the path `where`, perhaps a rename to `to`, before it is made."""
@@ -67,8 +81,10 @@ class Changes:
         elif kind == "fsync":
             self.unsynced.discard(where)
         elif to is not None:
-            self.unsynced = {to + path.removeprefix(where) if _is_inside(path, where) else path
-                             for path in self.unsynced}
+            self.unsynced = {
+                to + path.removeprefix(where) if _is_inside(path, where) else path
+                for path in self.unsynced
+            }
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -90,7 +106,9 @@ class _Counted:
     """A file open for writing whose writes are counted."""
 
     def __init__(self, file: Any, changes: Changes, where: str) -> None:
-        self._file, self._changes, self._where = file, changes, where
+        self._file = file
+        self._changes = changes
+        self._where = where
 
     def write(self, data: Any) -> Any:
         with self._changes.one_at_a_time:
@@ -127,6 +145,7 @@ def _wrap_os(name: str, changes: Changes) -> Any:
 
 def _wrap_open(real: Any, changes: Changes) -> Any:
     """`open` that counts a file opened for writing, and then its writes."""
+
     def wrapped(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if not set(mode) & set("wxa+"):
             return real(file, mode, *args, **kwargs)
@@ -135,7 +154,11 @@ def _wrap_open(real: Any, changes: Changes) -> Any:
             if not isinstance(file, int):
                 changes.note("open", where)
             opened = real(file, mode, *args, **kwargs)
-        return _Counted(opened, changes, where) if where and _is_inside(where, changes.below) else opened
+        return (
+            _Counted(opened, changes, where)
+            if where and _is_inside(where, changes.below)
+            else opened
+        )
 
     return wrapped
 
@@ -163,8 +186,8 @@ def is_suspended(pid: int) -> bool:
 
 
 def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
-    """Run an action in a forked child that is killed before change `at`; whether it reached that change. An exception
-    in the action is an AssertionError here."""
+    """Run an action in a forked child that is killed before change `at`; whether it reached that
+    change. An exception in the action is an AssertionError here."""
     if (pid := os.fork()) == 0:
         try:
             with watching(below, at=at, act=die):
@@ -179,7 +202,9 @@ def kill_at(at: int, action: Callable[[], Any], *, below: Path) -> bool:
 
 @contextlib.contextmanager
 def failing_at(at: int, error: int, *, below: Path, **options: Any) -> Iterator[Changes]:
-    """Inside the block, change `at` (with `onwards` also every later one) raises OSError `error`, such as ENOSPC."""
+    """Inside the block, change `at` (with `onwards` also every later one) raises OSError `error`,
+    such as ENOSPC."""
+
     def fail() -> None:
         raise OSError(error, os.strerror(error))
 
@@ -194,16 +219,21 @@ def full_disk(match: str, *, below: Path) -> contextlib.AbstractContextManager[C
 
 @contextlib.contextmanager
 def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = KINDS) -> Iterator[Changes]:
-    """Inside the block, every change from `at` on raises `Crash`, which ends the block silently. The disk then looks as
-    after a kill, without the cost of a process. None: no crash."""
+    """Inside the block, every change from `at` on raises `Crash`, which ends the block silently.
+    The disk then looks as after a kill, without the cost of a process. None: no crash."""
+
     def crash() -> None:
         raise Crash
 
-    with contextlib.suppress(Crash), watching(below, at=at, act=crash, kinds=kinds, onwards=True) as changes:
+    with (
+        contextlib.suppress(Crash),
+        watching(below, at=at, act=crash, kinds=kinds, onwards=True) as changes,
+    ):
         yield changes
 
 
-# ---- hooks, which last until the process ends ------------------------------------------------------------------------
+# ---- hooks, which last until the process ends
+# ------------------------------------------------------------------------
 
 _FOREVER = contextlib.ExitStack()
 STEADY = r"^(?!.*run_state)"  # changes in the same order in each run, so not the heartbeat's
@@ -223,17 +253,22 @@ def dying_at(at: int, *, below: Path) -> None:
 
 def filling_at(at: int, number: int, *, below: Path) -> None:
     """The disk is full for `number` changes from `at` on."""
+
     def fail() -> None:
         if len(changes.made) <= at + number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    changes = _FOREVER.enter_context(watching(
-        below, at=at, act=fail, match=r"^(open|write|fsync|mkdir) (?!\.run_state)", onwards=True))
+    changes = _FOREVER.enter_context(
+        watching(
+            below, at=at, act=fail, match=r"^(open|write|fsync|mkdir) (?!\.run_state)", onwards=True
+        )
+    )
 
 
 def copying_at(first: int, every: int, *, below: Path, into: Path) -> None:
-    """Before each `every`-th change from `first` on, copy the folder to INTO/<number> as a power cut would leave it: a
-    file that was written and not synced is empty, except the log."""
+    """Before each `every`-th change from `first` on, copy the folder to INTO/<number> as a power
+    cut would leave it: a file that was written and not synced is empty, except the log."""
+
     def copy() -> None:
         number = len(changes.made) - 1
         if (number - first) % every == 0 and below.exists():
@@ -244,5 +279,6 @@ def copying_at(first: int, every: int, *, below: Path, into: Path) -> None:
                     lost.write_bytes(b"")
 
     if os.environ.get("RANK", "0") == "0":
-        changes = _FOREVER.enter_context(watching(
-            below, at=first, act=copy, match=STEADY, onwards=True, repeats=False))
+        changes = _FOREVER.enter_context(
+            watching(below, at=first, act=copy, match=STEADY, onwards=True, repeats=False)
+        )

@@ -1,7 +1,8 @@
-"""One finished run, shared by the tests of all commands that read runs, and a way to run such a command.
+"""One finished run, shared by the tests of all commands that read runs, and a way to run such a
+command.
 
-The fixtures are in tests/conftest.py: `finished` is the base directory of that run, which no test may change; `copied`
-is a copy for one test, which it may change."""
+The fixtures are in tests/conftest.py: `finished` is the base directory of that run, which no test
+may change; `copied` is a copy for one test, which it may change."""
 
 import contextlib
 import io
@@ -18,16 +19,33 @@ from tests import training
 
 STEPS = 8
 RUN: dict[str, Any] = {  # two layers, saved and evaluated often
-    **training.SMALL, "depth": 2, "aspect_ratio": 12, "num_iterations": STEPS, "save_every": 2, "eval_every": 4}
+    **training.SMALL,
+    "depth": 2,
+    "aspect_ratio": 12,
+    "num_iterations": STEPS,
+    "save_every": 2,
+    "eval_every": 4,
+}
 
 
 def train(path: Path) -> None:
-    """Fill a base directory: data/, tokenizer/, runs/run with its checkpoints 2, 4, 6 and final, and shards/, the data
-    pretokenized."""
+    """Fill a base directory: data/, tokenizer/, runs/run with its checkpoints 2, 4, 6 and final,
+    and shards/, the data pretokenized."""
     with training.workplace(path, **RUN):
         training.succeed()
-        assert tok_shards.main([f"--input-dir={path / 'data'}", f"--output-dir={path / 'shards'}", "--num-workers=1",
-                                f"--tokenizer={path / 'tokenizer'}", "--max-length=400", "--overlap-size=40"]) == 0
+        assert (
+            tok_shards.main(
+                [
+                    f"--input-dir={path / 'data'}",
+                    f"--output-dir={path / 'shards'}",
+                    "--num-workers=1",
+                    f"--tokenizer={path / 'tokenizer'}",
+                    "--max-length=400",
+                    "--overlap-size=40",
+                ]
+            )
+            == 0
+        )
 
 
 def copy(finished: Path, path: Path, *, tag: str = "run") -> Path:
@@ -43,6 +61,10 @@ def copy(finished: Path, path: Path, *, tag: str = "run") -> Path:
 def command(main: Callable[[list[str]], int | None], *argv: Any) -> training.Outcome:
     """Run a script's `main` as the command line does: exit code, output, errors."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end:
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as end,
+    ):
         run_main(lambda: main([str(arg) for arg in argv]))
     return training.Outcome(int(end.value.code or 0), out.getvalue(), err.getvalue())

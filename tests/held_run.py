@@ -1,4 +1,5 @@
-"""The training job, held before steps 10, 20, ... while the file $HOLD exists, unless a stop is requested."""
+"""The training job, held before steps 10, 20, ... while the file $HOLD exists, unless a stop is
+requested."""
 
 import os
 import time

@@ -34,7 +34,8 @@ import pytest
 
 from nanochat.integrations.object_storage import Patience
 
-QUICK = Patience(connect_s=1.0, silence_s=2.0, first_answer_s=30.0, give_up_s=30.0)  # long enough for a busy machine
+# long enough for a busy machine
+QUICK = Patience(connect_s=1.0, silence_s=2.0, first_answer_s=30.0, give_up_s=30.0)
 ACCESS_KEY, SECRET_KEY = "AKIATESTACCESSKEY", "test/secret+key"
 BUCKET = "bucket"
 Headers = dict[str, str]
@@ -81,7 +82,9 @@ class Proxy(ThreadingHTTPServer):
         self.latency_s = 0.0
         self.released = threading.Event()  # ends all stalls
         self._lock = threading.Lock()
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # connections are dropped on purpose
@@ -112,7 +115,9 @@ class _Handler(BaseHTTPRequestHandler):
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         span = (int(match[1]), int(match[2]) + 1) if match else None
         fault = self.server.pop_fault(self.command, self.path)
-        self.server.seen.append(Request(self.command, self.path, span, fault, self.headers.get("If-Match")))
+        self.server.seen.append(
+            Request(self.command, self.path, span, fault, self.headers.get("If-Match"))
+        )
         time.sleep(self.server.latency_s)
         fault = fault or Fault()
         fault.before()
@@ -121,34 +126,48 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         if fault.status:
-            text = (f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{fault.code}</Code><Message>no</Message>"
-                    f"<AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId></Error>").encode()
-            status, headers, data = fault.status, {"Content-Type": "application/xml"}, text
+            text = (
+                f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{fault.code}</Code><Message>no</Message>"
+                f"<AWSAccessKeyId>{ACCESS_KEY}</AWSAccessKeyId></Error>"
+            ).encode()
+            status = fault.status
+            headers = {"Content-Type": "application/xml"}
+            data = text
         else:
             if span and fault.shift:
-                self.headers.replace_header("Range", f"bytes={span[0] + fault.shift}-{span[1] - 1 + fault.shift}")
+                self.headers.replace_header(
+                    "Range", f"bytes={span[0] + fault.shift}-{span[1] - 1 + fault.shift}"
+                )
             del self.headers[fault.lose]
-            status, headers, data = send(self.server.upstream, self.command, self.path, body, dict(self.headers))
+            status, headers, data = send(
+                self.server.upstream, self.command, self.path, body, dict(self.headers)
+            )
         self.send_response_only(status)
         for name, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if fault.cut >= 0:
-            data, self.close_connection = data[:fault.cut], True
+            data, self.close_connection = data[: fault.cut], True
         self.wfile.write(data)
         self.wfile.flush()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _answer
 
 
-def send(host: str, method: str, path: str, body: bytes, headers: Headers) -> tuple[int, Headers, bytes]:
+def send(
+    host: str, method: str, path: str, body: bytes, headers: Headers
+) -> tuple[int, Headers, bytes]:
     """(status, headers, body) of the answer to a request."""
     with contextlib.closing(http.client.HTTPConnection(host)) as connection:
         connection.request(method, path, body or None, headers)
         answer = connection.getresponse()
         data = answer.read()
     own = ("connection", "transfer-encoding")  # they describe this connection
-    return answer.status, {name: value for name, value in answer.getheaders() if name.lower() not in own}, data
+    return (
+        answer.status,
+        {name: value for name, value in answer.getheaders() if name.lower() not in own},
+        data,
+    )
 
 
 @dataclass
@@ -212,13 +231,18 @@ def put_path(host: str, path: Path, key: str) -> None:
 
 def environment(url: str) -> dict[str, str]:
     """The environment variables of a client."""
-    return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY, "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": url}
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+    }
 
 
 @contextlib.contextmanager
 def object_store() -> Iterator[Store]:
-    """A service with an empty bucket; sets this process's environment. Skips the test without moto or obstore."""
+    """A service with an empty bucket; sets this process's environment. Skips the test without moto
+    or obstore."""
     pytest.importorskip("obstore", reason="no obstore: pip install -e '.[s3]'")
     pytest.importorskip("moto.server", reason="no moto: pip install -e '.[dev]'")
     with serve() as store:
@@ -234,7 +258,9 @@ def serve() -> Iterator[Store]:
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs every request
     # moto's own server would search all services for each request
-    server = make_server("127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler)
+    server = make_server(
+        "127.0.0.1", 0, create_backend_app("s3"), threaded=True, request_handler=MotoRequestHandler
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     proxy = Proxy(f"127.0.0.1:{server.server_port}")
     store = Store(proxy)

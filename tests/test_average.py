@@ -22,13 +22,24 @@ def run(copied):
 def test_average_writes_the_mean_of_the_newest_good_checkpoints(run, caplog):
     assert average.main(["run", "--last=3"]) == 0
     assert "checkpoint-6 is skipped" in caplog.text
-    averaged, states = find_checkpoint("run-average-3"), [
-        load_checkpoint(run / "checkpoints" / name).model_state() for name in ("checkpoint-2", "checkpoint-4", "final")]
-    assert averaged.step == 8 and averaged.path.name == "final" and len(averaged.trainer_state["averaged"]) == 3
+    averaged = find_checkpoint("run-average-3")
+    states = [
+        load_checkpoint(run / "checkpoints" / name).model_state()
+        for name in ("checkpoint-2", "checkpoint-4", "final")
+    ]
+    assert (
+        averaged.step == 8
+        and averaged.path.name == "final"
+        and len(averaged.trainer_state["averaged"]) == 3
+    )
     for name, tensor in averaged.model_state().items():
         mean = torch.stack([state[name].double() for state in states]).mean(dim=0)
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
     state = RunReader(run.with_name("run-average-3")).status()
-    assert (state["shown"], state["step"], state["reason"]) == ("completed", 8, "the mean of 3 checkpoints of run")
+    assert (state["shown"], state["step"], state["reason"]) == (
+        "completed",
+        8,
+        "the mean of 3 checkpoints of run",
+    )
     assert base_eval.main(["run-average-3", "--device-type=cpu", "--unigram-tokens=1000"]) == 0
     assert json.loads((run.with_name("run-average-3") / "eval.json").read_text())["val_bpb"] > 0

@@ -1,4 +1,5 @@
-"""Evaluating a run gives the bits per byte of training, for any batch size and number of processes."""
+"""Evaluating a run gives the bits per byte of training, for any batch size and number of
+processes."""
 
 import json
 import shutil
@@ -37,32 +38,56 @@ def run(base):
 
 @pytest.fixture(scope="module")
 def first_result(base):
-    # more than one group of items, so that two ranks share a task; only the tasks with short prompts
+    # more than one group of items, so that two ranks share a task; only the tasks with short
+    # prompts
     make_eval_bundle(base / "eval_bundle", num_items=GROUP + 8, labels=KINDS)
-    assert base_eval.main(["run", "--device-type=cpu", "--unigram-tokens=2000", f"--eval={MODES}",
-                           "--device-batch-size=8"]) == 0
+    assert (
+        base_eval.main(
+            [
+                "run",
+                "--device-type=cpu",
+                "--unigram-tokens=2000",
+                f"--eval={MODES}",
+                "--device-batch-size=8",
+            ]
+        )
+        == 0
+    )
     return json.loads((training.run_dir() / "eval.json").read_text())
 
 
 def test_the_result_equals_that_of_training(run, first_result):
     val = training.events("val")[-1]
     assert val["step"] == STEPS and first_result["val_bpb"] == val["bpb"]
-    assert first_result["step"] == STEPS and first_result["checkpoint"] == str(run / "checkpoints" / "final")
-    assert 0 < first_result["train_bpb"]["data"] < 10 and first_result["train_bpb"]["data"] != val["bpb"]
+    assert first_result["step"] == STEPS and first_result["checkpoint"] == str(
+        run / "checkpoints" / "final"
+    )
+    assert (
+        0 < first_result["train_bpb"]["data"] < 10
+        and first_result["train_bpb"]["data"] != val["bpb"]
+    )
 
 
 @pytest.mark.parametrize("B, processes", [(5, 1), (1, 2)])
 def test_results_do_not_depend_on_batch_size_or_processes(base, run, first_result, B, processes):
     """Nor on how the checkpoint is named."""
     path = base / f"other-{B}.json"
-    argv = ["run" if processes > 1 else str(run / "checkpoints" / "final"), "--device-type=cpu",
-            "--unigram-tokens=2000", f"--eval={MODES}", f"--device-batch-size={B}", f"--json={path}"]
+    argv = [
+        "run" if processes > 1 else str(run / "checkpoints" / "final"),
+        "--device-type=cpu",
+        "--unigram-tokens=2000",
+        f"--eval={MODES}",
+        f"--device-batch-size={B}",
+        f"--json={path}",
+    ]
     group = training.launch(base_eval.main, [argv] * processes, [{}] * processes)
     assert group.wait() == [0] * processes, group.text()
     other = json.loads(path.read_text())
     assert other["world_size"] == processes
     assert other["val_bpb"] == pytest.approx(first_result["val_bpb"], rel=64 * EPS)
-    assert other["train_bpb"]["data"] == pytest.approx(first_result["train_bpb"]["data"], rel=64 * EPS)
+    assert other["train_bpb"]["data"] == pytest.approx(
+        first_result["train_bpb"]["data"], rel=64 * EPS
+    )
     assert len(other["core"]["results"]) == 3
     for exact in ("unigram_bpb", "samples", "core", "checkpoint", "step", "dtype"):
         assert other[exact] == first_result[exact]
@@ -72,25 +97,36 @@ def test_results_do_not_depend_on_batch_size_or_processes(base, run, first_resul
 def test_the_unigram_model_counts_the_first_training_rows(run, first_result):
     data, config, _ = open_run(run)
     steps, sizes = -(-2000 // (config.V * T)), data.tokenizer.token_bytes().numpy()
-    with closing(open_stream(config, data.train, range(config.V), tokenizer=data.tokenizer.fingerprint)) as stream:
+    with closing(
+        open_stream(config, data.train, range(config.V), tokenizer=data.tokenizer.fingerprint)
+    ) as stream:
         counted = np.concatenate([row.tokens[1:] for row in stream.next_rows(steps)])
     assert len(counted) == steps * config.V * T
     counts = np.bincount(counted, minlength=len(sizes)) + 1
     nats = -np.log(counts / counts.sum())
-    batches = base_eval.validation_loader(data.val["data"], tokenizer=data.tokenizer, T=T, device_batch_size=3,
-                                          num_tokens=EVAL_TOKENS, device="cpu")
+    batches = base_eval.validation_loader(
+        data.val["data"],
+        tokenizer=data.tokenizer,
+        T=T,
+        device_batch_size=3,
+        num_tokens=EVAL_TOKENS,
+        device="cpu",
+    )
     targets = np.concatenate([batch.targets[batch.targets >= 0].numpy() for batch in batches])
     bits = nats[targets][sizes[targets] > 0].sum() / np.log(2) / sizes[targets].sum()
     assert first_result["unigram_bpb"] == pytest.approx(bits, rel=1e-6)
 
 
 def test_default_prompts_come_from_the_runs_validation_documents(base, first_result, capsys):
-    """Regression: the prompts were the same six English sentences for every model, even a model of code."""
+    """Regression: the prompts were the same six English sentences for every model, even a model of
+    code."""
     samples = first_result["samples"]
     held_out = training.texts(96, seed=3)
     assert len(samples["unprompted"]) == 4 and len(samples["prompted"]) == 6
-    begins = [next(n for n in range(len(text), -1, -1) if any(d.startswith(text[:n]) for d in held_out))
-              for text in samples["prompted"]]
+    begins = [
+        next(n for n in range(len(text), -1, -1) if any(d.startswith(text[:n]) for d in held_out))
+        for text in samples["prompted"]
+    ]
     assert min(begins) > 5, "every sample begins like a document"
     assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     texts = [text.strip("\n") for text in capsys.readouterr().out.split("-" * 80)[1:]]
@@ -100,18 +136,29 @@ def test_default_prompts_come_from_the_runs_validation_documents(base, first_res
 def test_sample_continues_each_given_prompt(base, capsys, monkeypatch):
     defaults = sample.parse_args([])
     assert (defaults.temperature, defaults.top_k) == (0.8, 50)
-    assert sample.main(["--device-type=cpu", "-p", "Water", "-p", "Air", "--num-samples=2", "--max-tokens=4"]) == 0
+    assert (
+        sample.main(
+            ["--device-type=cpu", "-p", "Water", "-p", "Air", "--num-samples=2", "--max-tokens=4"]
+        )
+        == 0
+    )
     texts = [text.strip("\n")[:3] for text in capsys.readouterr().out.split("-" * 80)[1:]]
     assert texts == ["Wat", "Wat", "Air", "Air"]
-    monkeypatch.setattr(sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data")))
+    monkeypatch.setattr(
+        sample, "open_run", lambda path: (_ for _ in ()).throw(FileNotFoundError("no data"))
+    )
     assert sample.main(["run", "--device-type=cpu", "--max-tokens=4"]) == 0
     assert capsys.readouterr().out.count("-" * 80) == 1
 
 
 def test_a_result_that_cannot_be_stored_is_printed_first(base, capsys, monkeypatch):
     """Regression: for another user's run, there was only an error."""
-    monkeypatch.setattr(base_eval, "write_json", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(OSError, match=r"eval.json: the result above could not be stored .*--json=FILE"):
+    monkeypatch.setattr(
+        base_eval, "write_json", mock.Mock(side_effect=PermissionError(13, "Permission denied"))
+    )
+    with pytest.raises(
+        OSError, match=r"eval.json: the result above could not be stored .*--json=FILE"
+    ):
         base_eval.main(["run", "--device-type=cpu", "--eval=bpb", f"--eval-tokens={EVAL_TOKENS}"])
     assert "bits per byte" in capsys.readouterr().out
 
@@ -132,5 +179,8 @@ def test_infer_bench_measures_each_number_of_rows(base, capsys):
     one, two = json.loads(out.splitlines()[-1])["batches"]
     model, _, _ = load_model("run", "cpu")
     assert (one["rows"], one["cache_bytes"]) == (1, KVCache(1, 7, model=model).k.nbytes * 2)
-    assert two["cache_bytes"] == 2 * one["cache_bytes"] and two["decode_tokens_per_s"] == 2 / two["decode_step_s"]
+    assert (
+        two["cache_bytes"] == 2 * one["cache_bytes"]
+        and two["decode_tokens_per_s"] == 2 / two["decode_step_s"]
+    )
     assert len([*infer_bench.times(model, [1, 2, 3], 2, 5)]) == 5, "stop tokens are ignored"

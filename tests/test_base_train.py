@@ -26,22 +26,48 @@ from tests.toy import EPS
 from tests.training import checkpoints, digests, events, final, losses, refuse, steps, succeed
 
 ROOT = Path(__file__).parent.parent
-FIELDS = {"step", "digest", "loss", "smooth_loss", "lr", "grad_norm", "step_s", "wait_s", "tokens",
-          "tokens_per_s", "mfu", "total_training_flops", "total_training_time"}
+FIELDS = {
+    "step",
+    "digest",
+    "loss",
+    "smooth_loss",
+    "lr",
+    "grad_norm",
+    "step_s",
+    "wait_s",
+    "tokens",
+    "tokens_per_s",
+    "mfu",
+    "total_training_flops",
+    "total_training_time",
+}
 
 
 workplace = training.in_workplace(**training.SMALL)
 
 
-# ---- learning -------------------------------------------------------------------------------------------------------
+# ---- learning
+# -------------------------------------------------------------------------------------------------------
+
 
 def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
     sentence = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. "
     for i in range(3):
         training.write_shard(workplace / "fox" / f"shard_{i}.parquet", [sentence * 3] * 40)
-    outcome = succeed(data_path=workplace / "fox", num_iterations=40, eval_every=20, eval_tokens=160 * 8, save_every=-1,
-                      sample_every=100, max_seq_len=160, total_batch_size=160 * 4, warmdown_ratio=0.3,
-                      matrix_lr=1.0, embedding_lr=10, unembedding_lr=0.3)
+    outcome = succeed(
+        data_path=workplace / "fox",
+        num_iterations=40,
+        eval_every=20,
+        eval_tokens=160 * 8,
+        save_every=-1,
+        sample_every=100,
+        max_seq_len=160,
+        total_batch_size=160 * 4,
+        warmdown_ratio=0.3,
+        matrix_lr=1.0,
+        embedding_lr=10,
+        unembedding_lr=0.3,
+    )
     assert losses()[0] > 5.5 and losses()[-1] < 0.5
     bpb = [event["bpb"] for event in events("val")]
     assert [event["step"] for event in events("val")] == [0, 20, 40]
@@ -53,25 +79,41 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
 
 
-# ---- flags, configuration, log --------------------------------------------------------------------------------------
+# ---- flags, configuration, log
+# --------------------------------------------------------------------------------------
+
 
 def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     outcome = succeed(num_iterations=4, save_every=2, eval_every=2)
     records = steps()
     assert sorted(records) == [0, 1, 2, 3]
-    assert all(record.keys() == FIELDS and len(record["digest"]) == 16 for record in records.values())
-    assert [record["tokens"] for record in records.values()] == [training.STEP * n for n in (1, 2, 3, 4)]
+    assert all(
+        record.keys() == FIELDS and len(record["digest"]) == 16 for record in records.values()
+    )
+    assert [record["tokens"] for record in records.values()] == [
+        training.STEP * n for n in (1, 2, 3, 4)
+    ]
     assert records[0]["smooth_loss"] == pytest.approx(records[0]["loss"])
     assert [event["checkpoint"] for event in events("saved")] == ["checkpoint-2", "final"]
     config = read_config(training.run_dir())
     assert config["lanes"] == 4 and config["leaves"] == 1 and config["dtype"] == "float32"
     assert config["vocab_size"] == training.VOCAB_SIZE
-    assert config["derived"]["num_iterations"] == 4 and config["derived"]["total_tokens"] == 4 * training.STEP
-    for word in ("tokenizer_fingerprint", "params_total", "flops_per_token", "tokens_per_step",
-                 f"8 rows of T + 1 = {training.T + 1} tokens (inputs and targets overlap) from 4 lanes; "
-                 "1 process x 2 micro-batches of 4 rows; 1 leaf"):
+    assert (
+        config["derived"]["num_iterations"] == 4
+        and config["derived"]["total_tokens"] == 4 * training.STEP
+    )
+    for word in (
+        "tokenizer_fingerprint",
+        "params_total",
+        "flops_per_token",
+        "tokens_per_step",
+        f"8 rows of T + 1 = {training.T + 1} tokens (inputs and targets overlap) from 4 lanes; "
+        "1 process x 2 micro-batches of 4 rows; 1 leaf",
+    ):
         assert word in outcome.out, word
-    lines = [line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line]
+    lines = [
+        line for line in outcome.out.splitlines() if line.startswith("step 0000") and "loss" in line
+    ]
     assert len(lines) == 4 and "mfu" not in lines[0], "the peak of a CPU is unknown"
     for word in ("loss", "lr", "grad norm", "ms", "tok/s", "data wait", "eta"):
         assert word in lines[0], word
@@ -82,19 +124,37 @@ def test_a_run_writes_its_log_config_and_checkpoints(workplace):
     assert model(torch.tensor([[tokenizer.get_bos_token_id()]])).isfinite().all()
 
 
-@pytest.mark.parametrize(("depth", "world_size", "card_gb", "rows"), [
-    (20, 1, 85, 16), (24, 1, 85, 16), (24, 8, 150, 32), (12, 8, 85, 32), (20, 1, None, 32), (24, 1, 12, 1)])
+@pytest.mark.parametrize(
+    ("depth", "world_size", "card_gb", "rows"),
+    [
+        (20, 1, 85, 16),
+        (24, 1, 85, 16),
+        (24, 8, 150, 32),
+        (12, 8, 85, 32),
+        (20, 1, None, 32),
+        (24, 1, 12, 1),
+    ],
+)
 def test_the_automatic_batch_is_the_largest_power_of_two_that_fits_into_memory_and_leaf(
-        depth, world_size, card_gb, rows):
-    settings = replace(Settings(), depth=depth, world_size=world_size, device_type="cuda", vocab_size=32768)
+    depth, world_size, card_gb, rows
+):
+    settings = replace(
+        Settings(), depth=depth, world_size=world_size, device_type="cuda", vocab_size=32768
+    )
     room = None if card_gb is None else int(0.92e9 * card_gb)
     resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
     assert resolved.device_batch_size == rows
-    assert start_run.resolve(replace(settings, device_batch_size=3), torch.bfloat16, room)[0].device_batch_size == 3
+    assert (
+        start_run.resolve(replace(settings, device_batch_size=3), torch.bfloat16, room)[
+            0
+        ].device_batch_size
+        == 3
+    )
 
 
-# Memory in GB that PyTorch 2.11 reserves for two steps at the automatic batch size, by its own allocator on a stand-in
-# for CUDA on an H100 (dev/LOG.md, 2026-11-26): a vocabulary of 32,768, T = 2048, one process, 85.5 GB.
+# Memory in GB that PyTorch 2.11 reserves for two steps at the automatic batch size, by its own
+# allocator on a stand-in for CUDA on an H100 (dev/LOG.md, 2026-11-26): a vocabulary of 32,768, T =
+# 2048, one process, 85.5 GB.
 RESERVED_GB = [
     # depth, leaves, attention mode, activation checkpointing, rows, GB
     (12, 1, "causal", False, 64, 68.35),
@@ -112,11 +172,22 @@ RESERVED_GB = [
 ]
 
 
-@pytest.mark.parametrize(("depth", "leaves", "mode", "checkpointing", "rows", "reserved_gb"), RESERVED_GB)
+@pytest.mark.parametrize(
+    ("depth", "leaves", "mode", "checkpointing", "rows", "reserved_gb"), RESERVED_GB
+)
 def test_the_memory_estimate_is_at_most_8_percent_above_the_reserved_memory_and_never_below(
-        depth, leaves, mode, checkpointing, rows, reserved_gb):
-    settings = replace(Settings(), depth=depth, leaves=leaves, attention_mode=mode, num_iterations=20,
-                       activation_checkpointing=checkpointing, device_type="cuda", vocab_size=32768)
+    depth, leaves, mode, checkpointing, rows, reserved_gb
+):
+    settings = replace(
+        Settings(),
+        depth=depth,
+        leaves=leaves,
+        attention_mode=mode,
+        num_iterations=20,
+        activation_checkpointing=checkpointing,
+        device_type="cuda",
+        vocab_size=32768,
+    )
     room = int(start_run.FIT_ALONE * 85_520_809_984)
     resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
     assert resolved.device_batch_size == rows
@@ -125,22 +196,30 @@ def test_the_memory_estimate_is_at_most_8_percent_above_the_reserved_memory_and_
 
 
 class Waits(TorchDispatchMode):
-    """Counts operations that make the host wait for a GPU, because a value becomes Python's or decides a shape."""
+    """Counts operations that make the host wait for a GPU, because a value becomes Python's or
+    decides a shape."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero,
-                                                  torch.ops.aten.masked_select)
+        self.count += function.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+        )
         return function(*args, **kwargs or {})
 
 
-@pytest.mark.parametrize("flags", [{}, {"skip_spikes": 9.0, "max_grad_norm": 0.1}], ids=["plain", "judged"])
+@pytest.mark.parametrize(
+    "flags", [{}, {"skip_spikes": 9.0, "max_grad_norm": 0.1}], ids=["plain", "judged"]
+)
 def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, monkeypatch):
     calls = []
-    one_step, fetch, update = base_train.one_step, trainer.fetch, optim.MuonAdamW.step
+    one_step = base_train.one_step
+    fetch = trainer.fetch
+    update = optim.MuonAdamW.step
 
     def counted(run):
         with Waits() as waits:
@@ -149,7 +228,9 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
 
     monkeypatch.setattr(base_train, "one_step", counted)
     monkeypatch.setattr(trainer, "fetch", lambda values: calls.append("fetch") or fetch(values))
-    monkeypatch.setattr(optim.MuonAdamW, "step", lambda *args, **how: calls.append("update") or update(*args, **how))
+    monkeypatch.setattr(
+        optim.MuonAdamW, "step", lambda *args, **how: calls.append("update") or update(*args, **how)
+    )
     succeed(num_iterations=3, leaves=4, save_every=-1, **flags)
     assert calls == ["update", "fetch", "0 more waits"] * 3
     with Waits() as waits:
@@ -162,17 +243,24 @@ def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     monkeypatch.setattr(start_run, "same", compared.append)
     monkeypatch.setattr(run_journal, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
-    assert events("started")[0].items() >= {
-        "code": "abc", "torch": torch.__version__, "gpu": None, "cudnn": None}.items()
+    assert (
+        events("started")[0].items()
+        >= {"code": "abc", "torch": torch.__version__, "gpu": None, "cudnn": None}.items()
+    )
     assert "previous launch ran" not in succeed(num_iterations=2, save_every=-1).out
     monkeypatch.setattr(run_journal, "code_version", lambda: "def+")
     for module in (run_journal, start_run):
         monkeypatch.setattr(module, "versions", lambda device: {"torch": "2.99", "gpu": "H100"})
     out = succeed(num_iterations=3, save_every=-1).out
-    for words in ("code abc, this one runs def+", f"torch {torch.__version__}, this one runs 2.99",
-                  "gpu None, this one runs H100"):
+    for words in (
+        "code abc, this one runs def+",
+        f"torch {torch.__version__}, this one runs 2.99",
+        "gpu None, this one runs H100",
+    ):
         assert f"the previous launch ran {words}" in out
-    assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), "ranks must be alike"
+    assert compared[-1].items() >= {"gpu": "H100", "torch": "2.99", "depth": 1}.items(), (
+        "ranks must be alike"
+    )
 
 
 def test_a_resume_with_another_instruction_set_prints_a_note(monkeypatch):
@@ -180,7 +268,9 @@ def test_a_resume_with_another_instruction_set_prints_a_note(monkeypatch):
     capability = events("started")[0]["cpu_capability"]
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX1024")
     out = succeed(num_iterations=2, save_every=-1).out
-    assert f"note: the previous launch ran cpu_capability {capability}, this one runs AVX1024" in out
+    assert (
+        f"note: the previous launch ran cpu_capability {capability}, this one runs AVX1024" in out
+    )
 
 
 def close_outputs():
@@ -198,9 +288,9 @@ def test_a_run_whose_outputs_are_closed_trains_to_its_end(workplace):
 
 
 def test_importing_does_nothing_and_optional_modules_are_imported_on_demand(workplace):
-    """In a separate process: modules for files and text do not import torch. Importing creates no files and reads no
-    environment variables. A run from text imports no trackers, token files, FP8, object storage or tokenizer
-    trainer."""
+    """In a separate process: modules for files and text do not import torch. Importing creates no
+    files and reads no environment variables. A run from text imports no trackers, token files, FP8,
+    object storage or tokenizer trainer."""
     program = f"""
 import os, runpy, sys
 from pathlib import Path
@@ -242,14 +332,24 @@ assert loaded <= {{'nanochat.integrations.fast_encoders'}}, loaded  # only if fa
 import nanochat.integrations.object_storage, scripts.tok_train
 assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
-                          timeout=training.PATIENCE_S, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=training.PATIENCE_S,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
 
 
-# ---- on one process and on several ----------------------------------------------------------------------------------
+# ---- on one process and on several
+# ----------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("load", "threads", "noted"), [(99.0, 2, True), (99.0, 1, False), (0.0, 2, False)])
+
+@pytest.mark.parametrize(
+    ("load", "threads", "noted"), [(99.0, 2, True), (99.0, 1, False), (0.0, 2, False)]
+)
 def test_threads_on_a_busy_machine_are_noted(load, threads, noted):
     with mock.patch("os.getloadavg", lambda: (load, load, load)):
         torch.set_num_threads(threads)
@@ -257,12 +357,20 @@ def test_threads_on_a_busy_machine_are_noted(load, threads, noted):
 
 
 def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
-    """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with dead rows. Neither
-    changes loss or gradient. Weights at step 0 are equal, so bits per byte are, too."""
-    settings = {"long_docs": "split", "overlap": 48, "num_iterations": 4, "eval_every": 4, "save_every": -1}
+    """Rows of `split` have targets that are off, and three ranks share four lanes unevenly, with
+    dead rows. Neither changes loss or gradient. Weights at step 0 are equal, so bits per byte are,
+    too."""
+    settings = {
+        "long_docs": "split",
+        "overlap": 48,
+        "num_iterations": 4,
+        "eval_every": 4,
+        "save_every": -1,
+    }
     succeed(**settings)
     rows = RowLosses(training.run_dir(), num_rows=8, T=training.T)
-    halves = np.array([rows.read(step)[1].reshape(2, 4).sum(axis=1) for step in range(4)])  # on two ranks
+    # on two ranks
+    halves = np.array([rows.read(step)[1].reshape(2, 4).sum(axis=1) for step in range(4)])
     assert abs(halves[:, 0] - halves[:, 1]).max() > 40, "the case: a mean of means would differ"
     assert "padding" not in training.finish(2, model_tag="two", device_batch_size=2, **settings)
     assert "padding" in training.finish(3, model_tag="three", **settings)
@@ -279,34 +387,63 @@ def test_the_loss_is_the_mean_over_the_live_targets_of_all_ranks(workplace):
 
 def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
     """The oracle: one forward and backward over the whole batch, its mean over live targets."""
-    succeed(long_docs="split", max_seq_len=160, total_batch_size=160 * 8, overlap=120, num_iterations=8, save_every=7,
-            device_batch_size=3, buffer_size=2)
+    succeed(
+        long_docs="split",
+        max_seq_len=160,
+        total_batch_size=160 * 8,
+        overlap=120,
+        num_iterations=8,
+        save_every=7,
+        device_batch_size=3,
+        buffer_size=2,
+    )
     data, config, _ = start_run.open_run(training.run_dir())
     saved = load_checkpoint(training.run_dir() / "checkpoints" / "checkpoint-7")
     model, _, _ = load_model(saved.path, "cpu")
-    with DataLoader(config, data.train, tokenizer=data.tokenizer, rows_per_step=8, device_batch_size=8, num_threads=1,
-                    cursors=saved.cursors) as loader:
+    with DataLoader(
+        config,
+        data.train,
+        tokenizer=data.tokenizer,
+        rows_per_step=8,
+        device_batch_size=8,
+        num_threads=1,
+        cursors=saved.cursors,
+    ) as loader:
         batch = next(loader)
     live = int((batch.targets != OFF).sum())
     assert live < 0.9 * batch.targets.numel(), "the case: many targets are off"
     loss = model(batch.inputs, batch.targets, loss_reduction="sum") / live
     loss.backward()
-    norm = torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum().sqrt()
+    norm = (
+        torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None])
+        .sum()
+        .sqrt()
+    )
     assert steps()[7]["loss"] == pytest.approx(loss.item(), rel=64 * EPS)
     assert steps()[7]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
-# ---- what goes wrong ------------------------------------------------------------------------------------------------
+# ---- what goes wrong
+# ------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing_and_ends_the_run(workplace, bad, monkeypatch):
+def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing_and_ends_the_run(
+    workplace, bad, monkeypatch
+):
     state = []
     forward_backward = base_train.forward_backward
 
     def spoiled(run):
         rows, *rest = forward_backward(run)
         if run.progress.step == 5:
-            state.extend([run.model, run.optimizer, {k: v.clone() for k, v in run.model.state_dict().items()}])
+            state.extend(
+                [
+                    run.model,
+                    run.optimizer,
+                    {k: v.clone() for k, v in run.model.state_dict().items()},
+                ]
+            )
             if bad == "loss":
                 rows[0, 0] = math.inf
             else:
@@ -317,7 +454,10 @@ def test_a_step_with_an_infinite_loss_or_nan_gradient_changes_nothing_and_ends_t
         patch.setattr(base_train, "forward_backward", spoiled)
         message = refuse(num_iterations=8, save_every=2)
     assert message.startswith("step 5: the loss is") and "The step was not applied" in message
-    assert str(training.run_dir() / "checkpoints" / "checkpoint-4") in message and "--model-tag" in message
+    assert (
+        str(training.run_dir() / "checkpoints" / "checkpoint-4") in message
+        and "--model-tag" in message
+    )
     assert checkpoints() == ["checkpoint-2", "checkpoint-4"] and sorted(steps()) == [0, 1, 2, 3, 4]
     assert [event["step"] for event in events("failed")] == [5]
     model, optimizer, before = state
@@ -332,5 +472,9 @@ def test_an_absurd_learning_rate_stops_on_all_ranks_with_one_sentence(workplace)
     group = training.start(2, num_iterations=8, matrix_lr=1e6, weight_decay=1e30, save_every=0)
     assert group.wait() == [1, 1]
     text = group.text()
-    assert text.count("error: ") == 1 and "the loss is nan" in text and "no checkpoint exists yet" in text
+    assert (
+        text.count("error: ") == 1
+        and "the loss is nan" in text
+        and "no checkpoint exists yet" in text
+    )
     assert "Traceback" not in text and checkpoints() == []

@@ -1,5 +1,6 @@
-"""The promise to the bit: for every W that divides K, a run has the same weights, optimizer state, losses, gradient
-norms and validation results, however it is killed, stopped and moved. Mutations that break the promise are detected."""
+"""The promise to the bit: for every W that divides K, a run has the same weights, optimizer state,
+losses, gradient norms and validation results, however it is killed, stopped and moved. Mutations
+that break the promise are detected."""
 
 import contextlib
 import os
@@ -26,36 +27,62 @@ from tests.training import a_step_is_a_second, after_step, as_bytes, die_after_s
 
 K = 4
 WORLD_SIZES = (1, 2, 4)
-T, V, ROWS = 16, 8, 32
+T = 16
+V = 8
+ROWS = 32
 RUN = {  # 44 columns: embeddings have 55 grains, so that their messages are padded and packed
-    "depth": 2, "aspect_ratio": 22, "head_dim": 22, "max_seq_len": T, "lanes": V, "leaves": K, "num_iterations": 30,
-    "total_batch_size": T * ROWS, "overlap": 4, "plan": "warn", "eval_every": 10, "eval_tokens": T * 40,
-    "save_every": 10}
+    "depth": 2,
+    "aspect_ratio": 22,
+    "head_dim": 22,
+    "max_seq_len": T,
+    "lanes": V,
+    "leaves": K,
+    "num_iterations": 30,
+    "total_batch_size": T * ROWS,
+    "overlap": 4,
+    "plan": "warn",
+    "eval_every": 10,
+    "eval_tokens": T * 40,
+    "save_every": 10,
+}
 THOROUGH = settings.get_current_profile_name() == "thorough"
 if not THOROUGH:  # a difference shows in the first steps
     RUN |= {"num_iterations": 12, "eval_every": 3, "save_every": 6, "eval_tokens": T * 16}
-BATCHES = {1: 8, 2: 4, 3: 3, 8: 1}  # {micro-batches per leaf of 8 rows: B}; with 3 there is a dead row
-CASES = {f"{number}, {dtype}": {"device_batch_size": B, "dtype": dtype}
-         for number, B in BATCHES.items() for dtype in ("float32", "bfloat16")}
+# {micro-batches per leaf of 8 rows: B}; with 3 there is a dead row
+BATCHES = {1: 8, 2: 4, 3: 3, 8: 1}
+CASES = {
+    f"{number}, {dtype}": {"device_batch_size": B, "dtype": dtype}
+    for number, B in BATCHES.items()
+    for dtype in ("float32", "bfloat16")
+}
 if not THOROUGH:
-    CASES = {case: {**CASES[case], "num_iterations": num} for case, num in (
-        ("1, float32", 2), ("3, bfloat16", 3), ("8, float32", 2))}
+    CASES = {
+        case: {**CASES[case], "num_iterations": num}
+        for case, num in (("1, float32", 2), ("3, bfloat16", 3), ("8, float32", 2))
+    }
 
 
-# ---- a model that has everything ------------------------------------------------------------------------------------
+# ---- a model that has everything
+# ------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def everything():
     """Fewer key heads than query heads, and both cut and uncut tensors, in several messages."""
     from_depth = gpt.GPTConfig.from_depth
+
     def with_fewer(*args, **kwargs):
         return replace(from_depth(*args, **kwargs), n_kv_head=1)
 
-    with mock.patch.object(gpt.GPTConfig, "from_depth", with_fewer), mock.patch.object(reduce, "SMALL_ELEMENTS", 8192):
+    with (
+        mock.patch.object(gpt.GPTConfig, "from_depth", with_fewer),
+        mock.patch.object(reduce, "SMALL_ELEMENTS", 8192),
+    ):
         yield
 
 
-# ---- several runs in one set of processes ---------------------------------------------------------------------------
+# ---- several runs in one set of processes
+# ---------------------------------------------------------------------------
 
 Job = tuple[str, dict[str, Any]]  # a name in MUTATIONS or "", and changes to RUN
 
@@ -76,7 +103,8 @@ def run_jobs(world_size, jobs):
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         ports = [s.getsockname()[1] for s in sockets]
-    merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]  # here, because a child lacks the profile
+    # here, because a child lacks the profile
+    merged = [(mutation, {**RUN, **changed}) for mutation, changed in jobs]
     group = training.launch(partial(_main, merged, ports), [[]] * world_size, [{}] * world_size)
     assert group.wait() == [0] * world_size, group.text()
     return group.text()
@@ -87,10 +115,16 @@ def result(tag):
     final = load_checkpoint(training.run_dir(tag) / "checkpoints" / "final")
     log = list(iter_log(training.run_dir(tag) / "logs" / "train.jsonl"))
     of_steps = [steps(tag)[step] for step in sorted(steps(tag))]
-    return {"weights": as_bytes(final.model_state()), "optimizer": as_bytes(final.optimizer_state()),
-            "digests": [record["digest"] for record in of_steps], "losses": [record["loss"] for record in of_steps],
-            "norms": [record["grad_norm"] for record in of_steps],
-            "validation": {record["step"]: record["bpb"] for record in log if record.get("event") == "val"}}
+    return {
+        "weights": as_bytes(final.model_state()),
+        "optimizer": as_bytes(final.optimizer_state()),
+        "digests": [record["digest"] for record in of_steps],
+        "losses": [record["loss"] for record in of_steps],
+        "norms": [record["grad_norm"] for record in of_steps],
+        "validation": {
+            record["step"]: record["bpb"] for record in log if record.get("event") == "val"
+        },
+    }
 
 
 def differences(tag, other):
@@ -105,12 +139,14 @@ def no_environment():
         yield
 
 
-# ---- on any number of processes --------------------------------------------------------------------------------------
+# ---- on any number of processes
+# --------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Every case on every number of processes, and every mutation on one and on several: the runs "W CASE" and
-    "W MUTATION". Returns the output by W."""
+    """Every case on every number of processes, and every mutation on one and on several: the runs
+    "W CASE" and "W MUTATION". Returns the output by W."""
     with training.workplace(tmp_path_factory.mktemp("bitwise")):
         yield {world_size: run_jobs(world_size, [*jobs(world_size)]) for world_size in WORLD_SIZES}
 
@@ -139,24 +175,40 @@ def test_the_cases_have_their_stated_shapes(printed):
         assert run["losses"][-1] < run["losses"][0]
         dtypes = {dtype for dtype, _, _ in run["weights"].values()}
         assert ("torch.bfloat16" in dtypes) == (changed["dtype"] == "bfloat16")
-        lines = [line for line in printed[1].splitlines() if line.startswith(f"step: {ROWS} rows ")
-                 and f" from {V} lanes; 1 process x " in line]
+        lines = [
+            line
+            for line in printed[1].splitlines()
+            if line.startswith(f"step: {ROWS} rows ") and f" from {V} lanes; 1 process x " in line
+        ]
         part = f" x {counted(K * int(case[0]), 'micro-batch')} of {changed['device_batch_size']} rows; {K} leaves"
         assert any(part in line for line in lines)
     weights = run["weights"]
     shapes = [shape for _, shape, _ in weights.values()]
     assert any(name.startswith("value_embeds") for name in weights)
-    assert weights["transformer.h.0.attn.c_q.weight"][1] == (44, 44) != weights["transformer.h.0.attn.c_k.weight"][1]
-    matrices = [name for name, (_, shape, _) in weights.items() if len(shape) == 2 and ".h." in name]
+    assert (
+        weights["transformer.h.0.attn.c_q.weight"][1]
+        == (44, 44)
+        != weights["transformer.h.0.attn.c_k.weight"][1]
+    )
+    matrices = [
+        name for name, (_, shape, _) in weights.items() if len(shape) == 2 and ".h." in name
+    ]
     assert len(matrices) % 4 and len(shapes) % 4 and len(shapes) % 2
     with everything():
-        cut = [reduce.Part(name, torch.zeros(shape), {"kind": "adamw"}, 0, shape[0] * shape[1])
-               for name, (_, shape, _) in weights.items() if name.endswith(("wte.weight", "lm_head.weight"))]
+        cut = [
+            reduce.Part(name, torch.zeros(shape), {"kind": "adamw"}, 0, shape[0] * shape[1])
+            for name, (_, shape, _) in weights.items()
+            if name.endswith(("wte.weight", "lm_head.weight"))
+        ]
         assert cut and all(part.grain < part.stop for part in cut)
-        assert all(2 * message.chunk > part.stop for message, part in zip(reduce.lay_out(cut, 2), cut)), "padded"
+        assert all(
+            2 * message.chunk > part.stop for message, part in zip(reduce.lay_out(cut, 2), cut)
+        ), "padded"
 
 
-# ---- killed, stopped and moved ---------------------------------------------------------------------------------------
+# ---- killed, stopped and moved
+# ---------------------------------------------------------------------------------------
+
 
 def chain(*hooks):
     """Enter `everything` for the rest of a process, then call other hooks."""
@@ -171,32 +223,70 @@ def corpus(tmp_path):
     with training.workplace(tmp_path) as path:
         for i, bucket in enumerate(("code", "web")):
             for j, documents in enumerate((80, 80, 8)):
-                training.write_shard(path / "text" / bucket / f"{j}.parquet",
-                                     training.texts(documents, seed=10 * i + j))
-        assert tok_shards.main([f"--input-dir={path / 'text'}", f"--output-dir={path / 'shards'}", "--num-workers=1",
-                                f"--tokenizer={path / 'tokenizer'}", "--max-length=0"]) == 0
+                training.write_shard(
+                    path / "text" / bucket / f"{j}.parquet",
+                    training.texts(documents, seed=10 * i + j),
+                )
+        assert (
+            tok_shards.main(
+                [
+                    f"--input-dir={path / 'text'}",
+                    f"--output-dir={path / 'shards'}",
+                    "--num-workers=1",
+                    f"--tokenizer={path / 'tokenizer'}",
+                    "--max-length=0",
+                ]
+            )
+            == 0
+        )
         tokens = T * ROWS * RUN["num_iterations"] // 2
         (path / "mix.yaml").write_text(
             f"curriculum:\n- {{duration_tokens: {tokens}, mix: {{code: 1, web: 3}}}}\n"
-            f"- {{duration_tokens: {tokens}, mix: {{code: 2, web: 1}}}}\nmax_epochs: {{code: 9, web: 9}}\n")
-        yield {"parquet": {}, "shards": {"data_path": path / "shards", "data_format": "shards",
-                                         "curriculum": path / "mix.yaml", "num_iterations": None}}
+            f"- {{duration_tokens: {tokens}, mix: {{code: 2, web: 1}}}}\nmax_epochs: {{code: 9, web: 9}}\n"
+        )
+        yield {
+            "parquet": {},
+            "shards": {
+                "data_path": path / "shards",
+                "data_format": "shards",
+                "curriculum": path / "mix.yaml",
+                "num_iterations": None,
+            },
+        }
 
 
-@pytest.mark.parametrize("kind", ["parquet", "shards"] if THOROUGH else ["shards"])  # parquet: test_state_machine
+# parquet: test_state_machine
+@pytest.mark.parametrize("kind", ["parquet", "shards"] if THOROUGH else ["shards"])
 def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus, kind):
     num = RUN["num_iterations"]
-    flags = {**RUN, **corpus[kind], "save_every": max(2, num // 10), "device_batch_size": 4, "eval_every": num // 3}
+    flags = {
+        **RUN,
+        **corpus[kind],
+        "save_every": max(2, num // 10),
+        "device_batch_size": 4,
+        "eval_every": num // 3,
+    }
     straight = training.start(1, hook=chain, **flags, model_tag="straight")
     assert straight.wait() == [0], straight.text()
 
     killed, stopped = num // 4, num // 2 - 2
-    training.start(4, hook=partial(chain, partial(die_after_step, killed)), **flags).wait_for_death()
-    one = training.start(1, hook=partial(chain, partial(after_step, stopped, partial(send, signal.SIGTERM))), **flags)
-    assert one.wait() == [0] and f"stopped: SIGTERM; step {stopped + 2} of {num}" in one.text(), one.text()
+    training.start(
+        4, hook=partial(chain, partial(die_after_step, killed)), **flags
+    ).wait_for_death()
+    one = training.start(
+        1, hook=partial(chain, partial(after_step, stopped, partial(send, signal.SIGTERM))), **flags
+    )
+    assert one.wait() == [0] and f"stopped: SIGTERM; step {stopped + 2} of {num}" in one.text(), (
+        one.text()
+    )
     walltime_s = num // 5 + 0.5
-    two = training.start(2, hook=partial(chain, partial(a_step_is_a_second, walltime_s)), **flags,
-                         max_runtime_seconds=walltime_s, walltime_reserve_seconds=0)
+    two = training.start(
+        2,
+        hook=partial(chain, partial(a_step_is_a_second, walltime_s)),
+        **flags,
+        max_runtime_seconds=walltime_s,
+        walltime_reserve_seconds=0,
+    )
     assert two.wait() == [0, 0] and "stopped: walltime" in two.text(), two.text()
     four = training.start(4, hook=chain, **flags)
     assert four.wait() == [0] * 4 and "completed" in four.text(), four.text()
@@ -205,7 +295,9 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus, kind):
     assert compare_runs.main(["straight", "run"]) == 0
 
 
-# ---- mutations: each guarantee, broken on purpose --------------------------------------------------------------------
+# ---- mutations: each guarantee, broken on purpose
+# --------------------------------------------------------------------
+
 
 def in_rank_order(parts):
     """((0 + 1) + 2) + 3."""
@@ -233,8 +325,8 @@ def in_parameters_dtype(self):
 
 
 def batched(G, steps=5):
-    """Stands for polar_express in a batch, whose kernel rounds differently on some CPUs. Computing in float64 rounds
-    differently on every CPU."""
+    """Stands for polar_express in a batch, whose kernel rounds differently on some CPUs. Computing
+    in float64 rounds differently on every CPU."""
     return POLAR(G.double(), steps).to(G.dtype)
 
 
@@ -245,17 +337,17 @@ def batched_update(self, part, param, grad, **scalars):
 
 
 def with_scalar_tail(param, grad, exp_avg, exp_avg_sq, *, rate, **kwargs):
-    """An elementwise update whose vectorized and scalar forms round differently, as `pow` does on some CPUs: the
-    elements after the last whole vector differ in their last bits."""
+    """An elementwise update whose vectorized and scalar forms round differently, as `pow` does on
+    some CPUs: the elements after the last whole vector differ in their last bits."""
     exp_avg.add_(grad)
-    exp_avg[len(exp_avg) // 8 * 8:] *= 1 + 2 ** -20
+    exp_avg[len(exp_avg) // 8 * 8 :] *= 1 + 2**-20
     param.copy_(param.float() - exp_avg * rate)
 
 
 def rounded(total):
-    """An odd multiple of 2**-9 near `total`. The sum of two such numbers is never another one, so rounding each rank's
-    share differs from rounding the total on every CPU."""
-    return (2 * torch.floor(total.double() * 2 ** 8) + 1) / 2 ** 9
+    """An odd multiple of 2**-9 near `total`. The sum of two such numbers is never another one, so
+    rounding each rank's share differs from rounding the total on every CPU."""
+    return (2 * torch.floor(total.double() * 2**8) + 1) / 2**9
 
 
 def sums_by_rank(rows, *args, **kwargs):
@@ -291,25 +383,52 @@ def odd_cuts_and_tails():
         yield
 
 
-GRADIENTS, UPDATE, ADD_UP, POLAR = (
-    reduce.Message.gradients, optim.MuonAdamW._update, trainer.add_up, optim.polar_express)
+GRADIENTS = reduce.Message.gradients
+UPDATE = optim.MuonAdamW._update
+ADD_UP = trainer.add_up
+POLAR = optim.polar_express
 patch = mock.patch.object
 SHORT = {  # three layers, so that there are two gates of 1 x 12
-    "num_iterations": 5 if THOROUGH else 2, "device_batch_size": 8, "save_every": -1, "eval_every": -1, "depth": 3,
-    "aspect_ratio": 14}
-TRAINED = {"weights", "optimizer"}  # after a few steps, losses may differ in the last bits, or round to equal values
+    "num_iterations": 5 if THOROUGH else 2,
+    "device_batch_size": 8,
+    "save_every": -1,
+    "eval_every": -1,
+    "depth": 3,
+    "aspect_ratio": 14,
+}
+# after a few steps, losses may differ in the last bits, or round to equal values
+TRAINED = {"weights", "optimizer"}
 MUTATIONS = {  # name: (context manager, number of processes, what must differ)
     "ranks in a row": (lambda: patch(reduce, "add_in_tree_order", in_rank_order), 4, TRAINED),
     "wrong pairs of ranks": (lambda: patch(reduce, "add_in_tree_order", wrong_pairs), 4, TRAINED),
-    "leaves of a rank in a row": (lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None), 2, TRAINED),
-    "a plain all-reduce": (lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce), 4,
-                           TRAINED),
-    "bfloat16 messages": (lambda: patch(reduce.Message, "gradients", in_parameters_dtype), 2, TRAINED),
-    "a batched Newton-Schulz": (lambda: patch(optim.MuonAdamW, "_update", batched_update), 4, {"optimizer"}),
+    "leaves of a rank in a row": (
+        lambda: patch(reduce.LeafAccumulator, "leaf_done", lambda self: None),
+        2,
+        TRAINED,
+    ),
+    "a plain all-reduce": (
+        lambda: mock.patch.dict(optim.MuonAdamW.__init__.__kwdefaults__, reduce=plain_reduce),
+        4,
+        TRAINED,
+    ),
+    "bfloat16 messages": (
+        lambda: patch(reduce.Message, "gradients", in_parameters_dtype),
+        2,
+        TRAINED,
+    ),
+    "a batched Newton-Schulz": (
+        lambda: patch(optim.MuonAdamW, "_update", batched_update),
+        4,
+        {"optimizer"},
+    ),
     "odd cuts and a scalar tail": (odd_cuts_and_tails, 2, {"optimizer"}),
     "losses by rank": (lambda: patch(trainer, "add_up", sums_by_rank), 2, {"losses"}),
     "norms by rank": (lambda: patch(optim.MuonAdamW, "_norm", norm_by_rank), 2, {"norms"}),
-    "weights from the global generator": (lambda: patch(gpt, "initial_weight", from_global_generator), 2, TRAINED),
+    "weights from the global generator": (
+        lambda: patch(gpt, "initial_weight", from_global_generator),
+        2,
+        TRAINED,
+    ),
     "odd cuts": (odd_cuts, 2, set()),  # breaks nothing: updates do not depend on cuts
 }
 

@@ -1,4 +1,5 @@
-"""Checkpoints are read back bit for bit, corrupt or malicious ones are refused, and retention deletes only our own.
+"""Checkpoints are read back bit for bit, corrupt or malicious ones are refused, and retention
+deletes only our own.
 
 tests/test_state_machine.py checks saves under kills, power cuts, full disks and damage."""
 
@@ -40,14 +41,21 @@ def states(seed):
     weight = torch.randn(4, 8, generator=g)
     return {
         "states": {
-            ckpt.MODEL_NAME: OrderedDict(w=weight, e=torch.randn(5, 3, generator=g).bfloat16(),
-                                         odd=torch.tensor([float("nan"), float("-inf"), -0.0])),
+            ckpt.MODEL_NAME: OrderedDict(
+                w=weight,
+                e=torch.randn(5, 3, generator=g).bfloat16(),
+                odd=torch.tensor([float("nan"), float("-inf"), -0.0]),
+            ),
             ckpt.OPTIMIZER_NAME: {
-                "state": {"w": {"exp_avg": torch.randn(4, 8, generator=g), "step": torch.tensor(seed)}},
-                "groups": [{"lr": 0.1 + seed, "betas": (0.8, 0.95), "names": ["w"]}]},
+                "state": {
+                    "w": {"exp_avg": torch.randn(4, 8, generator=g), "step": torch.tensor(seed)}
+                },
+                "groups": [{"lr": 0.1 + seed, "betas": (0.8, 0.95), "names": ["w"]}],
+            },
             ckpt.SCHEDULER_NAME: {"format_version": 1, "num_iterations": 100},
             "rng/rank_0.pkl": {"torch": torch.get_rng_state()},
-            "rng/rank_1.pkl": {"torch": g.get_state(), "words": [2**63, 1]}},
+            "rng/rank_1.pkl": {"torch": g.get_state(), "words": [2**63, 1]},
+        },
         "model_config": CONFIG,
         "cursors": [{"lane": i, "row": seed * 3, "ledger": {"web": {"read": i}}} for i in range(4)],
         "trainer_state": {"tokens": seed * 1000, "version": seed, "tokenizer_fingerprint": "abc"},
@@ -79,7 +87,9 @@ def reseal(path, **changed):
     (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
 
 
-# ---- writing and reading ---------------------------------------------------------------------------------------------
+# ---- writing and reading
+# ---------------------------------------------------------------------------------------------
+
 
 def test_a_saved_checkpoint_and_its_kept_cursors_are_read_back_bit_for_bit(tmp_path):
     path = save(tmp_path, 7)
@@ -88,11 +98,20 @@ def test_a_saved_checkpoint_and_its_kept_cursors_are_read_back_bit_for_bit(tmp_p
     for name, state in wrote["states"].items():
         assert as_bytes(loaded.load(name)) == as_bytes(dict(state))
     assert loaded.cursors == wrote["cursors"] and loaded.model_config == CONFIG
-    assert loaded.trainer_state.items() >= {"step": 7, "architecture_hash": hash_json(CONFIG),
-                                            **wrote["trainer_state"]}.items()
-    assert files_of(path) == ["dataloader_state/lanes.json.gz", "model/config.json", "model/pytorch_model.bin",
-                              "optimizer.bin", "rng/rank_0.pkl", "rng/rank_1.pkl", "scheduler.bin",
-                              "trainer_state.json"]
+    assert (
+        loaded.trainer_state.items()
+        >= {"step": 7, "architecture_hash": hash_json(CONFIG), **wrote["trainer_state"]}.items()
+    )
+    assert files_of(path) == [
+        "dataloader_state/lanes.json.gz",
+        "model/config.json",
+        "model/pytorch_model.bin",
+        "optimizer.bin",
+        "rng/rank_0.pkl",
+        "rng/rank_1.pkl",
+        "scheduler.bin",
+        "trainer_state.json",
+    ]
     kept = tmp_path / "logs/cursors/step-00000007.json.gz"
     assert rd.cursor_files(tmp_path) == {7: kept} and rd.read_cursors(kept) == (7, wrote["cursors"])
     shutil.rmtree(path)
@@ -104,8 +123,10 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
     for name in ("checkpoint-8", "latest", "../final", "checkpoint-7-old"):
         with pytest.raises(AssertionError, match=name):
             save(tmp_path, 7, name=name)
-    for changed, message in (({"trainer_state": {"x": Path}}, "JSON"),
-                             ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path")):
+    for changed, message in (
+        ({"trainer_state": {"x": Path}}, "JSON"),
+        ({"states": {"rng/rank_0.pkl": {"numpy": Path("x")}}}, r"rng/rank_0.pkl: .*Path"),
+    ):
         with pytest.raises(TypeError, match=message):
             ckpt.Snapshot(7, **{**states(7), **changed}).write(tmp_path, "final")
     assert list((tmp_path / "checkpoints").iterdir()) == []
@@ -113,7 +134,9 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
         rd.delete_checkpoint(tmp_path / "checkpoints" / "mine")
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------------
+# ---- damage
+# ----------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
@@ -137,14 +160,21 @@ def check_skipped(run, file, caplog):
     assert "checkpoint-20" in warning and file in warning
 
 
-@settings(max_examples=examples(2), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(number=st.integers(0, NUM_FILES - 1), where=st.floats(0, 1, exclude_max=True), byte=st.integers(1, 255))
+@settings(
+    max_examples=examples(2),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    number=st.integers(0, NUM_FILES - 1),
+    where=st.floats(0, 1, exclude_max=True),
+    byte=st.integers(1, 255),
+)
 def test_any_changed_byte_of_any_file_is_noticed(whole, caplog, number, where, byte):
     file = files_of(whole / "checkpoints/checkpoint-20")[number]
     target = whole / "checkpoints/checkpoint-20" / file
     data = target.read_bytes()
     i = int(where * len(data))
-    target.write_bytes(data[:i] + bytes([data[i] ^ byte]) + data[i + 1:])
+    target.write_bytes(data[:i] + bytes([data[i] ^ byte]) + data[i + 1 :])
     try:
         check_skipped(whole, file, caplog)
     finally:
@@ -160,12 +190,17 @@ class Evil:
 
 
 def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
-    good, path, victim = whole / "checkpoints/checkpoint-20", tmp_path / "checkpoint-20", tmp_path / "touched"
+    good = whole / "checkpoints/checkpoint-20"
+    path = tmp_path / "checkpoint-20"
+    victim = tmp_path / "touched"
     evil = {"step": 20, "cursors": Evil(victim)}
     pickled = pickle.dumps(evil, protocol=2)
     for file in files_of(good):
-        for save_evil in (partial(torch.save, evil), lambda f: f.write_bytes(pickled),
-                          lambda f: f.write_bytes(gzip.compress(pickled))):
+        for save_evil in (
+            partial(torch.save, evil),
+            lambda f: f.write_bytes(pickled),
+            lambda f: f.write_bytes(gzip.compress(pickled)),
+        ):
             shutil.copytree(good, path)
             save_evil(path / file)
             if file != ckpt.STATE_NAME:
@@ -180,9 +215,15 @@ def test_malicious_pickles_are_refused_in_every_file(whole, tmp_path):
 
 
 SEALS = (
-    {"files": []}, {"files": {"a": 1}}, {"files": {"a": {"blake2b": "0"}}},
-    {"files": {"../secret": {"bytes": 1, "blake2b": "0"}}}, {"files": {"/etc/passwd": {"bytes": 1, "blake2b": "0"}}},
-    {"step": None}, {"step": "20"}, {"format_version": 2})
+    {"files": []},
+    {"files": {"a": 1}},
+    {"files": {"a": {"blake2b": "0"}}},
+    {"files": {"../secret": {"bytes": 1, "blake2b": "0"}}},
+    {"files": {"/etc/passwd": {"bytes": 1, "blake2b": "0"}}},
+    {"step": None},
+    {"step": "20"},
+    {"format_version": 2},
+)
 
 
 @pytest.mark.parametrize("change", SEALS, ids=range(len(SEALS)))
@@ -199,10 +240,13 @@ def test_a_file_that_the_seal_does_not_list_is_not_read(whole, tmp_path):
         ckpt.load_checkpoint(path).load("rng/rank_2.pkl")
 
 
-# ---- removed folders -------------------------------------------------------------------------------------------------
+# ---- removed folders
+# -------------------------------------------------------------------------------------------------
+
 
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
-    """Removed folders of a run are created again with a warning, but the run directory itself is not."""
+    """Removed folders of a run are created again with a warning, but the run directory itself is
+    not."""
     run = tmp_path / "run"
     save(run, 1)
     caplog.clear()
@@ -218,17 +262,26 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     assert not run.exists()
 
 
-# ---- from a name to a checkpoint -------------------------------------------------------------------------------------
+# ---- from a name to a checkpoint
+# -------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def two_runs(tmp_path, monkeypatch):
-    """Runs "a", with 10, 20, 20-shutdown, a corrupt 30 and a final of step 25, and "b@20", with step 5. Returns a's."""
+    """Runs "a", with 10, 20, 20-shutdown, a corrupt 30 and a final of step 25, and "b@20", with
+    step 5. Returns a's."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for tag in ("a", "b@20"):
         rd.open_folders(rd.run_path(tag))
         (rd.run_path(tag) / "config.json").write_text("{}")
     run = rd.run_path("a")
-    for step, name in ((10, None), (20, None), (20, "checkpoint-20-shutdown"), (25, "final"), (30, None)):
+    for step, name in (
+        (10, None),
+        (20, None),
+        (20, "checkpoint-20-shutdown"),
+        (25, "final"),
+        (30, None),
+    ):
         save(run, step, name=name)
     (run / "checkpoints/checkpoint-30/optimizer.bin").write_bytes(b"")
     save(rd.run_path("b@20"), 5)
@@ -236,25 +289,40 @@ def two_runs(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_found_by_tag_path_step_and_name(two_runs, tmp_path):
-    for spec, name in (("a", "final"), ("a@10", "checkpoint-10"), ("a@20", "checkpoint-20-shutdown"),
-                       ("a@checkpoint-20", "checkpoint-20"), ("a@final", "final"), ("a@25", "final"),
-                       (f"{two_runs}", "final"), (f"{two_runs}@10", "checkpoint-10"),
-                       (str(two_runs / "checkpoints/checkpoint-10"), "checkpoint-10")):
+    for spec, name in (
+        ("a", "final"),
+        ("a@10", "checkpoint-10"),
+        ("a@20", "checkpoint-20-shutdown"),
+        ("a@checkpoint-20", "checkpoint-20"),
+        ("a@final", "final"),
+        ("a@25", "final"),
+        (f"{two_runs}", "final"),
+        (f"{two_runs}@10", "checkpoint-10"),
+        (str(two_runs / "checkpoints/checkpoint-10"), "checkpoint-10"),
+    ):
         loaded = ckpt.find_checkpoint(spec)
         assert loaded.path == two_runs / "checkpoints" / name
-        assert describe_origin(loaded) == {"run": "a", "checkpoint": name, "step": loaded.step,
-                                           "checksum": ckpt.read_seal(loaded.path)["checksum"]}
+        assert describe_origin(loaded) == {
+            "run": "a",
+            "checkpoint": name,
+            "step": loaded.step,
+            "checksum": ckpt.read_seal(loaded.path)["checksum"],
+        }
     run = rd.run_path("b@20")  # an @ may be part of a name
     for of_b in (run, f"{run}@5", "b@20@5", "b@20"):
         assert ckpt.find_checkpoint(of_b).path == run / "checkpoints/checkpoint-5"
-    copy = ckpt.find_checkpoint(shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept"))
+    copy = ckpt.find_checkpoint(
+        shutil.copytree(two_runs / "checkpoints/checkpoint-10", tmp_path / "kept")
+    )
     assert describe_origin(copy).items() >= {"run": None, "checkpoint": "kept", "step": 10}.items()
 
 
 def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_do(two_runs):
     existing = r"existing checkpoints: checkpoint-30, final, checkpoint-20-shutdown, checkpoint-20, checkpoint-10"
     for spec in ("a@11", "a@latest", "a@", f"{two_runs}@0"):
-        with pytest.raises(FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{existing}"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"no checkpoint '.*', expected a step, final, .*{existing}"
+        ):
             ckpt.find_checkpoint(spec)
     with pytest.raises(FileNotFoundError, match=r"no run 'c': .*existing runs: a, b@20"):
         ckpt.find_checkpoint("c@10")
@@ -265,16 +333,22 @@ def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_d
             ckpt.find_checkpoint(damaged)
 
 
-# ---- saving while training continues ---------------------------------------------------------------------------------
+# ---- saving while training continues
+# ---------------------------------------------------------------------------------
+
 
 def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path, monkeypatch):
     monkeypatch.setattr(ckpt, "time", SimpleNamespace(perf_counter=iter((100.0, 102.5)).__next__))
 
     def write():
         assert go.wait(60)
-        return ckpt.Snapshot(1, **{**live, "states": {ckpt.MODEL_NAME: held}}).write(tmp_path, "checkpoint-1")
+        return ckpt.Snapshot(1, **{**live, "states": {ckpt.MODEL_NAME: held}}).write(
+            tmp_path, "checkpoint-1"
+        )
 
-    saver, live, go = Saver(None), states(1), threading.Event()
+    saver = Saver(None)
+    live = states(1)
+    go = threading.Event()
     weights = live["states"][ckpt.MODEL_NAME]
     held = ckpt.to_host(weights)
     rd.open_folders(tmp_path)
@@ -291,10 +365,15 @@ def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path, monkeypatc
     go.set()
     closing.join(60)
     outcome = saver.take()
-    assert outcome.path == tmp_path / "checkpoints/checkpoint-1" and outcome.fatal is None and saver.take() is None
+    assert (
+        outcome.path == tmp_path / "checkpoints/checkpoint-1"
+        and outcome.fatal is None
+        and saver.take() is None
+    )
     assert outcome.seconds == 2.5 and outcome.message == f"saved {outcome.path} in 2.5 s"
     assert as_bytes(ckpt.load_checkpoint(outcome.path).model_state()) == as_bytes(
-        dict(states(1)["states"][ckpt.MODEL_NAME]))
+        dict(states(1)["states"][ckpt.MODEL_NAME])
+    )
 
 
 class OnGPU(torch.Tensor):
@@ -304,16 +383,29 @@ class OnGPU(torch.Tensor):
 
 
 def test_a_save_pins_no_host_memory(monkeypatch):
-    """PyTorch rounds pinned tensors up to powers of two and never returns them: d24 kept up to 20 GB for 12.6."""
-    empty, zeros, allocated = torch.empty, torch.zeros, []
+    """PyTorch rounds pinned tensors up to powers of two and never returns them: d24 kept up to 20
+    GB for 12.6."""
+    empty = torch.empty
+    zeros = torch.zeros
+    allocated = []
 
     def allocate(shape, *, dtype=None, pin_memory=False):
         allocated.append(pin_memory)
         return empty(shape, dtype=dtype)
 
     table = torch.nn.Parameter(torch.ones(8, 4))
-    optimizer = MuonAdamW([{"kind": "adamw", "params": [table], "lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-8,
-                            "weight_decay": 0.0}])
+    optimizer = MuonAdamW(
+        [
+            {
+                "kind": "adamw",
+                "params": [table],
+                "lr": 0.1,
+                "betas": (0.8, 0.9),
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+            }
+        ]
+    )
     optimizer._device = torch.device("cuda")
     monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
     monkeypatch.setattr(torch, "empty", allocate)
@@ -325,14 +417,31 @@ def test_a_save_pins_no_host_memory(monkeypatch):
 FULL, BUG = OSError(errno.ENOSPC, "No space left on device"), TypeError("a bug")
 
 
-@pytest.mark.parametrize("known, error, is_last, ends, message", [
-    ("checkpoint-5", FULL, False, False, r"training continues, checkpoint-5 is kept \(error 1 of 3"),
-    ("checkpoint-5", FULL, True, True, "checkpoint-5 is kept. Make room"),
-    ("", FULL, False, True, "no good checkpoint is left. Make room"),
-    ("checkpoint-4", FULL, False, True, "no good checkpoint is left. Make room"),  # it was deleted
-    ("checkpoint-5", BUG, False, True, "a bug")])
+@pytest.mark.parametrize(
+    "known, error, is_last, ends, message",
+    [
+        (
+            "checkpoint-5",
+            FULL,
+            False,
+            False,
+            r"training continues, checkpoint-5 is kept \(error 1 of 3",
+        ),
+        ("checkpoint-5", FULL, True, True, "checkpoint-5 is kept. Make room"),
+        ("", FULL, False, True, "no good checkpoint is left. Make room"),
+        (
+            "checkpoint-4",
+            FULL,
+            False,
+            True,
+            "no good checkpoint is left. Make room",
+        ),  # it was deleted
+        ("checkpoint-5", BUG, False, True, "a bug"),
+    ],
+)
 def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(
-        tmp_path, monkeypatch, known, error, is_last, ends, message):
+    tmp_path, monkeypatch, known, error, is_last, ends, message
+):
     monkeypatch.setattr(ckpt, "RETRY_S", 0.0)
 
     def write():
@@ -348,7 +457,8 @@ def test_a_failed_save_ends_the_run_if_training_would_be_in_vain(
 
 
 def test_a_save_that_would_end_the_run_is_repeated_while_the_disk_is_full(tmp_path, monkeypatch):
-    """Regression: a disk that was full for ten seconds during the first or last save ended the run."""
+    """Regression: a disk that was full for ten seconds during the first or last save ended the
+    run."""
     monkeypatch.setattr(ckpt.time, "sleep", lambda seconds: None)
     failures = iter([FULL, FULL])
 
@@ -364,7 +474,9 @@ def test_a_save_that_would_end_the_run_is_repeated_while_the_disk_is_full(tmp_pa
     saver.close()
 
 
-# ---- retention -------------------------------------------------------------------------------------------------------
+# ---- retention
+# -------------------------------------------------------------------------------------------------------
+
 
 def small(run, step, name=None, *, data=b"weights"):
     """The smallest possible checkpoint."""
@@ -378,10 +490,20 @@ def names(run):
     return sorted(os.listdir(run / "checkpoints"))
 
 
-@settings(max_examples=examples(0.5), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(steps=st.sets(st.integers(0, 9)), good=st.integers(0, 9), k=st.none() | st.integers(1, 4),
-       m=st.none() | st.integers(1, 4), corrupt=st.sets(st.integers(0, 9)))
-def test_retention_keeps_what_its_rule_names_and_counts_only_good_checkpoints(tmp_path, steps, good, k, m, corrupt):
+@settings(
+    max_examples=examples(0.5),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    steps=st.sets(st.integers(0, 9)),
+    good=st.integers(0, 9),
+    k=st.none() | st.integers(1, 4),
+    m=st.none() | st.integers(1, 4),
+    corrupt=st.sets(st.integers(0, 9)),
+)
+def test_retention_keeps_what_its_rule_names_and_counts_only_good_checkpoints(
+    tmp_path, steps, good, k, m, corrupt
+):
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     for step in steps:
         path = small(tmp_path, step)
@@ -402,27 +524,41 @@ def test_only_what_this_program_wrote_under_that_name_is_deleted(tmp_path, caplo
     small(tmp_path, 7, "final")
     folder = tmp_path / "checkpoints"
     (folder / "checkpoint-1").mkdir()  # another program's
-    (folder / "checkpoint-1" / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
+    (folder / "checkpoint-1" / "trainer_state.json").write_text(
+        json.dumps({"global_step": 1, "log_history": []})
+    )
     (folder / "checkpoint-2").mkdir()  # no seal at all
     (folder / "best").mkdir()
     (folder / "checkpoint-10-shutdown").symlink_to(folder / "checkpoint-10")
     (folder / "checkpoint-4").write_text("a file")
     (folder / "checkpoint-20").rename(folder / "checkpoint-6")  # renamed by a user
     (small(tmp_path, 60) / "a.bin").write_bytes(b"corrupt")  # newer than the newest good one
-    foreign = ["best", *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")), "final"]
+    foreign = [
+        "best",
+        *(f"checkpoint-{tail}" for tail in ("1", "10-shutdown", "2", "4", "6")),
+        "final",
+    ]
     assert ckpt.prune(tmp_path, 50, {}) == [] and len(names(tmp_path)) == 13
     assert ckpt.prune(tmp_path, 50, {}, keep_last_k=2, keep_milestone_every=15) == [
-        "checkpoint-5-shutdown", "checkpoint-10"]
-    assert names(tmp_path) == sorted([*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))])
+        "checkpoint-5-shutdown",
+        "checkpoint-10",
+    ]
+    assert names(tmp_path) == sorted(
+        [*foreign, *(f"checkpoint-{step}" for step in (30, 40, 50, 60))]
+    )
     assert ckpt.prune(tmp_path, 7, {}, keep_last_k=1) == [], "all are newer than step 7"
     known = {"checkpoint-50": False}
-    assert ckpt.prune(tmp_path, 50, known, keep_last_k=1) == ["checkpoint-30"], "what is known is not verified again"
+    assert ckpt.prune(tmp_path, 50, known, keep_last_k=1) == ["checkpoint-30"], (
+        "what is known is not verified again"
+    )
     assert known == {"checkpoint-50": False, "checkpoint-40": True}
     assert ckpt.prune(tmp_path, 50, {}, keep_last_k=1) == ["checkpoint-40"]
     assert not caplog.records
 
 
-def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others_go(tmp_path, caplog):
+def test_a_checkpoint_that_cannot_be_deleted_stays_with_a_warning_and_the_others_go(
+    tmp_path, caplog
+):
     per_checkpoint, total = 5, 15  # changes: rename, fsync, two files and the folder
     for k in range(total + 1):
         run = tmp_path / str(k)

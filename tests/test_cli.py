@@ -1,4 +1,5 @@
-"""The command line of all scripts: flags, errors of one line, small YAML files, and how a command ends."""
+"""The command line of all scripts: flags, errors of one line, small YAML files, and how a command
+ends."""
 
 import errno
 import os
@@ -33,7 +34,11 @@ def test_underscores_are_dashes_and_help_shows_defaults_that_are_not_empty():
     assert (args.input_dir, args.depth, args.text) == ("a_b", 4, "x_y")
     assert commands().parse_args(["rows", "--text=--x_y"]).text == "--x_y"
     text = " ".join(parser().format_help().split())
-    assert "layers (default: 20)" in text and "folder of text (" not in text and "skip checks (" not in text
+    assert (
+        "layers (default: 20)" in text
+        and "folder of text (" not in text
+        and "skip checks (" not in text
+    )
 
 
 def test_a_file_of_flags_need_not_hold_the_required_ones(tmp_path, capsys):
@@ -47,19 +52,26 @@ def test_a_file_of_flags_need_not_hold_the_required_ones(tmp_path, capsys):
     assert (args.text, args.name, args.fast) == ("x", "y", True)
     with pytest.raises(SystemExit, match="2"):
         p.parse_args(given)
-    assert capsys.readouterr().err.startswith("error: one of the arguments --name --number is required")
+    assert capsys.readouterr().err.startswith(
+        "error: one of the arguments --name --number is required"
+    )
 
 
-@pytest.mark.parametrize("argv, error", [
-    (["--dept=4"], "error: --dept: unknown flag; did you mean --depth? (all flags: --help)"),
-    (["--input=x"], "error: --input: unknown flag; did you mean --input-dir?"),
-    (["--zeal"], "error: --zeal: unknown flag"), ([], "error: the following arguments are required: --text"),
-    (["--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
-    (["--text=x", "y"], "error: unrecognized arguments: y"),
-    (["rows", "--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
-    (["--resume-from-step=7"], "error: --resume-from-step: use --resume=PATH"),
-    (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'"),
-    (["--depth=1", "--text=x"], "error: argument --depth: got 1, expected at least 2, or -1")])
+@pytest.mark.parametrize(
+    "argv, error",
+    [
+        (["--dept=4"], "error: --dept: unknown flag; did you mean --depth? (all flags: --help)"),
+        (["--input=x"], "error: --input: unknown flag; did you mean --input-dir?"),
+        (["--zeal"], "error: --zeal: unknown flag"),
+        ([], "error: the following arguments are required: --text"),
+        (["--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
+        (["--text=x", "y"], "error: unrecognized arguments: y"),
+        (["rows", "--txet=x"], "error: --txet: unknown flag; did you mean --text?"),
+        (["--resume-from-step=7"], "error: --resume-from-step: use --resume=PATH"),
+        (["--depth=four", "--text=x"], "error: argument --depth: invalid int value: 'four'"),
+        (["--depth=1", "--text=x"], "error: argument --depth: got 1, expected at least 2, or -1"),
+    ],
+)
 def test_an_error_is_one_line_that_suggests_the_flag(argv, error, capsys):
     with pytest.raises(SystemExit, match="2"):
         (commands() if argv[:1] == ["rows"] else parser()).parse_args(argv)
@@ -67,39 +79,64 @@ def test_an_error_is_one_line_that_suggests_the_flag(argv, error, capsys):
     assert err.startswith(error) and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("word", [
-    "--text=s3://KEY:hid/den@bucket/x", "s3://bucket/x?hidden", "--depth=gs://hidden@b", "S3://KEY:hidden@bucket/x",
-    "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x", "--text=https://KEY:hidden@host/x", "http://host/x?sig=hidden",
-    "-phttps://hidden@host", "--text=HTTPS://hidden@host", "--zeal=ftp://KEY:hidden@host",
-    "--text=http:/KEY:hid den@host",
-    "--config=https://u:hidden@host/a.yaml"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "--text=s3://KEY:hid/den@bucket/x",
+        "s3://bucket/x?hidden",
+        "--depth=gs://hidden@b",
+        "S3://KEY:hidden@bucket/x",
+        "--input-dir=70,/p/a,30,s3://KEY:hid/den@bucket/x",
+        "--text=https://KEY:hidden@host/x",
+        "http://host/x?sig=hidden",
+        "-phttps://hidden@host",
+        "--text=HTTPS://hidden@host",
+        "--zeal=ftp://KEY:hidden@host",
+        "--text=http:/KEY:hid den@host",
+        "--config=https://u:hidden@host/a.yaml",
+    ],
+)
 def test_a_url_that_may_hold_a_secret_is_refused_in_every_flag(word):
-    """Regression: URLs in a blend, in flags for local paths, and with other schemes were shown in full."""
+    """Regression: URLs in a blend, in flags for local paths, and with other schemes were shown in
+    full."""
     for read in (lambda: parser().parse_args([word]), lambda: as_path(word)):
         with pytest.raises(ValueError, match="credentials do not belong in a path") as e:
             read()
         assert "hid" not in str(e.value)
-        assert str(e.value).startswith(word.partition("=")[0] if word.startswith("--") else "a URL with")
+        assert str(e.value).startswith(
+            word.partition("=")[0] if word.startswith("--") else "a URL with"
+        )
     plain = "s3://b/2024@1/x,s3://c/y"
-    assert parser().parse_args([f"--text={plain}"]).text == plain and str(as_path("a/b@c?")) == "a/b@c?"
+    assert (
+        parser().parse_args([f"--text={plain}"]).text == plain
+        and str(as_path("a/b@c?")) == "a/b@c?"
+    )
 
 
 def run_python(code, **env):
     """Run a program in another process."""
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env},
-                          cwd=Path(__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        cwd=Path(__file__).parents[1],
+    )
 
 
 @pytest.mark.parametrize("lines", [3, 100_000])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_closed_pipe_ends_a_command_quietly(lines, unbuffered):
     """Regression: `... | head` ended in "[Errno 32] Broken pipe"."""
-    done = run_python(f"""import os
+    done = run_python(
+        f"""import os
 read, write = os.pipe()
 os.dup2(write, 1)
 os.close(read)
 from nanochat.cli import run_main
-run_main(lambda: print('\\n'.join(['text'] * {lines})))""", PYTHONUNBUFFERED=unbuffered)
+run_main(lambda: print('\\n'.join(['text'] * {lines})))""",
+        PYTHONUNBUFFERED=unbuffered,
+    )
     assert (done.returncode, done.stderr) == (141, "")
 
 
@@ -137,7 +174,9 @@ def test_a_full_disk_under_stdout_ends_no_run(tmp_path):
         code = """from nanochat.cli import lasting_output, run_main
 with lasting_output():
     run_main(lambda: print('text', flush=True) or 7)"""
-        done = subprocess.run([sys.executable, "-c", code], stdout=full, cwd=Path(__file__).parents[1])
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, cwd=Path(__file__).parents[1]
+        )
     assert done.returncode == 7
 
 
@@ -161,7 +200,8 @@ SHOWN = r"\u001b[2J\u009bm\u000d\u202e\u007f"
 
 def test_output_never_fails_to_encode_and_never_controls_the_terminal():
     """Regression: a character that stdout could not encode ended a run in its last evaluation."""
-    done = run_python("""import logging
+    done = run_python(
+        """import logging
 from nanochat.cli import run_main, setup_logging
 def main():
     setup_logging()
@@ -170,17 +210,30 @@ def main():
     log.info('%s', 'information')
     log.warning('%s', HOSTILE + '\\u00e9 http://u:hid@h/x?hid')
     raise ValueError(HOSTILE + 'a\\n\\u6f22 https://u:hid@h/x?hid.')
-run_main(main)""".replace("HOSTILE", ascii(HOSTILE)), PYTHONIOENCODING="ascii:strict")
+run_main(main)""".replace("HOSTILE", ascii(HOSTILE)),
+        PYTHONIOENCODING="ascii:strict",
+    )
     assert (done.returncode, done.stdout) == (1, "caf\\xe9 \\ud800\n")
-    assert done.stderr == ("information\n" rf"warning: {SHOWN}\xe9 http://***@h/x?***" "\n" rf"error: {SHOWN}a" "\n"
-                           r"\u6f22 https://***@h/x?***" "\n")
+    assert done.stderr == (
+        "information\n"
+        rf"warning: {SHOWN}\xe9 http://***@h/x?***"
+        "\n"
+        rf"error: {SHOWN}a"
+        "\n"
+        r"\u6f22 https://***@h/x?***"
+        "\n"
+    )
 
 
 @pytest.mark.parametrize("base", ["file/base", "file"])
-def test_a_base_directory_that_cannot_be_written_names_its_variable(tmp_path, monkeypatch, base, capsys):
+def test_a_base_directory_that_cannot_be_written_names_its_variable(
+    tmp_path, monkeypatch, base, capsys
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / base))
-    with pytest.raises(OSError, match=r"the base directory cannot be created .*; set NANOCHAT_BASE_DIR to a folder"):
+    with pytest.raises(
+        OSError, match=r"the base directory cannot be created .*; set NANOCHAT_BASE_DIR to a folder"
+    ):
         get_base_dir()
 
     def denied(name):
@@ -192,23 +245,43 @@ def test_a_base_directory_that_cannot_be_written_names_its_variable(tmp_path, mo
         assert ("set NANOCHAT_BASE_DIR" in capsys.readouterr().err) == hint
 
 
-@pytest.mark.parametrize("text, value", [
-    ("", None), ("a: 1\nb: [1_000, +2, 1e5]\n", {"a": 1, "b": [1000, 2, "1e5"]}), ("'1'", "1"),
-    ("{yes: No, 'no': ~}", {True: False, "no": None}), ("a: &x 1\nb: *x", {"a": 1, "b": 1})])
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("", None),
+        ("a: 1\nb: [1_000, +2, 1e5]\n", {"a": 1, "b": [1000, 2, "1e5"]}),
+        ("'1'", "1"),
+        ("{yes: No, 'no': ~}", {True: False, "no": None}),
+        ("a: &x 1\nb: *x", {"a": 1, "b": 1}),
+    ],
+)
 def test_a_yaml_file_is_read_as_pyyaml_reads_it(tmp_path, text, value):
     (tmp_path / "a.yaml").write_text(text)
     assert read_yaml(tmp_path / "a.yaml") == value
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi"))
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi")
+)
 
 
-@pytest.mark.parametrize("text, words", [
-    ("[a]: 1", "line 1: "), ("1\n---\n2", "but found another document"), ("9" * 5000, "not valid YAML"),
-    ("{a: 1", "line 1: "), ("a: !!float []", "not valid YAML"), ("a: !x 1", "!x"), ("a: !!float ''", "not valid YAML"),
-    ("[" * 21 + "]" * 21, "nested more than 20"), ("[" * 200_000, "nested more than 20"), (BOMB, "values"),
-    ("{a: " * 21 + "}" * 21, "nested more than 20"), ("a" * 600_000, "more than 524,288 bytes")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("[a]: 1", "line 1: "),
+        ("1\n---\n2", "but found another document"),
+        ("9" * 5000, "not valid YAML"),
+        ("{a: 1", "line 1: "),
+        ("a: !!float []", "not valid YAML"),
+        ("a: !x 1", "!x"),
+        ("a: !!float ''", "not valid YAML"),
+        ("[" * 21 + "]" * 21, "nested more than 20"),
+        ("[" * 200_000, "nested more than 20"),
+        (BOMB, "values"),
+        ("{a: " * 21 + "}" * 21, "nested more than 20"),
+        ("a" * 600_000, "more than 524,288 bytes"),
+    ],
+)
 def test_what_is_not_yaml_or_too_large_is_refused(tmp_path, text, words):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises(ValueError, match=words):
@@ -224,7 +297,10 @@ from nanochat.cli import run_main
 {before}
 run_main(lambda: os.kill(os.getpid(), signal.SIGINT))"""
     kill = "os.kill(os.getpid(), signal.SIGINT)"
-    for argv0, before, code, words in (("-m", kill, -2, ""), ("-m", "", 130, "interrupted\n"),
-                                       ("tests", "", 130, "interrupted\n")):
+    for argv0, before, code, words in (
+        ("-m", kill, -2, ""),
+        ("-m", "", 130, "interrupted\n"),
+        ("tests", "", 130, "interrupted\n"),
+    ):
         result = run_python(child.format(argv0=argv0, before=before))
         assert (result.returncode, result.stderr) == (code, words)

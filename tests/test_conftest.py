@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 
 def test_examples_of_a_law_do_not_depend_on_which_modules_are_loaded(tmp_path, monkeypatch):
-    """Regression: the test files that a process ran before decided whether a law of test_packing.py passed."""
-    (tmp_path / "full_of_numbers.py").write_text("\n".join(f"X{i} = {1000 + i}" for i in range(100)))
+    """Regression: the test files that a process ran before decided whether a law of test_packing.py
+    passed."""
+    (tmp_path / "full_of_numbers.py").write_text(
+        "\n".join(f"X{i} = {1000 + i}" for i in range(100))
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
     def examples():

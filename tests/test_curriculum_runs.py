@@ -1,5 +1,5 @@
-"""Training with a curriculum, through the command: phases and their counts, halts and how to continue after them, new
-runs with another curriculum, budgets, layouts."""
+"""Training with a curriculum, through the command: phases and their counts, halts and how to
+continue after them, new runs with another curriculum, budgets, layouts."""
 
 import json
 
@@ -10,18 +10,33 @@ from nanochat.stream import ledger
 from tests import training
 from tests.training import checkpoints, digests, events, fingerprint, run_dir, steps
 
-T, ROWS, LANES = 16, 64, 2  # 32 rows of each lane in a step: 8 steps are a block of the mix, whose counts are exact
+# 32 rows of each lane in a step: 8 steps are a block of the mix, whose counts are exact
+T = 16
+ROWS = 64
+LANES = 2
 STEP = T * ROWS  # tokens
 SMALL = {
-    "max_seq_len": T, "total_batch_size": STEP, "lanes": LANES, "device_batch_size": 32, "depth": 1, "overlap": 8,
-    "num_iterations": None, "save_every": -1, "buffer_size": 8, "eval_tokens": 640, "long_docs": "split",
-    "data_format": "shards", "warmup_steps": 0}
+    "max_seq_len": T,
+    "total_batch_size": STEP,
+    "lanes": LANES,
+    "device_batch_size": 32,
+    "depth": 1,
+    "overlap": 8,
+    "num_iterations": None,
+    "save_every": -1,
+    "buffer_size": 8,
+    "eval_tokens": 640,
+    "long_docs": "split",
+    "data_format": "shards",
+    "warmup_steps": 0,
+}
 BUCKETS = {"code": 25, "tiny": 3, "web": 40}  # documents in each of the two training files
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """text/BUCKET with three files each, whose last one validates, and shards of them: whole, and in windows."""
+    """text/BUCKET with three files each, whose last one validates, and shards of them: whole, and
+    in windows."""
     folder = tmp_path_factory.mktemp("data")
     with training.workplace(folder):
         training.write_buckets(folder, BUCKETS, shards=0, windows=T // 2)
@@ -36,20 +51,32 @@ def workplace(tmp_path, data):
         yield path
 
 
-# ---- commands -------------------------------------------------------------------------------------------------------
+# ---- commands
+# -------------------------------------------------------------------------------------------------------
+
 
 def mix_file(phases, *, name="mix.yaml", **more):
     """A curriculum of phases (steps, mix)."""
     path = run_dir().parents[1] / name
-    value = {"curriculum": [{"duration_tokens": length * STEP, "mix": mix} for length, mix in phases], **more}
+    value = {
+        "curriculum": [{"duration_tokens": length * STEP, "mix": mix} for length, mix in phases],
+        **more,
+    }
     path.write_text(json.dumps(value))
     return path
 
 
 def command(curriculum, *, dry=False, **changed):
-    """The settings of every run in this file. `dry`: a bucket runs dry, so the plan may only warn."""
+    """The settings of every run in this file. `dry`: a bucket runs dry, so the plan may only
+    warn."""
     plan = {"plan": "warn"} if dry else {}
-    return {**SMALL, "data_path": run_dir().parents[1] / "shards", "curriculum": curriculum, **plan, **changed}
+    return {
+        **SMALL,
+        "data_path": run_dir().parents[1] / "shards",
+        "curriculum": curriculum,
+        **plan,
+        **changed,
+    }
 
 
 def succeed(curriculum, **changed):
@@ -73,7 +100,9 @@ def refuse(curriculum, *words, **changed):
     assert fingerprint(run_dir()) == before and run_dir().exists() == bool(before)
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
+# ---- results
+# --------------------------------------------------------------------------------------------------------
+
 
 def accounts(checkpoint, tag="run"):
     return ledger(load_checkpoint(run_dir(tag) / "checkpoints" / checkpoint).cursors, T)
@@ -84,26 +113,40 @@ def rows(checkpoint, tag="run"):
     return {bucket: a["rows"] for bucket, a in accounts(checkpoint, tag).items()}
 
 
-# ---- phases ---------------------------------------------------------------------------------------------------------
+# ---- phases
+# ---------------------------------------------------------------------------------------------------------
+
 
 def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace):
-    mix = mix_file([(8, {"web": 3, "code": 1}), (4, {"web": 0.5, "code": 0.5})])  # a whole block, and half of one
+    # a whole block, and half of one
+    mix = mix_file([(8, {"web": 3, "code": 1}), (4, {"web": 0.5, "code": 0.5})])
     outcome = succeed(mix, save_every=8, eval_every=6)
     assert checkpoints() == ["checkpoint-8", "final"] and len(digests()) == 12
     first, both = rows("checkpoint-8"), rows("final")
     assert first == {"code": LANES * 64, "web": LANES * 192}
     second = {bucket: both[bucket] - first[bucket] for bucket in both}
-    assert sum(second.values()) == 4 * ROWS and abs(second["web"] - second["code"]) < 4 * ROWS / 4, second
+    assert (
+        sum(second.values()) == 4 * ROWS and abs(second["web"] - second["code"]) < 4 * ROWS / 4
+    ), second
     by_bucket = [(s["loss"], s["loss/code"], s["loss/web"]) for _, s in sorted(steps().items())]
-    assert all(min(code, web) <= loss <= max(code, web) for loss, code, web in by_bucket), "64 rows have both"
-    assert all(last < first for last, first in zip(by_bucket[-1], by_bucket[0])), "each bucket is learned"
-    assert sorted(events("val")[0]["buckets"]) == ["code", "tiny", "web"] and len(events("val")) == 3
+    assert all(min(code, web) <= loss <= max(code, web) for loss, code, web in by_bucket), (
+        "64 rows have both"
+    )
+    assert all(last < first for last, first in zip(by_bucket[-1], by_bucket[0])), (
+        "each bucket is learned"
+    )
+    assert (
+        sorted(events("val")[0]["buckets"]) == ["code", "tiny", "web"] and len(events("val")) == 3
+    )
     val = events("val")[-1]
-    assert min(val["buckets"].values()) < val["bpb"] < max(val["buckets"].values()), "of all buckets together"
+    assert min(val["buckets"].values()) < val["bpb"] < max(val["buckets"].values()), (
+        "of all buckets together"
+    )
     assert all(f"{bucket} {bpb:.6f}" in outcome.out for bucket, bpb in val["buckets"].items())
 
 
-# ---- dry buckets ----------------------------------------------------------------------------------------------------
+# ---- dry buckets
+# ----------------------------------------------------------------------------------------------------
 
 DRY = [(2, {"web": 3, "code": 1}), (8, {"web": 1, "code": 1, "tiny": 2})]
 
@@ -123,23 +166,40 @@ def test_a_dry_bucket_halts_the_run_until_exhaustion_is_allowed(workplace):
     outcome = succeed(mix, dry=True, allow_bucket_exhaustion=True)
     assert f"at step {step}" in outcome.out and "the bucket 'tiny' has run dry in" in outcome.out
     assert {e["bucket"] for e in events("dropped")} == {"tiny"} and len(digests()) == 10
-    succeed(mix_file(DRY, name="allowed.yaml", allow_bucket_exhaustion=True), dry=True, model_tag="allowed")
-    assert digests("allowed") == digests() and rows("final", "allowed") == rows("final"), "a halt changes no row"
+    succeed(
+        mix_file(DRY, name="allowed.yaml", allow_bucket_exhaustion=True),
+        dry=True,
+        model_tag="allowed",
+    )
+    assert digests("allowed") == digests() and rows("final", "allowed") == rows("final"), (
+        "a halt changes no row"
+    )
     done = fingerprint(run_dir())
-    assert "completed" in succeed(mix, dry=True, allow_bucket_exhaustion=True).out and fingerprint(run_dir()) == done
+    assert (
+        "completed" in succeed(mix, dry=True, allow_bucket_exhaustion=True).out
+        and fingerprint(run_dir()) == done
+    )
 
 
 def test_a_run_with_only_dry_buckets_halts_even_if_exhaustion_is_allowed(workplace):
     for _ in range(2):
         before = fingerprint(run_dir())
-        last = halt(mix_file([(1000, {"tiny": 1})]), "all its buckets have run dry", allow_bucket_exhaustion=True)
+        last = halt(
+            mix_file([(1000, {"tiny": 1})]),
+            "all its buckets have run dry",
+            allow_bucket_exhaustion=True,
+        )
         assert "--allow-bucket-exhaustion" not in last, "a remedy that cannot work"
-    assert fingerprint(run_dir()) == before and checkpoints() == [f"checkpoint-{len(digests())}-shutdown"]
+    assert fingerprint(run_dir()) == before and checkpoints() == [
+        f"checkpoint-{len(digests())}-shutdown"
+    ]
 
 
 def test_the_file_may_allow_more_passes(workplace):
     succeed(mix_file(DRY, max_epochs={"tiny": 0}))
-    assert len(digests()) == 10 and accounts("final")["tiny"]["epochs"] >= 1 and not events("dropped")
+    assert (
+        len(digests()) == 10 and accounts("final")["tiny"]["epochs"] >= 1 and not events("dropped")
+    )
 
 
 def test_two_processes_halt_together_and_resume_together(workplace):
@@ -152,48 +212,90 @@ def test_two_processes_halt_together_and_resume_together(workplace):
     training.finish(2, **settings, allow_bucket_exhaustion=True)
     succeed(mix, dry=True, allow_bucket_exhaustion=True, model_tag="one")
     assert digests() == digests("one") and rows("final") == rows("final", "one")
-    two, one = ([line.get(f"loss/{bucket}") for line in steps(tag).values() for bucket in ("code", "tiny", "web")]
-                for tag in ("run", "one"))
+    two, one = (
+        [
+            line.get(f"loss/{bucket}")
+            for line in steps(tag).values()
+            for bucket in ("code", "tiny", "web")
+        ]
+        for tag in ("run", "one")
+    )
     assert two == pytest.approx(one, abs=1e-3), "losses of the buckets"
     lanes = [{e["bucket"]: e["lanes"] for e in events("dropped", tag)} for tag in ("run", "one")]
-    assert lanes[0] == lanes[1] and lanes[0]["tiny"] >= 1, "the count includes the lanes of both processes"
+    assert lanes[0] == lanes[1] and lanes[0]["tiny"] >= 1, (
+        "the count includes the lanes of both processes"
+    )
 
 
-# ---- another curriculum, another length -----------------------------------------------------------------------------
+# ---- another curriculum, another length
+# -----------------------------------------------------------------------------
+
 
 def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(workplace):
     halt(mix_file(DRY), "'tiny'")
     before = rows(checkpoints()[0])
-    more = mix_file([(40, {"web": 1, "tiny": 1})], name="more.yaml", max_epochs={"tiny": 0},
-                    allow_budget_mismatch=True)
-    refuse(more, "--curriculum", "{\"tiny\":1,\"web\":1}", "max_epochs", "--model-tag", "--init-from=run")
-    succeed(more, num_iterations=2, model_tag="next", init_from="run", init_data="continue", init_optimizer=True)
+    more = mix_file(
+        [(40, {"web": 1, "tiny": 1})],
+        name="more.yaml",
+        max_epochs={"tiny": 0},
+        allow_budget_mismatch=True,
+    )
+    refuse(
+        more, "--curriculum", '{"tiny":1,"web":1}', "max_epochs", "--model-tag", "--init-from=run"
+    )
+    succeed(
+        more,
+        num_iterations=2,
+        model_tag="next",
+        init_from="run",
+        init_data="continue",
+        init_optimizer=True,
+    )
     after = rows("final", "next")
-    assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, "the new run repeats nothing"
+    assert {b for b in after if after[b] > before.get(b, 0)} == {"web", "tiny"}, (
+        "the new run repeats nothing"
+    )
 
 
 def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplace):
     mix = mix_file([(2, {"web": 1}), (3, {"code": 1})])
     for steps_ in (3, 7):
-        refuse(mix, f"its phases add up to {5 * STEP:,} tokens, but the run trains on {steps_ * STEP:,}",
-               "allow_budget_mismatch: true", num_iterations=steps_)
-    allowed = mix_file([(2, {"web": 1}), (3, {"code": 1})], name="allowed.yaml", allow_budget_mismatch=True)
+        refuse(
+            mix,
+            f"its phases add up to {5 * STEP:,} tokens, but the run trains on {steps_ * STEP:,}",
+            "allow_budget_mismatch: true",
+            num_iterations=steps_,
+        )
+    allowed = mix_file(
+        [(2, {"web": 1}), (3, {"code": 1})], name="allowed.yaml", allow_budget_mismatch=True
+    )
     succeed(mix, num_iterations=1, allow_budget_mismatch=True, model_tag="by-flag")
     succeed(allowed, num_iterations=7)
-    assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, "the last phase never ends"
+    assert len(digests()) == 7 and rows("final") == {"web": 2 * ROWS, "code": 5 * ROWS}, (
+        "the last phase never ends"
+    )
 
 
-# ---- layouts and attention ------------------------------------------------------------------------------------------
+# ---- layouts and attention
+# ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_stored_entries_with_padding(workplace, pack):
     mix = mix_file([(4, {"web": 1, "code": 1})])
-    settings = {"data_path": workplace / "windows", "packing": "binned", "long_docs": None, "overlap": None,
-                **({} if pack else {"no_pack": True})}
+    settings = {
+        "data_path": workplace / "windows",
+        "packing": "binned",
+        "long_docs": None,
+        "overlap": None,
+        **({} if pack else {"no_pack": True}),
+    }
     succeed(mix, **settings)
     cursors = load_checkpoint(run_dir() / "checkpoints" / "final").cursors
     for bucket, a in accounts("final").items():
-        placed = a["documents"] - sum(len(cursor["buckets"][bucket]["waiting"]) for cursor in cursors)
+        placed = a["documents"] - sum(
+            len(cursor["buckets"][bucket]["waiting"]) for cursor in cursors
+        )
         assert a["padded"] > 0 == a["cropped"]
         assert placed > a["rows"] if pack else placed == a["rows"], "one entry per row"
     assert training.losses()[-1] < training.losses()[0]
@@ -207,5 +309,8 @@ def test_attention_inside_documents_trains_on_the_same_rows(workplace):
     succeed(mix, attention_mode="sdpa_mask", eval_every=4)
     succeed(mix, model_tag="causal", eval_every=4)
     assert digests() == digests("causal")
-    assert training.losses()[1:] != training.losses("causal")[1:] and training.losses()[-1] < training.losses()[0]
+    assert (
+        training.losses()[1:] != training.losses("causal")[1:]
+        and training.losses()[-1] < training.losses()[0]
+    )
     assert sorted(events("val")[-1]["buckets"]) == ["code", "tiny", "web"]

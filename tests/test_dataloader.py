@@ -24,7 +24,16 @@ from nanochat.dataloader import (
 )
 from nanochat.order import StreamConfig
 from nanochat.stream import Stream
-from tests.toy import BOS, ByteTokenizer, Ranks, fixed_source, json_copy, numbered, some_texts, write_parquet
+from tests.toy import (
+    BOS,
+    ByteTokenizer,
+    Ranks,
+    fixed_source,
+    json_copy,
+    numbered,
+    some_texts,
+    write_parquet,
+)
 
 CONFIG = StreamConfig(T=16, V=8, long_docs="split", overlap=5, buffer_size=5, unit_size=4)
 R = 24
@@ -55,41 +64,64 @@ def alive(batch):
     return (batch.targets != -100).any(dim=1)
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches
+# --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("layout", ["crop", "split", "concat"])
 def test_batches_hold_the_rows_and_targets_are_off_exactly_where_the_rows_are(layout):
-    config = replace(CONFIG, layout="concat") if layout == "concat" else replace(CONFIG, long_docs=layout)
+    config = (
+        replace(CONFIG, layout="concat")
+        if layout == "concat"
+        else replace(CONFIG, long_docs=layout)
+    )
     off = 0
     with make_loader(config, start_step=5) as loader:
         for rows in step_rows(config, steps=3):
             batches = take_step(loader)
-            assert {(b.inputs.dtype, b.targets.dtype, b.doc_ids) for b in batches} == {(torch.int64, torch.int64, None)}
+            assert {(b.inputs.dtype, b.targets.dtype, b.doc_ids) for b in batches} == {
+                (torch.int64, torch.int64, None)
+            }
             inputs = torch.cat([b.inputs for b in batches]).numpy()
             targets = torch.cat([b.targets for b in batches]).numpy()
             for i, (tokens, live) in enumerate(rows):
                 assert inputs[i].tolist() == tokens[:-1].tolist()
-                assert targets[i].tolist() == np.where(live[1:], tokens[1:].astype(int), -100).tolist()
+                assert (
+                    targets[i].tolist() == np.where(live[1:], tokens[1:].astype(int), -100).tolist()
+                )
                 off += int((live[1:] == 0).sum())
         assert loader.step == 8
     assert (off > 0) == (layout == "split"), "the case: repeated context"
 
 
 def test_quiet_gc_freezes_existing_objects():
-    code = ("import gc; from nanochat.cli import quiet_gc; quiet_gc(); "
-            "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())")
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    code = (
+        "import gc; from nanochat.cli import quiet_gc; quiet_gc(); "
+        "print(gc.get_threshold()[0], gc.get_count()[0] < 100, gc.get_freeze_count() > 1000, gc.isenabled())"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert process.stdout.split() == ["100000", "True", "True", "True"]
 
 
-@pytest.mark.parametrize("W, K, B", [(1, 4, 5), (2, 4, 5), (4, 4, 4), (3, 4, 2), (1, 1, 7), (8, 8, 2), (5, 8, 4)])
+@pytest.mark.parametrize(
+    "W, K, B", [(1, 4, 5), (2, 4, 5), (4, 4, 4), (3, 4, 2), (1, 1, 7), (8, 8, 2), (5, 8, 4)]
+)
 def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, K, B):
     """Tokens identify a row's place in the step. `block` alone gives the leaf of a lane's rows."""
     n, rows = R // CONFIG.V, [tokens[:-1].tolist() for tokens, _ in step_rows()[0]]
     assert len({tuple(row) for row in rows}) == len(rows)
     num_leaves = K if K % W == 0 else W
-    leaf_of = {n * lane + i: j for j in range(num_leaves) for lane in block(j, num_leaves, 8) for i in range(n)}
-    order, counts, dead = [], set(), 0
+    leaf_of = {
+        n * lane + i: j
+        for j in range(num_leaves)
+        for lane in block(j, num_leaves, 8)
+        for i in range(n)
+    }
+    order = []
+    counts = set()
+    dead = 0
     for rank in range(W):
         with make_loader(device_batch_size=B, rank=rank, world_size=W, num_leaves=K) as loader:
             batches = take_step(loader)
@@ -111,8 +143,13 @@ def test_micro_batches_never_cross_a_leaf_and_every_rank_has_the_same_number(W, 
 
 
 def test_doc_ids_are_those_of_the_rows_and_0_in_dead_rows():
-    stream = Stream(CONFIG, {"b": fixed_source()}, range(CONFIG.V), tokenizer="bytes", num_threads=1)
-    with make_loader(device_batch_size=R) as full, make_loader(device_batch_size=5, with_doc_ids=True) as padded:
+    stream = Stream(
+        CONFIG, {"b": fixed_source()}, range(CONFIG.V), tokenizer="bytes", num_threads=1
+    )
+    with (
+        make_loader(device_batch_size=R) as full,
+        make_loader(device_batch_size=5, with_doc_ids=True) as padded,
+    ):
         for _ in range(8):  # the last batch of a step is in another slot each time
             expected = [row.doc_ids()[:-1].tolist() for row in stream.next_rows(R // CONFIG.V)]
             take_step(full)
@@ -126,14 +163,20 @@ def test_doc_ids_are_those_of_the_rows_and_0_in_dead_rows():
     assert max(map(max, expected)) > 0, "the case: several documents in a row"
 
 
-# ---- layout ---------------------------------------------------------------------------------------------------------
+# ---- layout
+# ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)])
+
+@pytest.mark.parametrize(
+    "W, V, K", [(1, 64, 1), (2, 64, 2), (3, 64, 4), (8, 64, 8), (5, 6, 4), (6, 6, 4), (1, 1, 1)]
+)
 def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
     assert default_leaves(W, V) == K == StepLayout(V, V, 1, 0, W, K).num_leaves
 
 
-# ---- state ----------------------------------------------------------------------------------------------------------
+# ---- state
+# ----------------------------------------------------------------------------------------------------------
+
 
 def test_the_state_excludes_prefetched_rows_that_were_not_used():
     with Ranks(CONFIG, {"b": fixed_source()}, n=3, W=1, tokenizer="bytes") as ranks:
@@ -151,7 +194,9 @@ def test_the_state_excludes_prefetched_rows_that_were_not_used():
         assert json_copy(loader.cursors()) == after and loader.step == 1
 
 
-# ---- ends and errors ------------------------------------------------------------------------------------------------
+# ---- ends and errors
+# ------------------------------------------------------------------------------------------------
+
 
 def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins(monkeypatch):
     before, source = set(threading.enumerate()), fixed_source(num_groups=20)
@@ -181,13 +226,18 @@ def test_the_error_names_the_lane_that_has_too_few_rows():
         rows = Counter(row.lane for row in ranks.streams[0].next_rows(100))
     assert rows[1] % 2 and rows[1] < rows[0] - 1, "the case"
     with make_loader(config, numbered(source), rows_per_step=4) as loader:
-        with pytest.raises(Dry, match=f"step {rows[1] // 2}: lane 1 has no rows left, because the bucket 'b' has"):
+        with pytest.raises(
+            Dry, match=f"step {rows[1] // 2}: lane 1 has no rows left, because the bucket 'b' has"
+        ):
             drain(loader)
 
 
 def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeypatch):
-    config, before = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2), set(threading.enumerate())
-    source, reached, resume = fixed_source(num_groups=30, group_size=20), threading.Event(), threading.Event()
+    config = StreamConfig(T=64, V=16, buffer_size=64, unit_size=2)
+    before = set(threading.enumerate())
+    source = fixed_source(num_groups=30, group_size=20)
+    reached = threading.Event()
+    resume = threading.Event()
     read = source.read
 
     def gated(*args):
@@ -209,12 +259,18 @@ def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeyp
     assert len(source.reads) <= 21
 
 
-# ---- validation -----------------------------------------------------------------------------------------------------
+# ---- validation
+# -----------------------------------------------------------------------------------------------------
+
 
 def val_rows(source, T, **kwargs):
     """Counter of the live rows of one rank, and the number of batches."""
-    rows, batches = Counter(), list(validation_loader(source, tokenizer=ByteTokenizer(), T=T, device="cpu",
-                                                      num_threads=1, **kwargs))
+    rows = Counter()
+    batches = list(
+        validation_loader(
+            source, tokenizer=ByteTokenizer(), T=T, device="cpu", num_threads=1, **kwargs
+        )
+    )
     for batch in batches:
         assert batch.inputs.shape == batch.targets.shape == (kwargs["device_batch_size"], T)
         for i in torch.nonzero(alive(batch)).flatten().tolist():
@@ -227,7 +283,9 @@ def test_prompts_begin_like_documents_however_few_there_are():
     for num_groups in (1, 40):
         source = fixed_source(num_groups=num_groups, group_size=2)
         prompts = validation_prompts({"b": source}, ByteTokenizer(), 32)
-        assert 0 < len(prompts) <= module.NUM_PROMPTS and (num_groups == 1) == (len(prompts) < module.NUM_PROMPTS)
+        assert 0 < len(prompts) <= module.NUM_PROMPTS and (num_groups == 1) == (
+            len(prompts) < module.NUM_PROMPTS
+        )
         assert all(prompt[0] == BOS and len(prompt) > 1 for prompt in prompts)
 
 
@@ -238,8 +296,10 @@ def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens)
     assert V == 8
     reference, _ = val_rows(source, 32, device_batch_size=1, num_tokens=num_tokens)
     for W, B in ((1, 50), (2, 1), (3, 4), (11, 4)):
-        ranks = [val_rows(source, 32, device_batch_size=B, num_tokens=num_tokens, rank=r, world_size=W)
-                 for r in range(W)]
+        ranks = [
+            val_rows(source, 32, device_batch_size=B, num_tokens=num_tokens, rank=r, world_size=W)
+            for r in range(W)
+        ]
         assert sum((rows for rows, _ in ranks), Counter()) == reference
         assert all(batches == 0 for _, batches in ranks[V:]), "ranks beyond the lanes have none"
     rows = sum(reference.values())
@@ -249,19 +309,27 @@ def test_validation_rows_are_the_same_for_every_world_and_batch_size(num_tokens)
 def test_validation_is_one_pass_at_most_and_drops_nothing():
     source = numbered([[(7 * i) % 90 for i in range(40)] for _ in range(15)])
     rows, _ = val_rows(source, 16, device_batch_size=3, num_tokens=10**9)
-    live = Counter(t for row, count in rows.items() for t in row[16:] if t not in (-100, BOS) for _ in range(count))
+    live = Counter(
+        t
+        for row, count in rows.items()
+        for t in row[16:]
+        if t not in (-100, BOS)
+        for _ in range(count)
+    )
     total = sum(len(ids) for group in source.documents for ids in group)
     V = validation_config(source, 16).V
     assert set(live.values()) == {1} and V == 4
     assert total - V * 17 <= len(live) <= total  # each lane leaves less than a row
 
 
-# ---- nanochat's loaders ---------------------------------------------------------------------------------------------
+# ---- nanochat's loaders
+# ---------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(params=["_bos_bestfit", ""])
 def make(request, tmp_path, monkeypatch):
-    """A way to make two of nanochat's loaders, with state and without, whose default data set and tokenizer are tiny.
-    This process is the only one."""
+    """A way to make two of nanochat's loaders, with state and without, whose default data set and
+    tokenizer are tiny. This process is the only one."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -274,7 +342,9 @@ def make(request, tmp_path, monkeypatch):
     def new(split="train", T=32, *, state=True, **kwargs):
         name = "tokenizing_distributed_data_loader" + "_with_state" * state + request.param
         tokenizer = [ByteTokenizer()] if request.param else []
-        return getattr(module, name)(*tokenizer, 4, T, split, tokenizer_threads=1, buffer_size=64, **kwargs)
+        return getattr(module, name)(
+            *tokenizer, 4, T, split, tokenizer_threads=1, buffer_size=64, **kwargs
+        )
 
     new.layout = "bestfit" if request.param else "concat"
     return new
@@ -291,10 +361,15 @@ def some(loader, n):
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_nanochat_loaders_yield_batches_and_a_state_of_plain_values(make, monkeypatch, split):
     text = b""
-    for (inputs, targets, state), (x, y) in zip(some(make(split), 8), some(make(split, state=False), 8), strict=True):
+    for (inputs, targets, state), (x, y) in zip(
+        some(make(split), 8), some(make(split, state=False), 8), strict=True
+    ):
         assert torch.equal(inputs, x) and torch.equal(targets, y), "the same without a state"
         text += bytes(t for t in inputs.flatten().tolist() if t < 256)
-        assert inputs.shape == targets.shape == (4, 32) and inputs.dtype == targets.dtype == torch.int64
+        assert (
+            inputs.shape == targets.shape == (4, 32)
+            and inputs.dtype == targets.dtype == torch.int64
+        )
         assert torch.equal(inputs[:, 1:], targets[:, :-1]), "nothing is off"
         assert make.layout == "concat" or (inputs[:, 0] == BOS).all()
         assert (state["rank"], state["world_size"]) == (0, 1) and json_copy(state) == state
@@ -310,8 +385,10 @@ def test_nanochat_loaders_resume_with_the_very_next_row(make):
     straight = some(make(), 134)
     for at in (0, 3, 8, 130):
         resumed = some(make(resume_state_dict=json_copy(straight[at][2])), 3)
-        for (x, y, state), (x2, y2, state2) in zip(straight[at + 1:], resumed):
-            assert torch.equal(x, x2) and torch.equal(y, y2) and json_copy(state) == json_copy(state2)
+        for (x, y, state), (x2, y2, state2) in zip(straight[at + 1 :], resumed):
+            assert (
+                torch.equal(x, x2) and torch.equal(y, y2) and json_copy(state) == json_copy(state2)
+            )
     assert straight[130][2]["epoch"] > 1, "the case: past the first epoch"
 
 
@@ -331,15 +408,21 @@ def test_nanochat_loaders_refuse_the_state_of_another_rank_or_loader(make, monke
     refused("T was 32, now 16", T=16, resume_state_dict=state)
     refused("split: got 'test'", "test")
     # Regression: the state of nanochat's own loaders raised KeyError: 'rank'.
-    refused("it has no 'cursors', 'rank', 'world_size'.*: start without resume_state_dict",
-            resume_state_dict={"pq_idx": 1, "rg_idx": None})
+    refused(
+        "it has no 'cursors', 'rank', 'world_size'.*: start without resume_state_dict",
+        resume_state_dict={"pq_idx": 1, "rg_idx": None},
+    )
     for rank, world_size in ((0, 2), (1, 4), (0, 1)):
         be_rank(rank, world_size)
-        refused(rf"rank 1 of 2, but this is rank {rank} of {world_size}.*DataLoader", resume_state_dict=state)
+        refused(
+            rf"rank 1 of 2, but this is rank {rank} of {world_size}.*DataLoader",
+            resume_state_dict=state,
+        )
 
 
 def test_the_prefetch_thread_uses_its_own_gpu_and_sleeps_while_it_waits(monkeypatch):
-    """Otherwise each rank's thread would open a context on GPU 0. Slots are real, but their device is a fake."""
+    """Otherwise each rank's thread would open a context on GPU 0. Slots are real, but their device
+    is a fake."""
     calls, new_slot = [], module.Slot
 
     class Event:
@@ -354,26 +437,40 @@ def test_the_prefetch_thread_uses_its_own_gpu_and_sleeps_while_it_waits(monkeypa
     def fake_slot(B, T, bos, device, **kwargs):
         slot = new_slot(B, T, bos, torch.device("cpu"), **kwargs)
         slot.device = types.SimpleNamespace(type="cuda")
-        monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, to=torch.Tensor.to, **kwargs: to(
-            self, *(a for a in args if isinstance(a, torch.dtype)), **kwargs))
+        monkeypatch.setattr(
+            torch.Tensor,
+            "to",
+            lambda self, *args, to=torch.Tensor.to, **kwargs: to(
+                self, *(a for a in args if isinstance(a, torch.dtype)), **kwargs
+            ),
+        )
         return slot
 
     monkeypatch.setattr(module, "Slot", fake_slot)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "set_device",
-                        lambda device: calls.append((threading.current_thread().name, device)))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_device",
+        lambda device: calls.append((threading.current_thread().name, device)),
+    )
     with make_loader(device="cuda:3") as loader:
         next(loader)
     assert set(calls) == {("prefetch", torch.device("cuda:3")), ("event", True)}
 
 
-@pytest.mark.parametrize(("state", "rank", "world_size", "warns"), [
-    (True, 0, 2, True), (True, 1, 2, False), (True, 0, 1, False), (False, 0, 2, False)])
+@pytest.mark.parametrize(
+    ("state", "rank", "world_size", "warns"),
+    [(True, 0, 2, True), (True, 1, 2, False), (True, 0, 1, False), (False, 0, 2, False)],
+)
 def test_a_nanochat_loader_with_state_says_at_once_that_it_serves_its_own_rank(
-        make, monkeypatch, caplog, state, rank, world_size, warns):
-    """Regression: nanochat saves the state of rank 0 alone, and the other ranks failed when they resumed."""
+    make, monkeypatch, caplog, state, rank, world_size, warns
+):
+    """Regression: nanochat saves the state of rank 0 alone, and the other ranks failed when they
+    resumed."""
     for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", world_size)):
         monkeypatch.setenv(name, str(value))
     loader = make(state=state)
-    assert ("has the place of its own rank only: each of the 2 ranks must save its own" in caplog.text) == warns
+    assert (
+        "has the place of its own rank only: each of the 2 ranks must save its own" in caplog.text
+    ) == warns
     loader.close()

@@ -22,8 +22,10 @@ from scripts import base_train, compare_runs, report, verify
 from tests import training
 from tests.toy import MemorySource, json_copy
 
-EXAMPLE_LR = {name: float(base_train.__doc__.split(f"--{name.replace('_', '-')}=")[1].split()[0])
-              for name in ("matrix_lr", "embedding_lr", "unembedding_lr")}
+EXAMPLE_LR = {
+    name: float(base_train.__doc__.split(f"--{name.replace('_', '-')}=")[1].split()[0])
+    for name in ("matrix_lr", "embedding_lr", "unembedding_lr")
+}
 
 
 @pytest.fixture
@@ -33,16 +35,27 @@ def base(tmp_path):
 
 
 def first_row_calls(num_buckets, V):
-    """Number of Python calls to open a mix of `num_buckets` buckets and to get the first row of each of V lanes."""
+    """Number of Python calls to open a mix of `num_buckets` buckets and to get the first row of
+    each of V lanes."""
     documents = [[np.arange(20, dtype=np.uint32)] * 64] * (V // 16)
     sources = {f"b{i}": MemorySource(documents) for i in range(num_buckets)}
-    phase = {"duration_tokens": 10**9, "mix": {bucket: 1 + i % 7 for i, bucket in enumerate(sources)}}
+    phase = {
+        "duration_tokens": 10**9,
+        "mix": {bucket: 1 + i % 7 for i, bucket in enumerate(sources)},
+    }
     mix = Curriculum.from_json({"phases": [phase], "max_epochs": dict.fromkeys(sources, 0)})
     counts = Counter()
     sys.setprofile(lambda frame, event, arg: counts.update([event]))
     try:
-        with closing(open_stream(StreamConfig(T=32, V=V, seed=1, curriculum=mix), sources, range(V), tokenizer="t",
-                                 num_threads=0)) as stream:
+        with closing(
+            open_stream(
+                StreamConfig(T=32, V=V, seed=1, curriculum=mix),
+                sources,
+                range(V),
+                tokenizer="t",
+                num_threads=0,
+            )
+        ) as stream:
             assert len(stream.next_rows(1)) == V
     finally:
         sys.setprofile(None)
@@ -55,7 +68,8 @@ def test_the_work_for_first_rows_is_linear_in_buckets_and_lanes():
 
 
 def test_an_unfinished_loader_ends_quietly(base):
-    """In 1 of 16 cases, Python ended while the prefetch thread ran: "FATAL: exception not rethrown"."""
+    """In 1 of 16 cases, Python ended while the prefetch thread ran: "FATAL: exception not
+    rethrown"."""
     code = f"""
 import os, sys
 from nanochat.dataloader import tokenizing_distributed_data_loader_bos_bestfit as loader
@@ -69,8 +83,13 @@ for _ in range(2):  # children and parent all end with an unfinished loader
     assert os.waitpid(pid, 0)[1] == 0
 """
     quiet = "ignore:This process:DeprecationWarning"  # of Python 3.12 for os.fork
-    done = subprocess.run([sys.executable, "-W", quiet, "-c", code], capture_output=True, text=True,
-                          timeout=training.PATIENCE_S, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-W", quiet, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=training.PATIENCE_S,
+        cwd=Path(__file__).parents[1],
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -100,7 +119,9 @@ def test_malformed_cursors_are_refused():
     sources = {"data": MemorySource([[np.arange(20, dtype=np.uint32)] * 64] * 4)}
 
     def restored(cursors):
-        with closing(open_stream(config, sources, range(2), tokenizer="t", cursors=cursors)) as stream:
+        with closing(
+            open_stream(config, sources, range(2), tokenizer="t", cursors=cursors)
+        ) as stream:
             stream.next_rows(1)
 
     with closing(open_stream(config, sources, range(2), tokenizer="t")) as stream:
@@ -108,8 +129,14 @@ def test_malformed_cursors_are_refused():
         whole = stream.cursors()
     restored(json_copy(whole))
     assert whole[0]["buckets"]["data"]["waiting"]
-    for name, value in (("epoch", None), ("waiting", True), ("waiting", [[0, 0]]), ("waiting", [[0, 9, 0, 1, 0, 0]]),
-                        ("waiting", [[0, 0, 64, 1, 0, 0]]), ("row", "1")):
+    for name, value in (
+        ("epoch", None),
+        ("waiting", True),
+        ("waiting", [[0, 0]]),
+        ("waiting", [[0, 9, 0, 1, 0, 0]]),
+        ("waiting", [[0, 0, 64, 1, 0, 0]]),
+        ("row", "1"),
+    ):
         cursors = json_copy(whole)
         cursors[1]["buckets"]["data"][name] = value
         with pytest.raises(ValueError, match=r"^cursor of lane 1, bucket 'data'"):
@@ -119,14 +146,29 @@ def test_malformed_cursors_are_refused():
             restored([whole[0], {**whole[1], name: value}])
 
 
-@pytest.mark.parametrize("read, name, text, error", [
-    (read_plan, "plan.json", "[]", "expected an object"),
-    (read_plan, "plan.json", '{"estimate": 1}', "estimate: expected true or false"),
-    (read_manifests, "data_manifest.json", '{"train": {"web": 1}, "val": {}}', "web: expected an object"),
-    (read_manifests, "data_manifest.json", '{"train": {"web": {"root": "", "files": []}}, "val": {}}', "a bucket"),
-    (load_plain, "optimizer.bin", "", "refused, because it is corrupt or holds")])
+@pytest.mark.parametrize(
+    "read, name, text, error",
+    [
+        (read_plan, "plan.json", "[]", "expected an object"),
+        (read_plan, "plan.json", '{"estimate": 1}', "estimate: expected true or false"),
+        (
+            read_manifests,
+            "data_manifest.json",
+            '{"train": {"web": 1}, "val": {}}',
+            "web: expected an object",
+        ),
+        (
+            read_manifests,
+            "data_manifest.json",
+            '{"train": {"web": {"root": "", "files": []}}, "val": {}}',
+            "a bucket",
+        ),
+        (load_plain, "optimizer.bin", "", "refused, because it is corrupt or holds"),
+    ],
+)
 def test_malformed_files_of_a_run_are_named(tmp_path, monkeypatch, read, name, text, error):
-    monkeypatch.setattr(torch, "load", mock.Mock(side_effect=OSError(22, "Invalid argument")))  # of a forged archive
+    # of a forged archive
+    monkeypatch.setattr(torch, "load", mock.Mock(side_effect=OSError(22, "Invalid argument")))
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=rf"^{tmp_path / name}: .*{error}"):
         read(tmp_path / name)
@@ -139,5 +181,7 @@ def test_a_log_with_values_of_wrong_types_is_named(copied):
     log.write_text(whole + '{"event": "val", "step": 2, "bpb": 1.0, "buckets": "none"}\n')
     assert compare_runs.main(["run", "run"]) == 0
     log.write_text(whole.replace('"tokens_per_s": ', '"tokens_per_s": "x", "fast": '))
-    with pytest.raises(ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a string"):
+    with pytest.raises(
+        ValueError, match=r"train.jsonl: step 0: tokens_per_s: expected a number, got a string"
+    ):
         report.main(["run"])

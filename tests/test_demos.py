@@ -15,7 +15,9 @@ def test_killed_runs_end_with_the_weights_of_undisturbed_ones(monkeypatch, capsy
     lines = capsys.readouterr().out.splitlines()
     [killed] = [line.split() for line in lines if line.startswith("4 -> 1 -> 2")]
     [undisturbed] = [line.split() for line in lines if line.startswith("1  ")]
-    assert killed[-2:] == undisturbed[-2:] and killed[-3] == "2", "the same batches and weights after two kills"
+    assert killed[-2:] == undisturbed[-2:] and killed[-3] == "2", (
+        "the same batches and weights after two kills"
+    )
 
 
 @pytest.mark.parametrize("rerun", [0.0, 0.001])
@@ -40,7 +42,9 @@ def test_the_table_of_kills_counts_skipped_and_repeated_tokens(monkeypatch):
     other_order = [np.array([3, 2, 1]), np.array([4, 5, 6]), np.array([8, 7])]
     assert demo_kills.compare(other_order, undisturbed) == ["0", "0", "0 of 3"]
     lossy = [np.array([1, 2, 3]), np.array([5, 6, 6]), np.array([7])]
-    assert demo_kills.compare(lossy, undisturbed) == ["2", "1", "2 of 3"], "4 and 8 are skipped, 6 is repeated"
+    assert demo_kills.compare(lossy, undisturbed) == ["2", "1", "2 of 3"], (
+        "4 and 8 are skipped, 6 is repeated"
+    )
     assert demo_kills.compare(undisturbed[:2], undisturbed) == ["2", "0", "1 of 3"]
 
 
@@ -53,5 +57,7 @@ def test_a_job_resumes_from_the_newest_step_that_all_processes_saved(tmp_path):
 
 
 def test_bad_input_gets_one_sentence():
-    with pytest.raises(ValueError, match="--data-path is missing: pass a folder with one folder of text files"):
+    with pytest.raises(
+        ValueError, match="--data-path is missing: pass a folder with one folder of text files"
+    ):
         demo_exactness.main(["dry"])

@@ -24,15 +24,20 @@ VAL = index_to_filename(LAST)
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files` {name: bytes}. `script` {name: [fault, ...]} has one fault for each of the first requests."""
+    """Serves `files` {name: bytes}. `script` {name: [fault, ...]} has one fault for each of the
+    first requests."""
 
     daemon_threads = True
 
     def __init__(self, files):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.script, self.requests = files, {}, []
+        self.files = files
+        self.script = {}
+        self.requests = []
         self.url = f"http://127.0.0.1:{self.server_port}/base"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
 
     def handle_error(self, request, client_address):
         pass  # connections are dropped on purpose
@@ -50,7 +55,9 @@ class Handler(BaseHTTPRequestHandler):
         fault = faults.pop(0) if faults else {}
         self.server.requests.append((name, dict(self.headers), time.monotonic()))
         body = self.server.files.get(name)
-        self.send_response(302 if "redirect" in fault else fault.get("status", 200 if body is not None else 404))
+        self.send_response(
+            302 if "redirect" in fault else fault.get("status", 200 if body is not None else 404)
+        )
         if "redirect" in fault:
             self.send_header("Location", fault["redirect"])
         if "retry_after" in fault:
@@ -60,7 +67,7 @@ class Handler(BaseHTTPRequestHandler):
         if "chunked" not in fault:
             self.send_header("Content-Length", str(fault.get("length", len(body))))
         self.end_headers()
-        self.wfile.write(body[:fault.get("drop_after", len(body))])
+        self.wfile.write(body[: fault.get("drop_after", len(body))])
         self.wfile.flush()
         self.close_connection = True
 
@@ -83,10 +90,14 @@ def clean_env(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("blocked", ["http://127.0.0.2:9/x?sig=HIDDEN", "http://cdn.invalid/x"])
-def test_a_redirect_to_a_host_that_does_not_answer_names_that_host(server, tmp_path, monkeypatch, blocked):
+def test_a_redirect_to_a_host_that_does_not_answer_names_that_host(
+    server, tmp_path, monkeypatch, blocked
+):
     monkeypatch.setattr(download, "ATTEMPTS", 1)
     server.script[VAL] = [{"redirect": blocked}]
-    with pytest.raises(OSError, match=r"no complete answer .* from (127\.0\.0\.2:9|cdn\.invalid), to which 127\."):
+    with pytest.raises(
+        OSError, match=r"no complete answer .* from (127\.0\.0\.2:9|cdn\.invalid), to which 127\."
+    ):
         try:
             job_for(server).fetch(LAST)
         except OSError as e:
@@ -97,7 +108,9 @@ def test_a_redirect_to_a_host_that_does_not_answer_names_that_host(server, tmp_p
 def test_a_refusal_after_a_redirect_names_the_host_that_refused(server):
     other = Server({})
     server.script[VAL] = [{"redirect": f"{other.url}/nothing"}]
-    with pytest.raises(OSError, match=rf"got HTTP 404 .* from 127.*:{other.server_port}, to which 127.* redirects"):
+    with pytest.raises(
+        OSError, match=rf"got HTTP 404 .* from 127.*:{other.server_port}, to which 127.* redirects"
+    ):
         job_for(server).fetch(LAST)
     other.shutdown()
     other.server_close()
@@ -114,7 +127,9 @@ def fetch(job, *indices, num_workers=1):
 
 
 def on_disk(path):
-    return sorted(p.name for p in path.iterdir() if not p.name.startswith(".") and p.name != "dataset.json")
+    return sorted(
+        p.name for p in path.iterdir() if not p.name.startswith(".") and p.name != "dataset.json"
+    )
 
 
 def requests_of(server, index):
@@ -125,52 +140,91 @@ def run(server, *args):
     return dataset.main(["--base-url", server.url, *args])
 
 
-# ---- a server without faults ----------------------------------------------------------------------------------------
+# ---- a server without faults
+# ----------------------------------------------------------------------------------------
+
 
 def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(server, capsys):
     run(server, "-n", "2", "-w", "3")
-    assert on_disk(default_data_dir()) == ["shard_00000.parquet", "shard_00001.parquet", "shard_00003.parquet"]
-    assert all((default_data_dir() / n).read_bytes() == server.files[n] for n in on_disk(default_data_dir()))
+    assert on_disk(default_data_dir()) == [
+        "shard_00000.parquet",
+        "shard_00001.parquet",
+        "shard_00003.parquet",
+    ]
+    assert all(
+        (default_data_dir() / n).read_bytes() == server.files[n]
+        for n in on_disk(default_data_dir())
+    )
     assert capsys.readouterr().err == ""  # no progress bar without a terminal
     num_requests = len(server.requests)
     run(server, "--verify")
     assert "complete: 3 shards" in capsys.readouterr().out and len(server.requests) == num_requests
     run(server, "-n", "-1")
-    assert [r[0] for r in server.requests[num_requests:]] == ["shard_00002.parquet"], "others are not requested again"
+    assert [r[0] for r in server.requests[num_requests:]] == ["shard_00002.parquet"], (
+        "others are not requested again"
+    )
 
 
-# ---- a server with faults -------------------------------------------------------------------------------------------
+# ---- a server with faults
+# -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("status, retry_after", [(429, 1), (503, 0)])
-def test_a_busy_server_is_retried_after_its_retry_after_or_a_pause(server, status, retry_after, caplog):
-    server.script[index_to_filename(0)] = [{"status": status, "retry_after": retry_after}, {"status": status}]
+def test_a_busy_server_is_retried_after_its_retry_after_or_a_pause(
+    server, status, retry_after, caplog
+):
+    server.script[index_to_filename(0)] = [
+        {"status": status, "retry_after": retry_after},
+        {"status": status},
+    ]
     assert fetch(job_for(server), 0) == {}
     first, second, _ = requests_of(server, 0)
     assert second[2] - first[2] >= 0.95 * retry_after
     lines = [line.split("shard_00000.parquet: ")[1] for line in caplog.messages]
-    assert lines == [f"got HTTP {status}, so the server is busy; attempt {n} of {download.ATTEMPTS} in {pause} s"
-                     for n, pause in ((2, retry_after), (3, 0))]
+    assert lines == [
+        f"got HTTP {status}, so the server is busy; attempt {n} of {download.ATTEMPTS} in {pause} s"
+        for n, pause in ((2, retry_after), (3, 0))
+    ]
     server.script[index_to_filename(1)] = [{"status": status}] * 99
     assert f"got HTTP {status}" in fetch(job_for(server), 1)[index_to_filename(1)]
     assert len(requests_of(server, 1)) == download.ATTEMPTS
 
 
-def test_wrong_or_missing_content_lengths_and_dropped_connections_are_retried_a_limited_number_of_times(server):
+def test_wrong_or_missing_content_lengths_and_dropped_connections_are_retried_a_limited_number_of_times(
+    server,
+):
     names, job = [index_to_filename(i) for i in range(LAST)], job_for(server)
-    server.script[names[0]] = [{"drop_after": 1000}, {"length": 1 << 20}, {"drop_after": 0}, {"chunked": True}]
+    server.script[names[0]] = [
+        {"drop_after": 1000},
+        {"length": 1 << 20},
+        {"drop_after": 0},
+        {"chunked": True},
+    ]
     server.script[names[1]] = [{"drop_after": 100}] * 99
     server.script[names[2]] = [{"length": 5000}]
     (job.data_dir / f"{names[0]}.part").write_bytes(b"x" * 100_000)  # left by a killed process
     failed = fetch(job, 0, 1, 2, num_workers=2)
-    assert list(failed) == names[1:] and "gave up" in failed[names[1]] and "not a parquet" in failed[names[2]]
+    assert (
+        list(failed) == names[1:]
+        and "gave up" in failed[names[1]]
+        and "not a parquet" in failed[names[2]]
+    )
     assert len(requests_of(server, 0)) == 4 and len(requests_of(server, 1)) == download.ATTEMPTS
     assert on_disk(job.data_dir) == [names[0], f"{names[1]}.part"]
     assert (job.data_dir / names[0]).read_bytes() == server.files[names[0]]
 
 
-@pytest.mark.parametrize("body", [b"<html>sorry</html>", parquet_bytes(0)[:-50], parquet_bytes(0, words=["a"]),
-                                  parquet_bytes(0, text=pa.array([], pa.string())), parquet_bytes(0, text=[1, 2])],
-                         ids=["html", "truncated", "no-text-column", "no-rows", "text-is-int"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>sorry</html>",
+        parquet_bytes(0)[:-50],
+        parquet_bytes(0, words=["a"]),
+        parquet_bytes(0, text=pa.array([], pa.string())),
+        parquet_bytes(0, text=[1, 2]),
+    ],
+    ids=["html", "truncated", "no-text-column", "no-rows", "text-is-int"],
+)
 def test_a_damaged_shard_never_gets_the_final_name(server, body):
     server.files[index_to_filename(0)] = body
     job = job_for(server)
@@ -182,7 +236,9 @@ def test_a_damaged_shard_never_gets_the_final_name(server, body):
 def test_the_error_lists_every_shard_that_failed_and_no_other_replaces_the_validation_shard(server):
     server.files[index_to_filename(1)] = b"rubbish"
     del server.files[VAL]
-    with pytest.raises(OSError, match=rf"2 of 4 shards failed:\n  .*/shard_00001.parquet: .*\n  .*/{VAL}: .*404") as e:
+    with pytest.raises(
+        OSError, match=rf"2 of 4 shards failed:\n  .*/shard_00001.parquet: .*\n  .*/{VAL}: .*404"
+    ) as e:
         run(server)
     assert "run the same command again" in str(e.value)
     assert on_disk(default_data_dir()) == ["shard_00000.parquet", "shard_00002.parquet"]
@@ -196,7 +252,9 @@ def test_downloading_a_single_file_returns_whether_it_is_there(server, monkeypat
     assert on_disk(default_data_dir()) == ["shard_00000.parquet"] and "404" in caplog.text
 
 
-# ---- the tasks of the CORE metric ------------------------------------------------------------------------------------
+# ---- the tasks of the CORE metric
+# ------------------------------------------------------------------------------------
+
 
 def bundle_zip(folder, **more):
     """An archive like nanochat's: a synthetic bundle, a file of macOS, and `more` {name: bytes}."""
@@ -209,35 +267,70 @@ def bundle_zip(folder, **more):
 
 
 def test_a_bundle_is_downloaded_once(server, tmp_path, capsys, caplog):
-    server.files["eval_bundle.zip"], folder = bundle_zip(tmp_path / "made"), tmp_path / "base" / "eval_bundle"
+    server.files["eval_bundle.zip"], folder = (
+        bundle_zip(tmp_path / "made"),
+        tmp_path / "base" / "eval_bundle",
+    )
     server.script["eval_bundle.zip"] = [{"drop_after": 1000}]
     for _ in range(2):
         run(server, "--eval-bundle")
         assert f"{folder}: 7 tasks with 56 items" in capsys.readouterr().out
     [retry] = caplog.messages
-    assert all(part in retry for part in ("eval_bundle.zip: no complete answer (", "IncompleteRead(1000 bytes",
-                                          "attempt 2 of 6 in "))
-    assert len(server.requests) == 2 and [p.name for p in folder.parent.iterdir()] == ["eval_bundle"]
+    assert all(
+        part in retry
+        for part in (
+            "eval_bundle.zip: no complete answer (",
+            "IncompleteRead(1000 bytes",
+            "attempt 2 of 6 in ",
+        )
+    )
+    assert len(server.requests) == 2 and [p.name for p in folder.parent.iterdir()] == [
+        "eval_bundle"
+    ]
     for path in folder.rglob("*.*"):
-        assert path.read_bytes() == (tmp_path / "made" / "eval_bundle" / path.relative_to(folder)).read_bytes()
+        assert (
+            path.read_bytes()
+            == (tmp_path / "made" / "eval_bundle" / path.relative_to(folder)).read_bytes()
+        )
 
 
-@pytest.mark.parametrize("body, problem", [
-    (lambda folder: bundle_zip(folder)[:-40], "File is not a zip file"),
-    (lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"), "Bad magic number"),
-    (lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}), "icl_tasks: expected a list"),
-    (lambda folder: bundle_zip(folder, **{f"eval_bundle/{i}": b"" for i in range(90)}),
-     " 1.. entries with .* at most 80 "),
-    (lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}), "bytes, expected at most"),
-    (lambda folder: b"0" * 600_001, "it has 600,001 bytes, expected at most 600,000"),
-    (lambda folder: None, "got HTTP 404")], ids=["cut", "damaged", "no-tasks", "entries", "bomb", "large", "absent"])
-def test_a_damaged_bundle_leaves_nothing_and_names_the_folder(server, tmp_path, monkeypatch, body, problem):
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        (lambda folder: bundle_zip(folder)[:-40], "File is not a zip file"),
+        (
+            lambda folder: bundle_zip(folder).replace(b"PK\x03\x04", b"PK\x03\x05"),
+            "Bad magic number",
+        ),
+        (
+            lambda folder: bundle_zip(folder, **{"eval_bundle/core.yaml": b"icl_tasks: 1"}),
+            "icl_tasks: expected a list",
+        ),
+        (
+            lambda folder: bundle_zip(folder, **{f"eval_bundle/{i}": b"" for i in range(90)}),
+            " 1.. entries with .* at most 80 ",
+        ),
+        (
+            lambda folder: bundle_zip(folder, **{"eval_bundle/zeros": bytes(1 << 20)}),
+            "bytes, expected at most",
+        ),
+        (lambda folder: b"0" * 600_001, "it has 600,001 bytes, expected at most 600,000"),
+        (lambda folder: None, "got HTTP 404"),
+    ],
+    ids=["cut", "damaged", "no-tasks", "entries", "bomb", "large", "absent"],
+)
+def test_a_damaged_bundle_leaves_nothing_and_names_the_folder(
+    server, tmp_path, monkeypatch, body, problem
+):
     monkeypatch.setattr(download, "BUNDLE_BYTES", 600_000, raising=False)
     monkeypatch.setattr(download, "BUNDLE_ENTRIES", 80, raising=False)
     if (packed := body(tmp_path / "made")) is not None:
         server.files["eval_bundle.zip"] = packed
-    with pytest.raises(OSError, match=rf"{server.url}/eval_bundle.zip: .*{problem}.*unpack eval_bundle.zip yourself "
-                                      rf"to create .*/base/eval_bundle/core.yaml") as e:
+    with pytest.raises(
+        OSError,
+        match=rf"{server.url}/eval_bundle.zip: .*{problem}.*unpack eval_bundle.zip yourself "
+        rf"to create .*/base/eval_bundle/core.yaml",
+    ) as e:
         run(server, "--eval-bundle")
     assert "\n" not in str(e.value) and list((tmp_path / "base").iterdir()) == []
 
@@ -250,12 +343,16 @@ def test_a_bundle_cannot_write_outside_its_folder(server, tmp_path):
     assert all(path.is_relative_to(tmp_path / "base" / "eval_bundle") for path in written)
 
 
-# ---- endpoint and token ----------------------------------------------------------------------------------------------
+# ---- endpoint and token
+# ----------------------------------------------------------------------------------------------
+
 
 def test_the_endpoint_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
     monkeypatch.setenv("HF_TOKEN", "hf_secret\n")
-    monkeypatch.setitem(files.DATASETS, "climbmix", Dataset(f"{files.HUB}/datasets/x/resolve/main", LAST))
+    monkeypatch.setitem(
+        files.DATASETS, "climbmix", Dataset(f"{files.HUB}/datasets/x/resolve/main", LAST)
+    )
     name, mirror = index_to_filename(0), Server(dict(server.files))
     server.script[name] = [{"status": 429}, {"redirect": f"{mirror.url}/{name}"}]
     try:
@@ -284,13 +381,19 @@ def test_the_token_is_never_printed(server, monkeypatch, capsys, caplog):
     assert "sec" not in str(e.value) + str(e2.value) + out.out + out.err + caplog.text
 
 
-# ---- bad flags -------------------------------------------------------------------------------------------------------
+# ---- bad flags
+# -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("endpoint", ["https://u:hidden@h", "https://h?sig=hidden", "ftp://u:hidden@h"])
+
+@pytest.mark.parametrize(
+    "endpoint", ["https://u:hidden@h", "https://h?sig=hidden", "ftp://u:hidden@h"]
+)
 def test_a_secret_in_the_endpoint_is_refused_and_not_shown(tmp_path, monkeypatch, endpoint):
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     for make in (make_downloader, lambda: fetch_bundle(endpoint, tmp_path / "b")):
-        with pytest.raises(ValueError, match=r"(HF_ENDPOINT|--base-url): got '?(https|ftp)://(\*\*\*@)?h") as e:
+        with pytest.raises(
+            ValueError, match=r"(HF_ENDPOINT|--base-url): got '?(https|ftp)://(\*\*\*@)?h"
+        ) as e:
             make()
         assert "hidden" not in str(e.value)
 
@@ -301,15 +404,22 @@ def test_the_folder_of_another_data_set_is_refused(server, tmp_path):
         run(server, "--dataset=fineweb-edu", "--data-dir", str(folder))
     with pytest.raises(ValueError, match="holds fineweb-edu, not climbmix"):  # known by its path
         run(server, "--data-dir", str(default_data_dir("fineweb-edu")))
-    assert on_disk(folder) == [] and not server.requests and not default_data_dir("fineweb-edu").exists()
+    assert (
+        on_disk(folder) == []
+        and not server.requests
+        and not default_data_dir("fineweb-edu").exists()
+    )
 
 
-# ---- verifying ------------------------------------------------------------------------------------------------------
+# ---- verifying
+# ------------------------------------------------------------------------------------------------------
+
 
 def test_verify_names_every_damaged_file_and_the_damage(tmp_path):
     write(tmp_path, "a.parquet", "b.parquet", "c.parquet", "d.parquet", "e.parquet")
     at = (tmp_path / "b.parquet").read_bytes().index(b"document b.parquet/150")
-    patch(tmp_path / "b.parquet", at, b"?")  # in a page of the second row group, which the footer does not show
+    # in a page of the second row group, which the footer does not show
+    patch(tmp_path / "b.parquet", at, b"?")
     truncate(tmp_path / "c.parquet", 9000)
     not_utf8 = pa.array([b"ok", b"\xff\xfe"], pa.binary()).cast(pa.string(), safe=False)
     (tmp_path / "d.parquet").write_bytes(parquet_bytes(0, text=not_utf8))

@@ -24,12 +24,15 @@ BOS = 69
 def tokenizer(*special):
     """A fake tokenizer; the last ids are special."""
     ids = {name: BOS - i for i, name in enumerate(("<|bos|>", *special))}
-    return SimpleNamespace(get_bos_token_id=lambda: BOS, get_special_tokens=lambda: ids, encode_special=ids.get)
+    return SimpleNamespace(
+        get_bos_token_id=lambda: BOS, get_special_tokens=lambda: ids, encode_special=ids.get
+    )
 
 
 @pytest.fixture(scope="module")
 def model():
-    """A model with random weights in every part, so that windows, gates, smear and backout all matter."""
+    """A model with random weights in every part, so that windows, gates, smear and backout all
+    matter."""
     return shake(build(CONFIG)).eval().requires_grad_(False)
 
 
@@ -38,7 +41,7 @@ def naively(model, tokens, max_tokens, seed=42, **sampling):
     rng, ids = torch.Generator().manual_seed(seed), torch.tensor([tokens])
     for _ in range(max_tokens):
         ids = torch.cat((ids, sample_next_token(model(ids)[:, -1], rng, **sampling)), dim=1)
-    return ids[0, len(tokens):].tolist()
+    return ids[0, len(tokens) :].tolist()
 
 
 @pytest.mark.parametrize("chunks", [[1] * 200, [150] + [1] * 50, [3, 130, 1, 66], [200]])
@@ -59,8 +62,10 @@ def test_decoding_from_the_cache_equals_the_full_forward_at_every_position(model
 
 def test_samples_equal_those_without_a_cache(model):
     engine = Engine(model, tokenizer())
-    for samples, prompt, sampling in ((3, tokens(1, 170, vocab=67)[0].tolist(), {"temperature": 0}),
-                                      (1, [1, 2, 3], {"temperature": 0.7, "top_k": 20, "seed": 9})):
+    for samples, prompt, sampling in (
+        (3, tokens(1, 170, vocab=67)[0].tolist(), {"temperature": 0}),
+        (1, [1, 2, 3], {"temperature": 0.7, "top_k": 20, "seed": 9}),
+    ):
         naive = naively(model, prompt, 20, **sampling)
         assert BOS not in naive and len(set(naive)) > 2
         rows, masks = engine.generate_batch(prompt, samples, max_tokens=20, **sampling)
@@ -84,7 +89,9 @@ def test_sampling_follows_temperature_and_top_k():
 
 def test_a_seed_determines_the_samples_and_samples_differ_from_the_first_token(model):
     def draw(**kwargs):
-        columns = Engine(model, tokenizer()).generate([BOS, 1, 2], 8, max_tokens=6, temperature=2.0, **kwargs)
+        columns = Engine(model, tokenizer()).generate(
+            [BOS, 1, 2], 8, max_tokens=6, temperature=2.0, **kwargs
+        )
         return [column for column, _ in columns]
 
     torch.manual_seed(0)
@@ -97,11 +104,18 @@ def test_a_seed_determines_the_samples_and_samples_differ_from_the_first_token(m
 
 @pytest.fixture
 def scripted(model, monkeypatch):
-    """A function (script, tokenizer) -> engine whose greedy decoding of row i yields row i of the script."""
+    """A function (script, tokenizer) -> engine whose greedy decoding of row i yields row i of the
+    script."""
+
     def engine(script, tokenizer):
         columns = iter(torch.tensor(script).T)
-        monkeypatch.setattr(Engine, "_forward", lambda self, tokens, cache: torch.nn.functional.one_hot(
-            next(columns)[:len(tokens)], 70).float())
+        monkeypatch.setattr(
+            Engine,
+            "_forward",
+            lambda self, tokens, cache: torch.nn.functional.one_hot(
+                next(columns)[: len(tokens)], 70
+            ).float(),
+        )
         return Engine(model, tokenizer)
 
     return engine
@@ -111,8 +125,11 @@ def test_stop_tokens_end_a_row_and_generation_ends_with_the_last_row(scripted):
     end = BOS - 1
     script = [[5, 6, BOS, 7, 8, 9], [5, end, 1, 2, 3, 4], [5, 6, 7, 8, BOS, 4]]
     with_end = tokenizer("<|assistant_end|>")
-    columns = [c for c, _ in scripted(script, with_end).generate([1], 3, max_tokens=6, temperature=0)]
-    assert columns == [list(c) for c in zip(*script, strict=True)][:5]  # all rows end within five columns
+    columns = [
+        c for c, _ in scripted(script, with_end).generate([1], 3, max_tokens=6, temperature=0)
+    ]
+    # all rows end within five columns
+    assert columns == [list(c) for c in zip(*script, strict=True)][:5]
     rows, masks = scripted(script, with_end).generate_batch([1], 3, max_tokens=6, temperature=0)
     assert rows == [[1, 5, 6], [1, 5], [1, 5, 6, 7, 8]]
     assert masks == [[0, 1, 1], [0, 1], [0, 1, 1, 1, 1]]
@@ -135,7 +152,9 @@ def test_impossible_requests_are_refused(model):
         engine.generate_batch([1] * 150)
 
 
-# ---- a model from a checkpoint alone --------------------------------------------------------------------------------
+# ---- a model from a checkpoint alone
+# --------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def run(copied):
@@ -153,7 +172,8 @@ def masters(run, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_load_model_rebuilds_a_model_from_its_run(run, dtype):
-    """Its matrices are cast to the compute dtype once, which gives the bits of casting them each time."""
+    """Its matrices are cast to the compute dtype once, which gives the bits of casting them each
+    time."""
     x, trained = torch.arange(8)[None], masters(run, dtype)
     for path in ("run", run, run / "checkpoints" / "final"):
         model, tokenizer, meta = load_model(path, "cpu", compute_dtype=dtype)
@@ -166,7 +186,9 @@ def test_load_model_rebuilds_a_model_from_its_run(run, dtype):
 def test_load_model_refuses_mismatched_and_missing_files(run):
     final = run / "checkpoints" / "final"
     shutil.rmtree(run / "tokenizer")
-    RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(run / "tokenizer")
+    RustBPETokenizer.train_from_iterator(["quite other words are here"] * 4, 270).save(
+        run / "tokenizer"
+    )
     with pytest.raises(ValueError, match=r"tokenizer.*--model-tag"):
         load_model(final, "cpu")
     config = json.loads((final / MODEL_CONFIG_NAME).read_text())
@@ -183,12 +205,21 @@ def test_load_model_refuses_mismatched_and_missing_files(run):
 
 def test_generation_enables_only_two_kernels_and_restores_the_others(model, monkeypatch):
     """Flash and memory-efficient attention are enabled, cuDNN's and the plain one are not."""
-    cuda, enabled, forward = torch.backends.cuda, [], model.forward
-    cuda.enable_cudnn_sdp(True)  # PyTorch's default, which a test of another module may have changed
+    cuda = torch.backends.cuda
+    enabled = []
+    forward = model.forward
+    # PyTorch's default, which a test of another module may have changed
+    cuda.enable_cudnn_sdp(True)
 
     def recorded(*args, **kwargs):
-        enabled.append((cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled(),
-                        cuda.math_sdp_enabled()))
+        enabled.append(
+            (
+                cuda.flash_sdp_enabled(),
+                cuda.mem_efficient_sdp_enabled(),
+                cuda.cudnn_sdp_enabled(),
+                cuda.math_sdp_enabled(),
+            )
+        )
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model, "forward", recorded)

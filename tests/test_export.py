@@ -1,5 +1,6 @@
-"""Exports have the checkpoint's exact bits and the tokenizer's ids, and an import restores them. dev/compare_hf.py and
-dev/compare_nanochat.py check that transformers and nanochat compute the same."""
+"""Exports have the checkpoint's exact bits and the tokenizer's ids, and an import restores them.
+dev/compare_hf.py and dev/compare_nanochat.py check that transformers and nanochat compute the
+same."""
 
 import functools
 import json
@@ -57,11 +58,15 @@ def test_the_models_code_names_the_version_of_transformers_that_it_needs(base, m
     old = types.ModuleType("transformers")
     old.__version__ = "4.57.1"
     monkeypatch.setitem(sys.modules, "transformers", old)
-    with pytest.raises(ImportError, match=r"^This model's code needs transformers 5, but 4.57.1 is .*upgrade"):
+    with pytest.raises(
+        ImportError, match=r"^This model's code needs transformers 5, but 4.57.1 is .*upgrade"
+    ):
         exec((base / "hf" / f"{export.CODE}.py").read_text(), {})
 
 
-# ---- the code of an export, with stand-ins for transformers ----------------------------------------------------------
+# ---- the code of an export, with stand-ins for transformers
+# ----------------------------------------------------------
+
 
 @pytest.fixture
 def exported(base):
@@ -77,16 +82,31 @@ ROWS = torch.randint(320, (3, 40), generator=torch.Generator().manual_seed(0))
 NUMBERS = torch.arange(40)[None]
 
 
-@pytest.mark.parametrize(("argument", "reason"), [
-    ({"rubbish": 1}, "rubbish: this model would ignore it; leave it out"),
-    ({"token_type_ids": ROWS, "cu_seq_lens_q": ROWS}, "token_type_ids, cu_seq_lens_q: this model would ignore it"),
-    ({"attention_mask": torch.zeros(3, 1, 40, 40)}, r"got the shape \(3, 1, 40, 40\), expected \(3, 40\)"),
-    ({"attention_mask": torch.ones(3, 39)}, r"got the shape \(3, 39\), expected \(3, 40\)"),
-    ({"position_ids": NUMBERS % 20}, "position_ids: .* documents packed into a row would attend to each other"),
-    ({"inputs_embeds": torch.zeros(3, 40, 24)}, "inputs_embeds: .* so pass input_ids"),
-    ({"input_ids": None}, "inputs_embeds: .* so pass input_ids"),
-    ({"output_attentions": True}, "output_attentions: attention is computed without storing its weights"),
-])
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ({"rubbish": 1}, "rubbish: this model would ignore it; leave it out"),
+        (
+            {"token_type_ids": ROWS, "cu_seq_lens_q": ROWS},
+            "token_type_ids, cu_seq_lens_q: this model would ignore it",
+        ),
+        (
+            {"attention_mask": torch.zeros(3, 1, 40, 40)},
+            r"got the shape \(3, 1, 40, 40\), expected \(3, 40\)",
+        ),
+        ({"attention_mask": torch.ones(3, 39)}, r"got the shape \(3, 39\), expected \(3, 40\)"),
+        (
+            {"position_ids": NUMBERS % 20},
+            "position_ids: .* documents packed into a row would attend to each other",
+        ),
+        ({"inputs_embeds": torch.zeros(3, 40, 24)}, "inputs_embeds: .* so pass input_ids"),
+        ({"input_ids": None}, "inputs_embeds: .* so pass input_ids"),
+        (
+            {"output_attentions": True},
+            "output_attentions: attention is computed without storing its weights",
+        ),
+    ],
+)
 def test_an_argument_that_an_exported_model_cannot_honour_is_an_error(exported, argument, reason):
     """Regression: all of these gave wrong results without a word, or a traceback."""
     with pytest.raises(ValueError, match=reason) as e:
@@ -98,9 +118,17 @@ def test_an_exported_model_accepts_arguments_that_change_nothing(exported):
     padded = F.pad(torch.ones(3, 36, dtype=torch.int64), (4, 0))
     positions = (padded.cumsum(1) - 1).masked_fill(padded == 0, 1)
     plain = exported(ROWS, attention_mask=padded, use_cache=False).logits
-    more = {"rubbish": None, "output_attentions": False, "position_ids": positions, "cache_position": NUMBERS[0]}
+    more = {
+        "rubbish": None,
+        "output_attentions": False,
+        "position_ids": positions,
+        "cache_position": NUMBERS[0],
+    }
     assert torch.equal(exported(ROWS, attention_mask=padded, use_cache=False, **more).logits, plain)
-    assert torch.equal(exported(ROWS, use_cache=False, return_dict=False)[0], exported(ROWS, use_cache=False).logits)
+    assert torch.equal(
+        exported(ROWS, use_cache=False, return_dict=False)[0],
+        exported(ROWS, use_cache=False).logits,
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -121,7 +149,9 @@ class FakeLayer:
 
     def update(self, keys, values):
         new = keys, values
-        self.kept = new if self.kept is None else [torch.cat(pair, dim=2) for pair in zip(self.kept, new)]
+        self.kept = (
+            new if self.kept is None else [torch.cat(pair, dim=2) for pair in zip(self.kept, new)]
+        )
         return self.kept
 
 
@@ -143,20 +173,26 @@ class FakeCache:
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_cache_under_either_name_continues_a_row(exported, name, monkeypatch):
-    """Regression: transformers 5.24 passes `cache`, which was ignored, so it generated from the last token alone."""
+    """Regression: transformers 5.24 passes `cache`, which was ignored, so it generated from the
+    last token alone."""
     monkeypatch.setitem(type(exported).forward.__globals__, "DynamicLayer", FakeLayer)
     cache, whole = FakeCache(), exported(ROWS, use_cache=False).logits
-    parts = [exported(ROWS[:, a:b], **{name: cache}).logits for a, b in ((0, 30), (30, 31), (31, 40))]
+    parts = [
+        exported(ROWS[:, a:b], **{name: cache}).logits for a, b in ((0, 30), (30, 31), (31, 40))
+    ]
     assert (torch.cat(parts, dim=1) - whole).norm() <= 1e-5 * whole.norm()
 
 
 def test_the_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(exported):
-    """Regression: Trainer passed num_items_in_batch, which was ignored, and steps became as many times too large as
-    there were micro-batches."""
+    """Regression: Trainer passed num_items_in_batch, which was ignored, and steps became as many
+    times too large as there were micro-batches."""
     labels = ROWS.clone()
     labels[0, :30] = -100
     num_items = (labels[:, 1:] != -100).sum()
-    parts = [exported(ROWS[i:i + 1], labels=labels[i:i + 1], num_items_in_batch=num_items).loss for i in range(3)]
+    parts = [
+        exported(ROWS[i : i + 1], labels=labels[i : i + 1], num_items_in_batch=num_items).loss
+        for i in range(3)
+    ]
     assert exported.accepts_loss_kwargs
     assert sum(parts).item() == pytest.approx(exported(ROWS, labels=labels).loss.item(), rel=1e-5)
 
@@ -164,7 +200,9 @@ def test_the_losses_of_micro_batches_add_up_to_the_loss_of_the_batch(exported):
 def test_an_exported_model_returns_the_output_of_each_layer(exported):
     states = exported(ROWS, use_cache=False, output_hidden_states=True).hidden_states
     logits = exported.lm_head(states[-1])[..., :320]
-    assert len(states) == exported.config.n_layer + 1 and {state.shape for state in states} == {(3, 40, 24)}
+    assert len(states) == exported.config.n_layer + 1 and {state.shape for state in states} == {
+        (3, 40, 24)
+    }
     assert torch.equal(15 * torch.tanh(logits / 15), exported(ROWS, use_cache=False).logits)
 
 
@@ -174,11 +212,17 @@ def test_the_vocabulary_of_an_exported_model_cannot_be_resized(exported):
         exported.resize_token_embeddings(321)
 
 
-# ---- checks before an export is written ------------------------------------------------------------------------------
+# ---- checks before an export is written
+# ------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("to", "remedy"), [
-    ("hf", f"make the same change to nanochat/integrations/{export.CODE}.py"),
-    ("nanochat", "make the same change to gpt.py in nanochat")])
+
+@pytest.mark.parametrize(
+    ("to", "remedy"),
+    [
+        ("hf", f"make the same change to nanochat/integrations/{export.CODE}.py"),
+        ("nanochat", "make the same change to gpt.py in nanochat"),
+    ],
+)
 def test_a_model_whose_code_was_changed_is_not_exported(base, monkeypatch, to, remedy):
     """Regression: the README's own hack was exported, and transformers computed other logits."""
     monkeypatch.setattr(gpt.MLP, "forward", lambda self, x: self.c_proj(F.silu(self.c_fc(x))))
@@ -186,14 +230,20 @@ def test_a_model_whose_code_was_changed_is_not_exported(base, monkeypatch, to, r
     assert error.startswith(f"--to {to}: ") and "computes other logits" in error and remedy in error
 
 
-@pytest.mark.parametrize(("name", "value"), [("QK_SCALE", 2.0), ("LOGIT_CAP", 30.0), ("ROPE_BASE", 100)])
-def test_a_changed_constant_travels_to_transformers_but_not_to_nanochat(base, monkeypatch, name, value):
+@pytest.mark.parametrize(
+    ("name", "value"), [("QK_SCALE", 2.0), ("LOGIT_CAP", 30.0), ("ROPE_BASE", 100)]
+)
+def test_a_changed_constant_travels_to_transformers_but_not_to_nanochat(
+    base, monkeypatch, name, value
+):
     code = Path(integrations.__file__).with_name(f"{export.CODE}.py")
     config = load_model("run", "cpu")[0].config
     before = export.model_files(config, torch.float32, 0)["config.json"]
     monkeypatch.setattr(gpt, name, value)
     model = load_model("run", "cpu", compute_dtype=torch.float32)[0]
-    export_check.check_hf(model, code, json.loads(export.model_files(config, torch.float32, 0)["config.json"]))
+    export_check.check_hf(
+        model, code, json.loads(export.model_files(config, torch.float32, 0)["config.json"])
+    )
     with pytest.raises(ValueError, match="computes other logits"):
         export_check.check_hf(model, code, json.loads(before))
     with pytest.raises(ValueError, match="computes other logits"):
@@ -201,7 +251,9 @@ def test_a_changed_constant_travels_to_transformers_but_not_to_nanochat(base, mo
 
 
 def test_a_change_of_the_windows_is_not_exported_to_nanochat(base, monkeypatch):
-    config = gpt.GPTConfig(sequence_len=300, vocab_size=100, n_layer=2, n_head=2, n_kv_head=2, n_embd=24)
+    config = gpt.GPTConfig(
+        sequence_len=300, vocab_size=100, n_layer=2, n_head=2, n_kv_head=2, n_embd=24
+    )
 
     def check():
         model, rng = gpt.GPT(config), torch.Generator().manual_seed(0)
@@ -222,7 +274,10 @@ def test_a_model_with_other_parameters_is_not_exported(base, monkeypatch):
     model = load_model("run", "cpu", compute_dtype=torch.float32)[0]
     model.transformer["h"][0].mlp.c_gate = torch.nn.Linear(24, 96, bias=False)
     monkeypatch.setattr(export, "load_model", lambda *args, **kwargs: (model, None, {}))
-    assert 'cannot load this model (' in (error := refused("run", base / "new", "--to=hf")) and "c_gate" in error
+    assert (
+        "cannot load this model (" in (error := refused("run", base / "new", "--to=hf"))
+        and "c_gate" in error
+    )
     error = refused("run", base / "new", "--to=nanochat")
     assert "nanochat's gpt.py does not know transformer.h.0.mlp.c_gate.weight" in error
 
@@ -231,9 +286,13 @@ def test_checking_an_export_leaves_no_stand_in_for_transformers(exported):
     assert "transformers" not in sys.modules
 
 
-# ---- out ------------------------------------------------------------------------------------------------------------
+# ---- out
+# ------------------------------------------------------------------------------------------------------------
 
-def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(base, tmp_path, caplog):
+
+def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(
+    base, tmp_path, caplog
+):
     caplog.set_level(logging.INFO)
     assert training.as_bytes(load_file(base / "hf" / "model.safetensors")) == weights("run")
     export.write_weights(tmp_path, find_checkpoint("run").model_state(), shard_bytes=40_000)
@@ -258,18 +317,27 @@ def test_the_exported_tokenizer_gives_our_ids(text):
     assert theirs.encode(text, add_special_tokens=False).ids == ids
     assert theirs.encode(text).ids == [ours.bos_token_id, *ids], "BOS begins every text"
     assert theirs.decode(ids, skip_special_tokens=False) == text
-    assert {text: theirs.token_to_id(text) for text in ours.get_special_tokens()} == ours.enc._special_tokens
+    assert {
+        text: theirs.token_to_id(text) for text in ours.get_special_tokens()
+    } == ours.enc._special_tokens
     assert theirs.get_vocab_size() == ours.get_vocab_size()
 
 
-def test_another_programs_tokenizer_is_exported_with_its_end_of_documents_in_front(base, tmp_path, caplog):
+def test_another_programs_tokenizer_is_exported_with_its_end_of_documents_in_front(
+    base, tmp_path, caplog
+):
     library = ByteLevelBPETokenizer()
-    library.train_from_iterator(training.texts(20, seed=1), vocab_size=300, special_tokens=["<end>"])
+    library.train_from_iterator(
+        training.texts(20, seed=1), vocab_size=300, special_tokens=["<end>"]
+    )
     library.save(str(tmp_path / "tokenizer.json"))
     tokenizer = get_tokenizer(tmp_path, eod_token="<end>")
     exported = Tokenizer.from_str(export.tokenizer_files(tokenizer, 64)["tokenizer.json"].decode())
     assert exported.encode("a b").ids == [tokenizer.bos_token_id, *tokenizer.encode("a b")]
-    assert export.tokenizer_files(get_tokenizer("ids:300:7"), 64) == {} and "with 7 in front" in caplog.text
+    assert (
+        export.tokenizer_files(get_tokenizer("ids:300:7"), 64) == {}
+        and "with 7 in front" in caplog.text
+    )
 
 
 def test_a_tokenizer_whose_ids_would_differ_is_not_exported(base):
@@ -285,34 +353,68 @@ def test_config_and_card_describe_the_model(base):
     config = json.loads((base / "hf" / "config.json").read_text())
     checkpoint = find_checkpoint("run")
     assert checkpoint.model_config.items() <= config.items()
-    assert config["window_sizes"] == [128, 64], "the windows of a short and of a long layer, for 64 tokens"
+    assert config["window_sizes"] == [128, 64], (
+        "the windows of a short and of a long layer, for 64 tokens"
+    )
     assert config["auto_map"]["AutoModelForCausalLM"] == f"{export.CODE}.NanochatExactForCausalLM"
     code = Path(f"nanochat/integrations/{export.CODE}.py").read_bytes()
     assert (base / "hf" / f"{export.CODE}.py").read_bytes() == code
     card = (base / "hf" / "README.md").read_text()
     [val] = [event["bpb"] for event in training.events("val") if event["step"] == STEPS]
-    for fact in (training.digests()[-1], f"{val:.6f}", "4,096", checkpoint.trainer_state["checksum"]):
+    for fact in (
+        training.digests()[-1],
+        f"{val:.6f}",
+        "4,096",
+        checkpoint.trainer_state["checksum"],
+    ):
         assert fact in card, fact
     assert str(base) not in card, "no path of this machine"
 
 
-# ---- in -------------------------------------------------------------------------------------------------------------
+# ---- in
+# -------------------------------------------------------------------------------------------------------------
+
 
 def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(base, caplog):
-    assert export.main([f"{base / 'nc/base_checkpoints/run'}", "--from=nanochat", "--model-tag=back",
-                        f"--data-path={base / 'data'}"]) == 0
+    assert (
+        export.main(
+            [
+                f"{base / 'nc/base_checkpoints/run'}",
+                "--from=nanochat",
+                "--model-tag=back",
+                f"--data-path={base / 'data'}",
+            ]
+        )
+        == 0
+    )
     assert weights("back") == weights("run")
     (base / "data").rename(base / "away")
-    assert export.main([f"{base / 'nc/base_checkpoints/run'}", f"{base / 'elsewhere'}", "--from=nanochat"]) == 0
+    assert (
+        export.main(
+            [f"{base / 'nc/base_checkpoints/run'}", f"{base / 'elsewhere'}", "--from=nanochat"]
+        )
+        == 0
+    )
     (base / "away").rename(base / "data")
-    assert weights(str(base / "elsewhere")) == weights("run") and "base_eval cannot evaluate the run" in caplog.text
-    assert base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"]) == 0
+    assert (
+        weights(str(base / "elsewhere")) == weights("run")
+        and "base_eval cannot evaluate the run" in caplog.text
+    )
+    assert (
+        base_eval.main(["back", "--eval-tokens=1024", "--unigram-tokens=512", "--device-type=cpu"])
+        == 0
+    )
     result = json.loads((training.run_dir("back") / "eval.json").read_text())
     assert result["val_bpb"] == training.events("val")[-1]["bpb"] and result["step"] == STEPS
     [meta] = (base / "nc/base_checkpoints/run").glob("meta_*.json")
     assert json.loads(meta.read_text())["val_bpb"] == result["val_bpb"]
     assert sample.main(["back", "--max-tokens=2", "--device-type=cpu"]) == 0
-    assert base_train.main(training.flags(model_tag="next", init_from="back", num_iterations=1, eval_every=1)) == 0
+    assert (
+        base_train.main(
+            training.flags(model_tag="next", init_from="back", num_iterations=1, eval_every=1)
+        )
+        == 0
+    )
     assert training.events("val", "next")[0]["bpb"] == result["val_bpb"]
 
 
@@ -325,12 +427,17 @@ def copy_of(exported, name):
 def test_an_older_checkpoint_of_nanochat_gets_the_values_that_it_lacks(base):
     file, meta_file = copy_of(base / "nc", "older")
     state, meta = torch.load(file), json.loads(meta_file.read_text())
-    torch.save({f"_orig_mod.{name}": value for name, value in state.items() if name[-8:] != "_lambdas"}, file)
+    torch.save(
+        {f"_orig_mod.{name}": value for name, value in state.items() if name[-8:] != "_lambdas"},
+        file,
+    )
     del meta["model_config"]["window_pattern"]
     meta_file.write_text(json.dumps(meta))
     checkpoint = export.from_nanochat(str(file.parent))
     assert checkpoint.config["window_pattern"] == "L" and checkpoint.state.keys() == state.keys()
-    assert checkpoint.state["resid_lambdas"].tolist() == [1, 1] and checkpoint.state["x0_lambdas"].tolist() == [0, 0]
+    assert checkpoint.state["resid_lambdas"].tolist() == [1, 1] and checkpoint.state[
+        "x0_lambdas"
+    ].tolist() == [0, 0]
 
 
 def test_nanochats_own_download_is_the_default_data_unless_ours_exists(base_dir):
@@ -340,7 +447,9 @@ def test_nanochats_own_download_is_the_default_data_unless_ours_exists(base_dir)
     assert default_data_dir() == base_dir / "data" / "climbmix"
 
 
-# ---- refused --------------------------------------------------------------------------------------------------------
+# ---- refused
+# --------------------------------------------------------------------------------------------------------
+
 
 def refused(*argv):
     """The error of a command, which leaves nothing in the base directory."""
@@ -353,7 +462,9 @@ def refused(*argv):
 
 
 def test_nothing_is_overwritten_and_no_partial_output_stays(base, monkeypatch):
-    error = refused(base / "nc/base_checkpoints/run", "--from=nanochat", f"--data-path={base / 'data'}")
+    error = refused(
+        base / "nc/base_checkpoints/run", "--from=nanochat", f"--data-path={base / 'data'}"
+    )
     assert "runs/run: already exists" in error and "name another run with --model-tag" in error
 
     def full(*args):
@@ -366,6 +477,7 @@ def test_nothing_is_overwritten_and_no_partial_output_stays(base, monkeypatch):
 @pytest.mark.parametrize("package", ["safetensors.torch", "tokenizers", "huggingface_hub"])
 def test_a_package_that_cannot_be_imported_names_its_extra(base, monkeypatch, package):
     """Regression: a ModuleNotFoundError for a package that was installed in part."""
+
     class Missing:
         def find_spec(self, name, path=None, target=None):
             if name == package:
@@ -384,13 +496,23 @@ def test_other_architectures_and_damaged_checkpoints_are_one_sentence(base):
     def imported(state=whole, config=shape, step=STEPS):
         torch.save(state, file)
         meta.write_text(json.dumps({"model_config": config}))
-        return refused(f"{file.parent}@{step}", "--from=nanochat", f"--tokenizer={base / 'tokenizer'}",
-                       "--model-tag=x", f"--data-path={base / 'data'}")
+        return refused(
+            f"{file.parent}@{step}",
+            "--from=nanochat",
+            f"--tokenizer={base / 'tokenizer'}",
+            "--model-tag=x",
+            f"--data-path={base / 'data'}",
+        )
 
     error = imported({name: value for name, value in whole.items() if not name.startswith("smear")})
-    assert all(text in error for text in ("Missing key(s) in state_dict", '"smear_lambda"', '"smear_gate.weight"'))
+    assert all(
+        text in error
+        for text in ("Missing key(s) in state_dict", '"smear_lambda"', '"smear_gate.weight"')
+    )
     error = imported(whole | {"bias": torch.zeros(1), "smear_lambda": torch.zeros(3)})
-    assert 'Unexpected key(s) in state_dict: "bias"' in error and "mismatch for smear_lambda" in error
+    assert (
+        'Unexpected key(s) in state_dict: "bias"' in error and "mismatch for smear_lambda" in error
+    )
     assert "n_kv_head is 1" in imported(config=shape | {"n_kv_head": 1})
     assert "320 tokens, but the model has 500" in imported(config=shape | {"vocab_size": 500})
     assert "does not fit our model" in imported(config={"layers": 3})
@@ -410,5 +532,10 @@ class Trap:
 
 
 def test_a_model_that_nanochat_cannot_represent_is_refused(base):
-    assert base_train.main(training.flags(model_tag="narrow", depth=1, num_iterations=1, eval_every=-1)) == 0
+    assert (
+        base_train.main(
+            training.flags(model_tag="narrow", depth=1, num_iterations=1, eval_every=-1)
+        )
+        == 0
+    )
     assert "n_embd is 12" in refused("narrow", base / "new", "--to=nanochat")

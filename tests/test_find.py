@@ -18,31 +18,53 @@ STEPS = 12
 
 @st.composite
 def cases(draw):
-    """(settings of a stream, its sources, rows of each lane in a step, steps whose cursors are kept)."""
+    """(settings of a stream, its sources, rows of each lane in a step, steps whose cursors are
+    kept)."""
     buckets = {}
-    for k, name in enumerate(["a", "b"][:draw(st.integers(1, 2))]):
-        lengths = draw(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=9), min_size=2, max_size=6))
+    for k, name in enumerate(["a", "b"][: draw(st.integers(1, 2))]):
+        lengths = draw(
+            st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=9), min_size=2, max_size=6)
+        )
         buckets[name] = numbered(lengths, first=1000 + 100_000 * k, small=draw(st.booleans()))
     curriculum = None
     if len(buckets) == 2:
         curriculum = Curriculum([Phase(10**6, {"a": 0.5, "b": 0.5})])
     layout = draw(st.sampled_from(["crop", "split", "concat"]))
     config = StreamConfig(
-        T=16, V=draw(st.integers(1, 4)), seed=draw(st.integers(0, 9)), buffer_size=draw(st.integers(1, 12)),
-        layout="concat" if layout == "concat" else "bestfit", long_docs="split" if layout == "split" else "crop",
-        overlap=4, unit_size=4, max_epochs=0, curriculum=curriculum)
-    return config, buckets, draw(st.integers(1, 2)), draw(st.sets(st.integers(1, STEPS), max_size=4))
+        T=16,
+        V=draw(st.integers(1, 4)),
+        seed=draw(st.integers(0, 9)),
+        buffer_size=draw(st.integers(1, 12)),
+        layout="concat" if layout == "concat" else "bestfit",
+        long_docs="split" if layout == "split" else "crop",
+        overlap=4,
+        unit_size=4,
+        max_epochs=0,
+        curriculum=curriculum,
+    )
+    return (
+        config,
+        buckets,
+        draw(st.integers(1, 2)),
+        draw(st.sets(st.integers(1, STEPS), max_size=4)),
+    )
 
 
 @settings(max_examples=examples(0.5), deadline=None, derandomize=True, database=None)
 @given(cases(), st.data())
 def test_law_exactly_the_uses_of_a_document_are_found(case, data):
     config, sources, n, kept = case
-    saves, table, trained, n_rows = {0: None}, {}, 0, n * config.V
+    saves = {0: None}
+    table = {}
+    trained = 0
+    n_rows = n * config.V
     drop_dry = data.draw(st.booleans())
-    with closing(Stream(config, sources, range(config.V), tokenizer="t", num_threads=0, drop_dry=drop_dry)) as stream:
+    with closing(
+        Stream(config, sources, range(config.V), tokenizer="t", num_threads=0, drop_dry=drop_dry)
+    ) as stream:
         positions = positions_of(stream)
-        while trained < STEPS and len(rows := stream.next_rows(n)) == n_rows:  # fewer: a bucket is dry
+        # fewer: a bucket is dry
+        while trained < STEPS and len(rows := stream.next_rows(n)) == n_rows:
             for number, row in enumerate(rows):
                 for token in row.tokens[row.tokens != BOS].tolist():
                     table.setdefault(token, set()).add((trained, number))
@@ -50,7 +72,16 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
             positions = positions_of(stream)
             if trained in kept:
                 saves[trained] = json_copy(stream.cursors())
-    history = History(config, sources, "t", n, sorted(saves), lambda step: nearest(saves, step), trained, 10 * STEPS)
+    history = History(
+        config,
+        sources,
+        "t",
+        n,
+        sorted(saves),
+        lambda step: nearest(saves, step),
+        trained,
+        10 * STEPS,
+    )
     bucket = data.draw(st.sampled_from(sorted(sources)))
     group = data.draw(st.integers(0, len(sources[bucket].groups) - 1))
     row = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
@@ -58,10 +89,18 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
     passes = list(history.passes(Document(bucket, "x:0", 0, group, row)))
     uses = [use for found in passes for use in found.uses]
     expected = {place for token in tokens[1:] for place in table.get(token, ())}
-    named = {(use.step, use.row) for use in uses if any(token != BOS for token in tokens[use.start:use.stop])}
+    named = {
+        (use.step, use.row)
+        for use in uses
+        if any(token != BOS for token in tokens[use.start : use.stop])
+    }
     assert named == expected
     for use in uses:
-        assert all((use.step, use.row) in table[token] for token in tokens[use.start:use.stop] if token != BOS)
+        assert all(
+            (use.step, use.row) in table[token]
+            for token in tokens[use.start : use.stop]
+            if token != BOS
+        )
     assert [found.epoch for found in passes] == list(range(len(passes)))
     for found in passes:
         epoch, place, waiting = positions[bucket, found.lane]
@@ -73,8 +112,11 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
 
 def positions_of(stream):
     """{(bucket, lane): (epoch, place, pending documents)}."""
-    return {(bucket, lane): (feed.epoch, feed.place, set(feed.packer.waiting()))
-            for bucket, feeds in stream.feeds.items() for lane, feed in feeds.items()}
+    return {
+        (bucket, lane): (feed.epoch, feed.place, set(feed.packer.waiting()))
+        for bucket, feeds in stream.feeds.items()
+        for lane, feed in feeds.items()
+    }
 
 
 def nearest(saves, step):
@@ -85,7 +127,9 @@ def nearest(saves, step):
 
 def history_place(history, bucket, found, group, row):
     source = history.sources[bucket]
-    order = open_order(source.groups, source.means, small=source.small, bucket=bucket, config=history.config)
+    order = open_order(
+        source.groups, source.means, small=source.small, bucket=bucket, config=history.config
+    )
     return order.find(found.epoch, group, row)[1]
 
 
@@ -96,9 +140,16 @@ def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):
     data = {"train": {}, "val": {"web": source}}
     assert find_document(data, "a.parquet:2") == ("val", ("web", "a.parquet:2", 2, 1, 0))
     assert find_document(data, "b.parquet:1") == ("val", ("web", "b.parquet:1", 1, 3, 0))
-    assert [found.name for found in documents_with(source, "web", "two")] == ["a.parquet:1", "b.parquet:1"]
-    for name, words in (("a.parquet:3", "documents 0 to 2"), ("c.parquet:0", "no file c.parquet; its files are a.pa"),
-                        ("a.parquet", "expected FILE:DOC"), ("a.parquet:-1", "expected FILE:DOC")):
+    assert [found.name for found in documents_with(source, "web", "two")] == [
+        "a.parquet:1",
+        "b.parquet:1",
+    ]
+    for name, words in (
+        ("a.parquet:3", "documents 0 to 2"),
+        ("c.parquet:0", "no file c.parquet; its files are a.pa"),
+        ("a.parquet", "expected FILE:DOC"),
+        ("a.parquet:-1", "expected FILE:DOC"),
+    ):
         with pytest.raises(ValueError, match=words):
             find_document(data, name)
 
@@ -106,10 +157,14 @@ def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):
 @pytest.mark.parametrize("mixed", [False, True])
 def test_an_unread_document_is_expected_near_the_step_of_its_later_use(mixed):
     curriculum = Curriculum([Phase(10**6, {"a": 0.5, "b": 0.5})]) if mixed else None
-    config = StreamConfig(T=16, V=2, layout="concat", buffer_size=4, unit_size=4, max_epochs=0, curriculum=curriculum)
+    config = StreamConfig(
+        T=16, V=2, layout="concat", buffer_size=4, unit_size=4, max_epochs=0, curriculum=curriculum
+    )
     sources = {"a": numbered([[30] * 50] * 8), "b": numbered([[30] * 50] * 8, first=100_000)}
-    early, late = (History(config, sources, "t", 2, [0], lambda step: (0, None), trained, 900)
-                   for trained in (40, 400 * (1 + mixed)))
+    early, late = (
+        History(config, sources, "t", 2, [0], lambda step: (0, None), trained, 900)
+        for trained in (40, 400 * (1 + mixed))
+    )
     for group in range(8):
         document = Document("a", "x:0", 0, group, 7)
         step = next(late.passes(document)).uses[0].step

@@ -1,4 +1,5 @@
-"""FP8 products are near those in full precision, and have the same bits for any number of processes."""
+"""FP8 products are near those in full precision, and have the same bits for any number of
+processes."""
 
 import pytest
 import torch
@@ -10,13 +11,21 @@ from nanochat.start_run import build_model
 from tests import training
 
 workplace = training.in_workplace()
-FLAGS = {**training.SMALL, "aspect_ratio": 32, "head_dim": 16, "dtype": "bfloat16", "num_iterations": 50,
-         "save_every": 0}
+FLAGS = {
+    **training.SMALL,
+    "aspect_ratio": 32,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+    "num_iterations": 50,
+    "save_every": 0,
+}
 
 
 def test_products_and_gradients_are_near_the_exact_ones_and_zeros_stay_zeros():
     rng = torch.Generator().manual_seed(0)
-    x, weight, grad = (torch.randn(shape, generator=rng) for shape in ((32, 48), (64, 48), (32, 64)))
+    x, weight, grad = (
+        torch.randn(shape, generator=rng) for shape in ((32, 48), (64, 48), (32, 64))
+    )
     layer = Linear(48, 64)
     layer.weight.data = weight
     layer.__class__ = fp8.Float8Linear
@@ -36,9 +45,15 @@ def test_products_and_gradients_are_near_the_exact_ones_and_zeros_stay_zeros():
 
 def test_only_matrices_whose_dimensions_fit_are_converted():
     settings = Settings(vocab_size=320, fp8=True, depth=2, aspect_ratio=32, head_dim=16)
-    kinds = {name: type(module) for name, module in build_model(settings).named_modules() if isinstance(module, Linear)}
+    kinds = {
+        name: type(module)
+        for name, module in build_model(settings).named_modules()
+        if isinstance(module, Linear)
+    }
     left = {name for name, kind in kinds.items() if kind is Linear}
-    assert left == {"transformer.h.1.attn.ve_gate", "smear_gate"} and "lm_head" in kinds.keys() - left
+    assert (
+        left == {"transformer.h.1.attn.ve_gate", "smear_gate"} and "lm_head" in kinds.keys() - left
+    )
 
 
 def test_fifty_steps_learn_like_bfloat16():

@@ -1,4 +1,5 @@
-"""The model: shapes, initial bits, visibility between positions and documents, learning, memory estimates."""
+"""The model: shapes, initial bits, visibility between positions and documents, learning, memory
+estimates."""
 
 import itertools
 import shutil
@@ -43,34 +44,59 @@ def tokens(B, T, *, vocab=70, seed=0):
     return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-# ---- shape ----------------------------------------------------------------------------------------------------------
+# ---- shape
+# ----------------------------------------------------------------------------------------------------------
+
 
 def test_from_depth_sets_the_shape():
     config = GPTConfig.from_depth(24, vocab_size=32768, sequence_len=2048)
     assert (config.n_layer, config.n_embd, config.n_head, config.n_kv_head) == (24, 1536, 12, 12)
     rounded = GPTConfig.from_depth(5, vocab_size=300, sequence_len=64, window_pattern="L")
-    assert (rounded.n_embd, rounded.n_head, rounded.n_kv_head, rounded.window_pattern) == (384, 3, 3, "L")
-    assert GPTConfig.from_depth(2, vocab_size=9, sequence_len=8, aspect_ratio=5, head_dim=4).n_embd == 12
+    assert (rounded.n_embd, rounded.n_head, rounded.n_kv_head, rounded.window_pattern) == (
+        384,
+        3,
+        3,
+        "L",
+    )
+    assert (
+        GPTConfig.from_depth(2, vocab_size=9, sequence_len=8, aspect_ratio=5, head_dim=4).n_embd
+        == 12
+    )
 
 
-@pytest.mark.parametrize(("n_layer", "sequence_len", "pattern", "expected"), [
-    (6, 2048, "SSSL", [512, 512, 512, 2048, 512, 2048]), (3, 2049, "S", [640, 640, 2049]), (2, 4, "LS", [4, 4]),
-    (2, 100, "S", [128, 100])])  # a whole tile, as nanochat's
+@pytest.mark.parametrize(
+    ("n_layer", "sequence_len", "pattern", "expected"),
+    [
+        (6, 2048, "SSSL", [512, 512, 512, 2048, 512, 2048]),
+        (3, 2049, "S", [640, 640, 2049]),
+        (2, 4, "LS", [4, 4]),
+        (2, 100, "S", [128, 100]),
+    ],
+)  # a whole tile, as nanochat's
 def test_windows_tile_the_pattern_and_the_last_is_long(n_layer, sequence_len, pattern, expected):
     config = GPTConfig(n_layer=n_layer, sequence_len=sequence_len, window_pattern=pattern)
     assert config.window_sizes == expected
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ({"n_layer": 0}, "n_layer: got 0"), ({"n_embd": 770}, "n_embd / n_head: got 770 / 6"),
-    ({"n_embd": 18}, "expected an even"), ({"n_kv_head": 4}, "expected a divisor of n_head"),
-    ({"window_pattern": "SX"}, "window_pattern: got 'SX'"), ({"vocab_size": 3.5}, "got 3.5")])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"n_layer": 0}, "n_layer: got 0"),
+        ({"n_embd": 770}, "n_embd / n_head: got 770 / 6"),
+        ({"n_embd": 18}, "expected an even"),
+        ({"n_kv_head": 4}, "expected a divisor of n_head"),
+        ({"window_pattern": "SX"}, "window_pattern: got 'SX'"),
+        ({"vocab_size": 3.5}, "got 3.5"),
+    ],
+)
 def test_impossible_shapes_are_refused(wrong, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**wrong)
 
 
-# ---- initial weights ------------------------------------------------------------------------------------------------
+# ---- initial weights
+# ------------------------------------------------------------------------------------------------
+
 
 def test_initial_bits_depend_only_on_seed_and_name():
     straight = build(seed=7)
@@ -82,10 +108,14 @@ def test_initial_bits_depend_only_on_seed_and_name():
     state = torch.random.get_rng_state()
     empty.to_empty(device="cpu").init_weights(seed=7, compute_dtype=torch.float32)
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator is not used"
-    weights, deeper, other = (as_bytes(model.state_dict()) for model in (
-        straight, build(replace(SMALL, n_layer=7), seed=7), build(seed=8)))
+    weights, deeper, other = (
+        as_bytes(model.state_dict())
+        for model in (straight, build(replace(SMALL, n_layer=7), seed=7), build(seed=8))
+    )
     assert as_bytes(empty.state_dict()) == weights
-    assert torch.equal(straight(tokens(1, 9)), empty(tokens(1, 9))), "the rotary tables are equal, too"
+    assert torch.equal(straight(tokens(1, 9)), empty(tokens(1, 9))), (
+        "the rotary tables are equal, too"
+    )
     drawn = [n for n, p in straight.named_parameters() if p.dim() == 2 and "c_proj" not in n]
     assert len(drawn) > 20 and not any(weights[name] == other[name] for name in drawn)
     assert len({weights[name] for name in drawn}) == len(drawn), "each name has its own values"
@@ -93,9 +123,16 @@ def test_initial_bits_depend_only_on_seed_and_name():
     assert deeper[name] == weights[name]
 
 
-@pytest.mark.parametrize(("name", "std"), [
-    ("transformer.wte.weight", 0.8), ("lm_head.weight", 0.001), ("transformer.h.0.attn.c_q.weight", 1 / 16),
-    ("value_embeds.2.weight", 1 / 16), ("transformer.h.0.mlp.c_fc.weight", 0.4 / 16)])
+@pytest.mark.parametrize(
+    ("name", "std"),
+    [
+        ("transformer.wte.weight", 0.8),
+        ("lm_head.weight", 0.001),
+        ("transformer.h.0.attn.c_q.weight", 1 / 16),
+        ("value_embeds.2.weight", 1 / 16),
+        ("transformer.h.0.mlp.c_fc.weight", 0.4 / 16),
+    ],
+)
 def test_initial_weights_have_their_standard_deviation(name, std):
     weight = initial_weight(name, torch.Size((2048, 256)), seed=1, n_embd=256)
     assert weight.std().item() == pytest.approx(std, rel=0.01)
@@ -115,9 +152,13 @@ def test_embeddings_have_the_compute_dtype_and_masters_stay_float32():
     model = build(dtype=torch.bfloat16)
     assert model.compute_dtype == torch.bfloat16 == model.cos.dtype
     assert {n for n, p in model.named_parameters() if p.dtype != torch.float32} == {
-        "transformer.wte.weight", *(f"value_embeds.{i}.weight" for i in (0, 2, 4))}
+        "transformer.wte.weight",
+        *(f"value_embeds.{i}.weight" for i in (0, 2, 4)),
+    }
     drawn = initial_weight("transformer.wte.weight", torch.Size((128, 32)), seed=0, n_embd=32)
-    assert torch.equal(model.get_parameter("transformer.wte.weight"), drawn.bfloat16()), "rounded once"
+    assert torch.equal(model.get_parameter("transformer.wte.weight"), drawn.bfloat16()), (
+        "rounded once"
+    )
     x = tokens(2, 40)
     in_bf16 = shake(model)(x)
     assert in_bf16.dtype == torch.float32 and in_bf16.isfinite().all()
@@ -127,10 +168,12 @@ def test_embeddings_have_the_compute_dtype_and_masters_stay_float32():
     assert 0 < difference.mean() < 0.3 and model(x).std() > 1
 
 
-# ---- documents ------------------------------------------------------------------------------------------------------
+# ---- documents
+# ------------------------------------------------------------------------------------------------------
 
 T_DOCS = 200
-EDGES = [[0, 150, 151, 160, 200], [0, 40, 190, 200]]  # of the documents in two rows; the last one is padding
+# of the documents in two rows; the last one is padding
+EDGES = [[0, 150, 151, 160, 200], [0, 40, 190, 200]]
 
 
 def documents():
@@ -139,7 +182,7 @@ def documents():
     lengths = [torch.tensor(edges).diff() for edges in EDGES]
     doc_ids = torch.stack([torch.repeat_interleave(torch.arange(len(n)), n) for n in lengths]).int()
     for row, edges in enumerate(EDGES):
-        x[row, edges[-2]:], y[row, edges[-2]:] = 0, -100
+        x[row, edges[-2] :], y[row, edges[-2] :] = 0, -100
     return x, y, doc_ids
 
 
@@ -148,49 +191,73 @@ def docs_model(pattern, mode, n_layer=4):
     return shake(build(config, attention_mode=mode))
 
 
-@pytest.mark.parametrize("pattern", ["SSL", "L"])  # a short window is 128, less than the document of 150
+# a short window is 128, less than the document of 150
+@pytest.mark.parametrize("pattern", ["SSL", "L"])
 @pytest.mark.parametrize("mode", ["sdpa_mask", "flex"])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_with_masks_each_token_has_the_loss_of_its_document_alone(pattern, mode):
     model = docs_model(pattern, mode).requires_grad_(False)
     x, y, doc_ids = documents()
     together = model(x, y, masks=model.masks(doc_ids), loss_reduction="none")
-    expected = torch.stack([
-        torch.cat([model(x[row:row + 1, a:b], y[row:row + 1, a:b], loss_reduction="none")[0]
-                   for a, b in itertools.pairwise(edges)]) for row, edges in enumerate(EDGES)])
+    expected = torch.stack(
+        [
+            torch.cat(
+                [
+                    model(x[row : row + 1, a:b], y[row : row + 1, a:b], loss_reduction="none")[0]
+                    for a, b in itertools.pairwise(edges)
+                ]
+            )
+            for row, edges in enumerate(EDGES)
+        ]
+    )
     torch.testing.assert_close(together, expected, atol=2e-3, rtol=0)
-    assert (y == -100).sum() == 50 and not together[y == -100].any() and (expected[y >= 0] > 0).all()
+    assert (
+        (y == -100).sum() == 50 and not together[y == -100].any() and (expected[y >= 0] > 0).all()
+    )
     without = model(x, y, loss_reduction="none")  # without masks, documents mix
     assert (without - expected)[0, :150].abs().max() < 2e-3 < 1 < (without - expected).abs().max()
 
 
 def test_attention_modes():
-    assert build().attention_mode == "causal" and build().masks(documents()[2]) is None is build().masks(None)
+    assert build().attention_mode == "causal" and build().masks(
+        documents()[2]
+    ) is None is build().masks(None)
     with pytest.raises(ValueError, match="--attention-mode varlen: the batch has no doc_ids"):
         build(attention_mode="varlen").masks(None)
-    with pytest.raises(ValueError, match=r"--attention-mode: got 'auto', expected one of causal, .*, flex"):
+    with pytest.raises(
+        ValueError, match=r"--attention-mode: got 'auto', expected one of causal, .*, flex"
+    ):
         GPT(SMALL, attention_mode="auto")
 
 
-# ---- the whole forward, written out ---------------------------------------------------------------------------------
+# ---- the whole forward, written out
+# ---------------------------------------------------------------------------------
 
-def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, vocab=70, short=128, long=160):
-    """Logits (T, vocab) of one row in NumPy float64: one position and head at a time, with complex rotations."""
+
+def written_out(
+    weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, vocab=70, short=128, long=160
+):
+    """Logits (T, vocab) of one row in NumPy float64: one position and head at a time, with complex
+    rotations."""
     w = {name: p.detach().double().numpy() for name, p in weights.items()}
     head = width // n_head
     sigmoid = lambda z: 1 / (1 + np.exp(-z))
     rms = lambda z: z / np.sqrt((z * z).mean() + np.finfo(np.float32).eps)
-    turns = np.exp(-1j * np.arange(len(ids))[:, None] * 100_000.0 ** (-np.arange(head // 2) * 2 / head))
+    turns = np.exp(
+        -1j * np.arange(len(ids))[:, None] * 100_000.0 ** (-np.arange(head // 2) * 2 / head)
+    )
 
     def positioned(z, t):
-        z = (z[:head // 2] + 1j * z[head // 2:]) * turns[t]
+        z = (z[: head // 2] + 1j * z[head // 2 :]) * turns[t]
         return rms(np.concatenate((z.real, z.imag))) * 1.2
 
     def attend(x, layer):
         block = f"transformer.h.{layer}.attn."
         q, k, v = (x @ w[f"{block}c_{kind}.weight"].T for kind in "qkv")
         ys = np.zeros_like(x)
-        keys = np.array([[positioned(key, t) for key in np.split(k[t], n_kv_head)] for t in range(len(ids))])
+        keys = np.array(
+            [[positioned(key, t) for key in np.split(k[t], n_kv_head)] for t in range(len(ids))]
+        )
         for t, h in itertools.product(range(len(ids)), range(n_head)):
             g = h // (n_head // n_kv_head)
             part, mine = slice(g * head, (g + 1) * head), slice(h * head, (h + 1) * head)
@@ -212,8 +279,10 @@ def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, voc
     for layer in range(n_layer):
         x = w["resid_lambdas"][layer] * x + w["x0_lambdas"][layer] * start
         x = x + attend(np.array([rms(z) for z in x]), layer)
-        hidden = np.maximum(np.array([rms(z) for z in x]) @ w[f"transformer.h.{layer}.mlp.c_fc.weight"].T, 0)
-        x = x + hidden ** 2 @ w[f"transformer.h.{layer}.mlp.c_proj.weight"].T
+        hidden = np.maximum(
+            np.array([rms(z) for z in x]) @ w[f"transformer.h.{layer}.mlp.c_fc.weight"].T, 0
+        )
+        x = x + hidden**2 @ w[f"transformer.h.{layer}.mlp.c_proj.weight"].T
         if layer == n_layer // 2:
             middle = x
     x = np.array([rms(z) for z in x - w["backout_lambda"][0] * middle])
@@ -223,30 +292,45 @@ def written_out(weights, ids, *, n_layer=5, n_head=4, n_kv_head=2, width=32, voc
 def test_the_forward_equals_the_one_written_out_in_numpy():
     model = shake(build(), seed=4)
     ids = tokens(1, 180, seed=6)
-    assert model.config.window_sizes == [128, 128, 128, 160, 160], "the case: a row longer than every window"
+    assert model.config.window_sizes == [128, 128, 128, 160, 160], (
+        "the case: a row longer than every window"
+    )
     expected = written_out(dict(model.named_parameters()), ids[0].tolist())
     ours = model(ids)[0].detach().double().numpy()
     assert expected.std() > 1
-    assert_same_sums(torch.tensor(ours), torch.tensor(expected), terms=5 * (180 + 128))  # of keys and widths
+    # of keys and widths
+    assert_same_sums(torch.tensor(ours), torch.tensor(expected), terms=5 * (180 + 128))
 
 
-# ---- loss -----------------------------------------------------------------------------------------------------------
+# ---- loss
+# -----------------------------------------------------------------------------------------------------------
+
 
 def test_losses_exclude_targets_that_are_off():
-    model, x, targets = shake(build()), tokens(2, 30), tokens(2, 30, seed=1)
+    model = shake(build())
+    x = tokens(2, 30)
+    targets = tokens(2, 30, seed=1)
     targets[0, :20] = -100
     each = model(x, targets, loss_reduction="none")
     assert each.shape == (2, 30) and not each[0, :20].any() and (each[0, 20:] > 0).all()
-    expected = F.cross_entropy(model(x).double().flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
-    assert_same_sums(each.flatten(), expected * (targets.flatten() >= 0), terms=70)  # of the vocabulary
-    assert_same_sums(model(x, targets, loss_reduction="sum"), each.double().sum(), terms=60)  # of the targets
+    expected = F.cross_entropy(
+        model(x).double().flatten(0, 1), targets.flatten().clamp(min=0), reduction="none"
+    )
+    # of the vocabulary
+    assert_same_sums(each.flatten(), expected * (targets.flatten() >= 0), terms=70)
+    # of the targets
+    assert_same_sums(model(x, targets, loss_reduction="sum"), each.double().sum(), terms=60)
     assert_same_sums(model(x, targets), each.double().sum() / 40, terms=60)
     loss = model(x, torch.full_like(x, -100), loss_reduction="sum")
     loss.backward()
-    assert loss.item() == 0 and all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    assert loss.item() == 0 and all(
+        p.grad is not None and not p.grad.any() for p in model.parameters()
+    )
 
 
-# ---- learning -------------------------------------------------------------------------------------------------------
+# ---- learning
+# -------------------------------------------------------------------------------------------------------
+
 
 def test_the_model_overfits_one_batch_and_every_parameter_has_a_gradient():
     model = build(replace(SMALL, n_layer=3), seed=3)
@@ -298,7 +382,8 @@ def test_one_graph_serves_any_number_of_documents_in_varlen_mode():
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_a_compiled_embedding_has_the_bits_of_the_eager_gradient():
-    """Tokens occur often, so gradients are sums of many terms. One graph has both dtypes, which saves time."""
+    """Tokens occur often, so gradients are sums of many terms. One graph has both dtypes, which
+    saves time."""
     dtypes = torch.float32, torch.bfloat16
     idx, results = tokens(8, 65, vocab=40), []
     factor = torch.randn(8, 65, 24, generator=torch.Generator().manual_seed(1))
@@ -306,18 +391,25 @@ def test_a_compiled_embedding_has_the_bits_of_the_eager_gradient():
     def look_up(modules):
         return [module(idx) for module in modules]
 
-    for run, kind in ((look_up, torch.nn.Embedding), (look_up, Embedding),
-                      (torch.compile(look_up, fullgraph=True), Embedding)):
+    for run, kind in (
+        (look_up, torch.nn.Embedding),
+        (look_up, Embedding),
+        (torch.compile(look_up, fullgraph=True), Embedding),
+    ):
         torch.manual_seed(0)
         modules = [kind(40, 24, dtype=dtype) for dtype in dtypes]
         rows = run(modules)
         sum((row.float() * factor).sum() for row in rows).backward()
-        results.append([*(row.detach() for row in rows), *(module.weight.grad for module in modules)])
+        results.append(
+            [*(row.detach() for row in rows), *(module.weight.grad for module in modules)]
+        )
     expected, eager, compiled = map(as_bytes, results)
     assert expected == eager == compiled and [grad.dtype for grad in results[0][2:]] == [*dtypes]
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory
+# ---------------------------------------------------------------------------------------------------------
+
 
 def test_activation_checkpointing_does_not_change_loss_and_gradients():
     x, y = tokens(2, 48), tokens(2, 48, seed=1)
@@ -334,7 +426,8 @@ def test_activation_checkpointing_does_not_change_loss_and_gradients():
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_a_loss_in_chunks_equals_the_whole_loss(reduction, monkeypatch):
-    """Losses of tokens have the same bits; gradients of the head are sums over 120 positions in another order."""
+    """Losses of tokens have the same bits; gradients of the head are sums over 120 positions in
+    another order."""
     x, y = tokens(3, 40), tokens(3, 40, seed=1)
     y[1, 5:30] = -100
     results = []
@@ -351,16 +444,31 @@ def test_the_memory_estimate_counts_the_gradients_of_a_step():
         model = GPT(GPTConfig.from_depth(12, vocab_size=32768, sequence_len=2048))
     estimate = partial(model.estimate_memory, 32, dtype=torch.bfloat16, compiled=True)
     total = sum(p.numel() for p in model.parameters())
-    one, several, leaves = estimate(), estimate(micro_batches=8), estimate(micro_batches=8, num_leaves=8)
-    assert one["gradients"] == leaves["gradients"] == 0, "gradients of one micro-batch replace its layers"
+    one = estimate()
+    several = estimate(micro_batches=8)
+    leaves = estimate(micro_batches=8, num_leaves=8)
+    assert one["gradients"] == leaves["gradients"] == 0, (
+        "gradients of one micro-batch replace its layers"
+    )
     assert several["gradients"] == 4 * total and several["pending leaves"] == 0
     assert leaves["pending leaves"] == 3 * 4 * total
 
 
 def kept_and_estimated(n_layer):
-    """Bytes that autograd keeps of a forward pass, not counting the parameters; the estimate for the layers."""
-    model = build(GPTConfig(sequence_len=64, vocab_size=64, n_layer=n_layer, n_head=2, n_kv_head=2, n_embd=128,
-                            window_pattern="L"), dtype=torch.bfloat16)
+    """Bytes that autograd keeps of a forward pass, not counting the parameters; the estimate for
+    the layers."""
+    model = build(
+        GPTConfig(
+            sequence_len=64,
+            vocab_size=64,
+            n_layer=n_layer,
+            n_head=2,
+            n_kv_head=2,
+            n_embd=128,
+            window_pattern="L",
+        ),
+        dtype=torch.bfloat16,
+    )
     kept = {}
 
     def pack(tensor):
@@ -373,7 +481,9 @@ def kept_and_estimated(n_layer):
     for parameter in model.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     estimate = model.estimate_memory(2, dtype=torch.bfloat16, compiled=False)
-    return sum(storage.nbytes() for storage in kept.values()), estimate["layers"] + estimate["casts"]
+    return sum(storage.nbytes() for storage in kept.values()), estimate["layers"] + estimate[
+        "casts"
+    ]
 
 
 def test_the_memory_estimate_of_eager_layers_equals_the_tensors_that_autograd_keeps(monkeypatch):
@@ -382,30 +492,54 @@ def test_the_memory_estimate_of_eager_layers_equals_the_tensors_that_autograd_ke
     assert many - few == pytest.approx(many_estimated - few_estimated, rel=0.08)
 
 
-# ---- accounting and groups ------------------------------------------------------------------------------------------
+# ---- accounting and groups
+# ------------------------------------------------------------------------------------------
+
 
 def test_parameter_and_flop_counts_equal_manual_counts():
-    config = GPTConfig(sequence_len=1024, vocab_size=1000, n_layer=4, n_head=4, n_kv_head=2, n_embd=64)
+    config = GPTConfig(
+        sequence_len=1024, vocab_size=1000, n_layer=4, n_head=4, n_kv_head=2, n_embd=64
+    )
     model = GPT(config)
-    assert model.state_dict().keys() == dict(model.named_parameters()).keys(), "the rotary tables are not saved"
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys(), (
+        "the rotary tables are not saved"
+    )
     layers = 4 * (2 * 64 * 64 + 2 * 32 * 64 + 8 * 64 * 64) + 2 * (2 * 12)
     assert model.num_scaling_params() == {
-        "wte": 1024 * 64, "value_embeds": 2 * 1024 * 32, "lm_head": 1024 * 64, "transformer_matrices": layers,
-        "scalars": 4 + 4 + 24 + 1 + 1, "total": 3 * 1024 * 64 + layers + 34}
-    matmuls = 1024 * 64 + layers + 24  # as in nanochat: all Linear modules, including the smear gate
+        "wte": 1024 * 64,
+        "value_embeds": 2 * 1024 * 32,
+        "lm_head": 1024 * 64,
+        "transformer_matrices": layers,
+        "scalars": 4 + 4 + 24 + 1 + 1,
+        "total": 3 * 1024 * 64 + layers + 34,
+    }
+    # as in nanochat: all Linear modules, including the smear gate
+    matmuls = 1024 * 64 + layers + 24
     assert model.estimate_flops() == 6 * matmuls + 12 * 64 * (3 * 256 + 1024)
 
 
 def test_every_parameter_is_in_one_group_with_its_settings():
     model = build()
-    groups = model.param_groups(unembedding_lr=1.0, embedding_lr=2.0, matrix_lr=3.0, weight_decay=0.1, scalar_lr=4.0)
-    assert all(p is model.get_parameter(n) for g in groups for n, p in zip(g["names"], g["params"], strict=True))
+    groups = model.param_groups(
+        unembedding_lr=1.0, embedding_lr=2.0, matrix_lr=3.0, weight_decay=0.1, scalar_lr=4.0
+    )
+    assert all(
+        p is model.get_parameter(n)
+        for g in groups
+        for n, p in zip(g["names"], g["params"], strict=True)
+    )
     group_of = {n: g for g in groups for n in g["names"]}
     assert len(group_of) == sum(len(g["names"]) for g in groups) == len([*model.parameters()])
     scale = (32 / 768) ** -0.5
-    for name, lr in {"lm_head.weight": scale, "transformer.wte.weight": 2 * scale, "value_embeds.0.weight": scale,
-                     "resid_lambdas": 0.04, "x0_lambdas": 4.0, "smear_lambda": 0.2,
-                     "transformer.h.0.mlp.c_fc.weight": 3.0}.items():
+    for name, lr in {
+        "lm_head.weight": scale,
+        "transformer.wte.weight": 2 * scale,
+        "value_embeds.0.weight": scale,
+        "resid_lambdas": 0.04,
+        "x0_lambdas": 4.0,
+        "smear_lambda": 0.2,
+        "transformer.h.0.mlp.c_fc.weight": 3.0,
+    }.items():
         assert group_of[name]["lr"] == group_of[name]["initial_lr"] == pytest.approx(lr)
     for name, group in group_of.items():
         assert (group["kind"] == "muon") == name.startswith("transformer.h.")
@@ -414,7 +548,8 @@ def test_every_parameter_is_in_one_group_with_its_settings():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_matrices_are_orthogonalized_in_the_compute_dtype(dtype, monkeypatch):
-    """Regression: a run in float32 had bfloat16 updates on a GPU, because the dtype was the device's default."""
+    """Regression: a run in float32 had bfloat16 updates on a GPU, because the dtype was the
+    device's default."""
     model, dtypes = shake(build(dtype=dtype)), set()
     monkeypatch.setattr(optim, "polar_express", lambda G, steps: dtypes.add(G.dtype) or G)
     optimizer = model.setup_optimizer()

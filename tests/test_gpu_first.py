@@ -1,4 +1,5 @@
-"""dev.gpu_first on a CPU: every check runs or says why not, none costs another, and `again` continues."""
+"""dev.gpu_first on a CPU: every check runs or says why not, none costs another, and `again`
+continues."""
 
 import json
 import multiprocessing
@@ -28,7 +29,9 @@ NAMED = {check.name: check for check in gpu_first.CHECKS}
 def call(base, name="first", *flags, out=None):
     """(exit code, lines of the results) of one call."""
     out = out or base / "out-first"
-    code = gpu_first.main([name, "--device=cpu", "--tiny", f"--base-dir={base}", f"--out={out}", *flags])
+    code = gpu_first.main(
+        [name, "--device=cpu", "--tiny", f"--base-dir={base}", f"--out={out}", *flags]
+    )
     return code, [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
@@ -59,7 +62,9 @@ def fine(bench):
     yield "places that differ", "these", 0
 
 
-# ---- everything ------------------------------------------------------------------------------------------------------
+# ---- everything
+# ------------------------------------------------------------------------------------------------------
+
 
 def test_every_check_ends_with_a_figure_or_says_that_it_needs_a_gpu(rehearsed):
     _, code, records = rehearsed
@@ -75,21 +80,30 @@ def test_every_limit_is_that_of_a_figure(rehearsed):
 
 
 def test_our_speed_is_compared_with_nanochats_run_of_the_same_shape(rehearsed):
-    ours, theirs, ratio = (next(r["value"] for r in figures(rehearsed[2]) if (r["measure"], r["case"]) == wanted)
-                           for wanted in (("tokens/s", "d12 L --no-deterministic"), ("tokens/s", "nanochat's d12 L"),
-                                          ("tokens/s over nanochat's", "d12 L")))
+    ours, theirs, ratio = (
+        next(r["value"] for r in figures(rehearsed[2]) if (r["measure"], r["case"]) == wanted)
+        for wanted in (
+            ("tokens/s", "d12 L --no-deterministic"),
+            ("tokens/s", "nanochat's d12 L"),
+            ("tokens/s over nanochat's", "d12 L"),
+        )
+    )
     assert ratio == ours / theirs
 
 
-def test_the_second_call_runs_only_what_is_missing_and_its_new_folder_has_all_lines(rehearsed, tmp_path):
+def test_the_second_call_runs_only_what_is_missing_and_its_new_folder_has_all_lines(
+    rehearsed, tmp_path
+):
     base, _, before = rehearsed
     with training.workplace(tmp_path / "elsewhere"):
         code, records = call(base, "again", out=tmp_path)
-    assert code == 0 and records[:len(before)] == before
-    assert set(ends(records[len(before):])) == NEED_A_GPU and not figures(records[len(before):])
+    assert code == 0 and records[: len(before)] == before
+    assert set(ends(records[len(before) :])) == NEED_A_GPU and not figures(records[len(before) :])
 
 
-# ---- one check never costs another -----------------------------------------------------------------------------------
+# ---- one check never costs another
+# -----------------------------------------------------------------------------------
+
 
 def test_a_run_that_takes_too_long_is_killed_and_the_next_check_runs(plan, tmp_path):
     def hangs(bench):
@@ -108,16 +122,22 @@ def wait_forever():
     time.sleep(3600)
 
 
-def test_a_check_on_the_device_that_takes_too_long_is_killed_and_the_next_check_runs(plan, tmp_path):
+def test_a_check_on_the_device_that_takes_too_long_is_killed_and_the_next_check_runs(
+    plan, tmp_path
+):
     plan(NAMED["compiled model"]._replace(least_s=0, most_s=0.01), Check("fine", 0, 60, fine))
     code, records = call(tmp_path)
     assert code == 1 and ends(records) == {"compiled model": "killed", "fine": "done"}
     assert not multiprocessing.active_children()
 
 
-def test_a_check_that_crashes_its_process_fails_and_the_next_check_runs(plan, tmp_path, monkeypatch):
+def test_a_check_that_crashes_its_process_fails_and_the_next_check_runs(
+    plan, tmp_path, monkeypatch
+):
     launch = training.launch
-    monkeypatch.setattr(training, "launch", lambda main, argvs, envs: launch(main, argvs, envs, die))
+    monkeypatch.setattr(
+        training, "launch", lambda main, argvs, envs: launch(main, argvs, envs, die)
+    )
     plan(NAMED["attention"], Check("fine", 0, 60, fine))
     code, records = call(tmp_path)
     assert code == 1 and ends(records) == {"attention": "failed", "fine": "done"}
@@ -136,7 +156,9 @@ def test_figures_are_in_the_file_when_the_call_is_interrupted(plan, tmp_path):
     assert [json.loads(line).get("case") for line in lines] == [None, "before"]
 
 
-# ---- the second call -------------------------------------------------------------------------------------------------
+# ---- the second call
+# -------------------------------------------------------------------------------------------------
+
 
 def test_a_check_that_no_longer_fits_is_skipped_and_the_second_call_runs_it(plan, tmp_path):
     plan(Check("fine", 0, 60, fine), Check("long", 1000, 1000, fine))
@@ -179,7 +201,7 @@ def test_the_first_call_starts_over_and_keeps_the_lines(plan, tmp_path):
     plan(Check("fine", 0, 60, fine))
     _, once = call(tmp_path)
     _, twice = call(tmp_path)
-    assert twice[:len(once)] == once and len(figures(twice)) == 2
+    assert twice[: len(once)] == once and len(figures(twice)) == 2
     assert len(gpu_first.Results(tmp_path, tmp_path / "out-first").read()) == len(once)
 
 
@@ -187,12 +209,17 @@ def test_speeds_of_the_first_call_are_compared_with_those_of_the_second(plan, tm
     def faster(bench):
         yield "tokens/s over nanochat's", "this", bench.rates["d24"] / 2
 
-    plan(Check("d24", 0, 60, lambda bench: iter([("tokens/s", "d24", 6.0)])), Check("faster", 1000, 1000, faster))
+    plan(
+        Check("d24", 0, 60, lambda bench: iter([("tokens/s", "d24", 6.0)])),
+        Check("faster", 1000, 1000, faster),
+    )
     call(tmp_path, "first", "--seconds=900")
     assert figures(call(tmp_path, "again", "--seconds=2000")[1])[-1]["value"] == 3.0
 
 
-# ---- the checks check ------------------------------------------------------------------------------------------------
+# ---- the checks check
+# ------------------------------------------------------------------------------------------------
+
 
 def hooked(monkeypatch, tag, **changes):
     """Start the run `tag` with other options."""
@@ -217,17 +244,28 @@ def climb():
     MuonAdamW.step = upwards
 
 
-@pytest.mark.parametrize(("checks", "tag", "changes", "measure"), [
-    (["training", "same command"], "same-command", {"hook": change_a_bit}, "places that differ"),
-    (["curve float32"], "curve-float32", {"hook": climb}, "float32: loss, nats from the CPU's"),
-    (["curve float32"], "curve-float32", {"data_seed": 1}, "steps with other rows")],
-    ids=["a changed bit", "wrong gradients", "other rows"])
+@pytest.mark.parametrize(
+    ("checks", "tag", "changes", "measure"),
+    [
+        (
+            ["training", "same command"],
+            "same-command",
+            {"hook": change_a_bit},
+            "places that differ",
+        ),
+        (["curve float32"], "curve-float32", {"hook": climb}, "float32: loss, nats from the CPU's"),
+        (["curve float32"], "curve-float32", {"data_seed": 1}, "steps with other rows"),
+    ],
+    ids=["a changed bit", "wrong gradients", "other rows"],
+)
 def test_a_fault_fails(plan, tmp_path, monkeypatch, checks, tag, changes, measure):
     hooked(monkeypatch, tag, **changes)
     plan(*(NAMED[name] for name in checks))
     code, records = call(tmp_path)
     assert code == 1
-    assert "FAILS" in [record["verdict"] for record in figures(records) if record["measure"] == measure], records
+    assert "FAILS" in [
+        record["verdict"] for record in figures(records) if record["measure"] == measure
+    ], records
 
 
 def test_the_log_says_where_a_bit_differs(plan, tmp_path, monkeypatch, capsys):
@@ -238,46 +276,73 @@ def test_the_log_says_where_a_bit_differs(plan, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error", [ValueError, RuntimeError])
-def test_a_kernel_that_does_not_run_is_explained_and_costs_no_other_figure(plan, tmp_path, monkeypatch, error):
+def test_a_kernel_that_does_not_run_is_explained_and_costs_no_other_figure(
+    plan, tmp_path, monkeypatch, error
+):
     def refuse(*args, **kwargs):
         raise error("no such kernel here")
 
     monkeypatch.setattr(gpu_first, "activate_kernel", refuse)
     bench = gpu_check.make_bench("cpu", tmp_path, tiny=True)
-    assert gpu_first.kernels_of_attention(bench, "cudnn") == f"{error.__name__}: no such kernel here"
+    assert (
+        gpu_first.kernels_of_attention(bench, "cudnn") == f"{error.__name__}: no such kernel here"
+    )
 
 
 def test_data_and_tokenizer_are_made_on_a_machine_that_has_none_of_the_packages_of_the_sample_corpus(
-        tmp_path, monkeypatch):
+    tmp_path, monkeypatch
+):
     def missing(name):
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", "")
     bench = gpu_check.make_bench("cpu", tmp_path, tiny=True)
-    assert [*(bench.base / "data").glob("*.parquet")] and (bench.base / "tokenizer" / "tokenizer.json").exists()
+    assert [*(bench.base / "data").glob("*.parquet")] and (
+        bench.base / "tokenizer" / "tokenizer.json"
+    ).exists()
 
 
-# ---- the shell -------------------------------------------------------------------------------------------------------
+# ---- the shell
+# -------------------------------------------------------------------------------------------------------
+
 
 def shell(tmp_path, *words, code=0):
-    """The outcome of dev/gpu_first.sh with an interpreter that only prints its arguments and exits with `code`."""
+    """The outcome of dev/gpu_first.sh with an interpreter that only prints its arguments and exits
+    with `code`."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho ran \"$@\"\necho PYTHONPATH is $PYTHONPATH\nexit {code}\n")
+    python.write_text(f'#!/bin/sh\necho ran "$@"\necho PYTHONPATH is $PYTHONPATH\nexit {code}\n')
     python.chmod(0o755)
-    env = os.environ | {"PYTHON": str(python), "BASE": str(tmp_path / "base"), "OUT": str(tmp_path / "out"),
-                        "NANOCHAT": "/theirs"}
-    return subprocess.run(["bash", str(ROOT / "dev" / "gpu_first.sh"), *words], env=env, text=True,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    env = os.environ | {
+        "PYTHON": str(python),
+        "BASE": str(tmp_path / "base"),
+        "OUT": str(tmp_path / "out"),
+        "NANOCHAT": "/theirs",
+    }
+    return subprocess.run(
+        ["bash", str(ROOT / "dev" / "gpu_first.sh"), *words],
+        env=env,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-def test_the_script_passes_its_arguments_on_and_keeps_the_exit_code_the_output_and_the_logs(tmp_path):
-    for log in ("out/errors.log", "runs/straight/logs/train.jsonl", "runs/straight/checkpoints/large"):
+def test_the_script_passes_its_arguments_on_and_keeps_the_exit_code_the_output_and_the_logs(
+    tmp_path,
+):
+    for log in (
+        "out/errors.log",
+        "runs/straight/logs/train.jsonl",
+        "runs/straight/checkpoints/large",
+    ):
         (tmp_path / "base" / log).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "base" / log).touch()
     done = shell(tmp_path, "again", "77", code=1)
     expected = f"ran -m dev.gpu_first again --seconds=77 --base-dir={tmp_path}/base --out={tmp_path}/out --peer=/theirs"
-    assert done.returncode == 1 and expected in (tmp_path / "out" / "log.txt").read_text().splitlines()
+    assert (
+        done.returncode == 1 and expected in (tmp_path / "out" / "log.txt").read_text().splitlines()
+    )
     with tarfile.open(tmp_path / "out" / "logs.tgz") as logs:
         names = [name for name in logs.getnames() if not name.endswith("out")]
     assert names == ["out/errors.log", "runs/straight/logs/train.jsonl"]
@@ -286,4 +351,8 @@ def test_the_script_passes_its_arguments_on_and_keeps_the_exit_code_the_output_a
 @pytest.mark.parametrize("words", [(), ("second",)], ids=["none", "unknown"])
 def test_the_script_explains_its_argument(tmp_path, words):
     done = shell(tmp_path, *words)
-    assert done.returncode == 2 and "gpu_first.sh again [SECONDS]" in done.stdout and "ran" not in done.stdout.split()
+    assert (
+        done.returncode == 2
+        and "gpu_first.sh again [SECONDS]" in done.stdout
+        and "ran" not in done.stdout.split()
+    )

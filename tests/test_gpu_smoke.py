@@ -15,18 +15,29 @@ def run(capsys, *flags):
     """(exit code, rows of the table) of the script on a CPU."""
     code = gpu_smoke.main(["--device=cpu", "--tiny", *flags])
     printed = capsys.readouterr().out.splitlines()
-    return code, printed[printed.index("") + 2:-1]
+    return code, printed[printed.index("") + 2 : -1]
 
 
 def test_every_check_runs_on_a_cpu(tmp_path, capsys):
     with training.workplace(tmp_path):
         code, rows = run(capsys, f"--base-dir={tmp_path}")
     assert code == 0, rows
-    for name in ("MFU", "memory estimate", "waiting for data", "attention: gradients", "sampled tokens that differ"):
+    for name in (
+        "MFU",
+        "memory estimate",
+        "waiting for data",
+        "attention: gradients",
+        "sampled tokens that differ",
+    ):
         assert any(name in row for row in rows)
     compared = [row for row in rows if "places that differ" in row]
-    expected = {"same command": "good", "empty cache": "not measured here", "killed and resumed": "good"}
-    for (name, verdict), row in zip(expected.items(), compared, strict=True):  # a CPU compiles nothing
+    expected = {
+        "same command": "good",
+        "empty cache": "not measured here",
+        "killed and resumed": "good",
+    }
+    # a CPU compiles nothing
+    for (name, verdict), row in zip(expected.items(), compared, strict=True):
         assert name in row and row.endswith(verdict)
     assert not (tmp_path / "runs").exists()
 
@@ -37,7 +48,10 @@ def test_only_after_a_failure_the_temporary_folder_stays(tmp_path, capsys, monke
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    for checks, verdicts in (([gpu_smoke.generation], ["good"]), ([differs, gpu_smoke.generation], ["FAILS", "good"])):
+    for checks, verdicts in (
+        ([gpu_smoke.generation], ["good"]),
+        ([differs, gpu_smoke.generation], ["FAILS", "good"]),
+    ):
         monkeypatch.setattr(gpu_smoke, "CHECKS", checks)
         code, rows = run(capsys)
         assert [row.split()[-1] for row in rows] == verdicts
@@ -61,7 +75,11 @@ def change_a_bit():
     def changed(self, *args, **kwargs):
         calls.append(self)
         if len(calls) == 4:
-            [weight] = next(group["params"] for group in self.param_groups if group["names"] == ["lm_head.weight"])
+            [weight] = next(
+                group["params"]
+                for group in self.param_groups
+                if group["names"] == ["lm_head.weight"]
+            )
             weight.detach().view(torch.int32)[3, 3] ^= 1
         return step(self, *args, **kwargs)
 
@@ -71,8 +89,11 @@ def change_a_bit():
 _, SAME_COMMAND, _, RESUMED = gpu_smoke.CHECKS[:4]
 
 
-@pytest.mark.parametrize(("check", "hook"), [(SAME_COMMAND, change_a_bit), (RESUMED, forget_the_optimizer)],
-                         ids=["a changed bit", "a resume that forgets the optimizer"])
+@pytest.mark.parametrize(
+    ("check", "hook"),
+    [(SAME_COMMAND, change_a_bit), (RESUMED, forget_the_optimizer)],
+    ids=["a changed bit", "a resume that forgets the optimizer"],
+)
 def test_a_difference_is_counted(tmp_path, monkeypatch, check, hook):
     def hooked(bench, tag, *, dies=False, **options):
         last = not tag.startswith("straight") and not dies
@@ -91,5 +112,8 @@ def test_a_run_that_was_not_resumed_is_not_called_resumed(tmp_path, monkeypatch)
 
     train = gpu_check.train
     monkeypatch.setattr(gpu_check, "train", never_killed)
-    with training.workplace(tmp_path), pytest.raises(ValueError, match=r"began at steps \[0\], expected \[0, 3\]"):
+    with (
+        training.workplace(tmp_path),
+        pytest.raises(ValueError, match=r"began at steps \[0\], expected \[0, 3\]"),
+    ):
         [*RESUMED(opened(tmp_path))]

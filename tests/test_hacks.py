@@ -1,4 +1,5 @@
-"""Typical changes of a fork, each made by editing one file of a copy of this repository, which then trains."""
+"""Typical changes of a fork, each made by editing one file of a copy of this repository, which then
+trains."""
 
 import math
 import shutil
@@ -12,8 +13,17 @@ from nanochat.run_dir import iter_log
 from tests import training
 
 ROOT = Path(__file__).parents[1]
-SMALL = {**training.SMALL, "max_seq_len": 32, "total_batch_size": 32 * 8, "overlap": 8, "eval_tokens": 32 * 16,
-         "num_iterations": 4, "save_every": -1, "warmup_steps": 0, "plan": "warn"}
+SMALL = {
+    **training.SMALL,
+    "max_seq_len": 32,
+    "total_batch_size": 32 * 8,
+    "overlap": 8,
+    "eval_tokens": 32 * 16,
+    "num_iterations": 4,
+    "save_every": -1,
+    "warmup_steps": 0,
+    "plan": "warn",
+}
 
 
 @pytest.fixture
@@ -27,7 +37,8 @@ def fork(tmp_path):
 
 
 def train(root, argv):
-    """Run the training job of the code in `root`, in a process that has imported this repository's and drops it."""
+    """Run the training job of the code in `root`, in a process that has imported this repository's
+    and drops it."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("nanochat", "scripts")]:
         del sys.modules[name]
     sys.path.insert(0, str(root))
@@ -55,7 +66,9 @@ class Fork:
 
     def run(self, *, tag="hack", ok=True, **changed):
         """Train, and return the output."""
-        edited = {path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()}
+        edited = {
+            path for path in self.root.rglob("*.py") if self.before.get(path) != path.read_bytes()
+        }
         assert len(edited) <= 1, "a hack takes one file"
         group = self.start(tag=tag, **changed)
         assert (group.wait() == [0]) == ok, group.text()
@@ -69,7 +82,9 @@ class Fork:
 
 def test_another_packing_layout(fork):
     """Rows take documents one after another and cut the last one; none is pending."""
-    fork.append("nanochat/packing.py", '''
+    fork.append(
+        "nanochat/packing.py",
+        '''
 
 class Simple(Packer):
     """Each row takes documents in order and drops what does not fit of the last one."""
@@ -103,7 +118,8 @@ class Simple(Packer):
 
 
 LAYOUTS["simple"] = Simple
-''')
+''',
+    )
     fork.run(packing="simple")
     whole = training.digests("hack")
     fork.run(packing="simple", num_iterations=2, tag="resumed")
@@ -141,7 +157,9 @@ class FileSource(Source):
     folder = fork.base / "lines"
     folder.mkdir()
     for name in ("a.md", "b.md"):
-        (folder / name).write_text("".join(f"{name}: document {i} of a few words\n" for i in range(300)))
+        (folder / name).write_text(
+            "".join(f"{name}: document {i} of a few words\n" for i in range(300))
+        )
     fork.run(data_format="md", data_path=folder)
     assert len(training.digests("hack")) == 4
     refused = fork.run(data_format="csv", data_path=folder, tag="none", ok=False)
@@ -160,36 +178,60 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
     assert "resuming" in plain and len(training.digests("older")) == 4
     fork.run(wave=0.5)
     fork.run(wave=0.0, tag="flat")
-    rates = {tag: [r["lr"] for r in iter_log(training.log_file(tag)) if "digest" in r] for tag in ("hack", "flat")}
+    rates = {
+        tag: [r["lr"] for r in iter_log(training.log_file(tag)) if "digest" in r]
+        for tag in ("hack", "flat")
+    }
     assert rates["hack"][0] == rates["flat"][0] and rates["hack"][1] == pytest.approx(
-        rates["flat"][1] * (1 + 0.5 * math.sin(1)))
-    assert "--wave: the run has 0.5, this launch 0.25" in fork.run(wave=0.25, num_iterations=6, ok=False)
+        rates["flat"][1] * (1 + 0.5 * math.sin(1))
+    )
+    assert "--wave: the run has 0.5, this launch 0.25" in fork.run(
+        wave=0.25, num_iterations=6, ok=False
+    )
 
 
 def test_a_metric_at_evaluation(fork):
-    fork.edit("nanochat/evaluations.py", 'run.journal.event("val", **record,',
-              'run.journal.event("val", perplexity_of_bytes=2**value, **record,')
+    fork.edit(
+        "nanochat/evaluations.py",
+        'run.journal.event("val", **record,',
+        'run.journal.event("val", perplexity_of_bytes=2**value, **record,',
+    )
     fork.run(eval_every=2)
     events = [r for r in iter_log(training.log_file("hack")) if r.get("event") == "val"]
-    assert len(events) == 3 and all(event["perplexity_of_bytes"] == 2**event["bpb"] for event in events)
+    assert len(events) == 3 and all(
+        event["perplexity_of_bytes"] == 2 ** event["bpb"] for event in events
+    )
 
 
 def test_a_value_in_the_steps_line_and_log(fork):
-    fork.edit("scripts/base_train.py", '"grad_norm": grad_norm,', '"grad_norm": grad_norm, "hot": max(totals.loss, 1),')
-    fork.edit("scripts/base_train.py", '    run.journal.step(totals, record,',
-              '    line.append(f"hot {record[\'hot\']:.3f}")\n    run.journal.step(totals, record,')
+    fork.edit(
+        "scripts/base_train.py",
+        '"grad_norm": grad_norm,',
+        '"grad_norm": grad_norm, "hot": max(totals.loss, 1),',
+    )
+    fork.edit(
+        "scripts/base_train.py",
+        "    run.journal.step(totals, record,",
+        "    line.append(f\"hot {record['hot']:.3f}\")\n    run.journal.step(totals, record,",
+    )
     printed = fork.run()
     logged = [r["hot"] for r in iter_log(training.log_file("hack")) if "digest" in r]
     assert len(logged) == 4 and all(f"hot {value:.3f}" in printed for value in logged)
 
 
 def test_another_mlp(fork):
-    fork.edit("nanochat/gpt.py", "return self.c_proj(F.relu(self.c_fc(x)).square())",
-              "return self.c_proj(F.silu(self.c_fc(x)))")
+    fork.edit(
+        "nanochat/gpt.py",
+        "return self.c_proj(F.relu(self.c_fc(x)).square())",
+        "return self.c_proj(F.silu(self.c_fc(x)))",
+    )
     fork.run()
     fork.edit("nanochat/gpt.py", "F.silu(", "F.relu(")
     fork.run(tag="other")
-    losses = [[r["loss"] for r in iter_log(training.log_file(tag)) if "digest" in r] for tag in ("hack", "other")]
+    losses = [
+        [r["loss"] for r in iter_log(training.log_file(tag)) if "digest" in r]
+        for tag in ("hack", "other")
+    ]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=0.5) and losses[0] != losses[1]
 
 

@@ -1,5 +1,6 @@
-"""scripts.inspect_data: steps are compared with the batches of the loader and the log of a run; find, spikes and
-rows --sort=loss with a table of all rows of runs that were killed and resumed on another number of processes."""
+"""scripts.inspect_data: steps are compared with the batches of the loader and the log of a run;
+find, spikes and rows --sort=loss with a table of all rows of runs that were killed and resumed on
+another number of processes."""
 
 import json
 import re
@@ -18,7 +19,15 @@ from nanochat.files import BUCKET
 from nanochat.find import find_document, groups_of
 from nanochat.order import StreamConfig
 from nanochat.parquet_source import ParquetSource
-from nanochat.run_dir import RowLosses, TrainLog, cursor_files, iter_log, keep_cursors, pack_cursors, read_cursors
+from nanochat.run_dir import (
+    RowLosses,
+    TrainLog,
+    cursor_files,
+    iter_log,
+    keep_cursors,
+    pack_cursors,
+    read_cursors,
+)
 from nanochat.sources import scan
 from nanochat.splits import split_train_val
 from nanochat.stream import Stream
@@ -28,11 +37,18 @@ from tests import training
 from tests.finished import command
 from tests.toy import some_texts, write_parquet
 
-T, R, V = 24, 6, 3
-FLAGS = [f"--max-seq-len={T}", f"--total-batch-size={R * T}", f"--lanes={V}", "--buffer-size=8", "--depth=1",
-         "--num-iterations=5"]
-SHAPES = {
-    "crop": {}, "split": {"long_docs": "split", "overlap": 5}, "concat": {"layout": "concat"}}
+T = 24
+R = 6
+V = 3
+FLAGS = [
+    f"--max-seq-len={T}",
+    f"--total-batch-size={R * T}",
+    f"--lanes={V}",
+    "--buffer-size=8",
+    "--depth=1",
+    "--num-iterations=5",
+]
+SHAPES = {"crop": {}, "split": {"long_docs": "split", "overlap": 5}, "concat": {"layout": "concat"}}
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +64,16 @@ def corpus(tmp_path_factory):
 
 def stream_flags(corpus, shape="crop"):
     """The flags of base_train for the stream of `batches`."""
-    changed = {name.replace("layout", "packing").replace("_", "-"): value for name, value in SHAPES[shape].items()}
-    return [f"--data-path={corpus[0]}", f"--tokenizer={corpus[1]}", *FLAGS,
-            *(f"--{name}={value}" for name, value in changed.items())]
+    changed = {
+        name.replace("layout", "packing").replace("_", "-"): value
+        for name, value in SHAPES[shape].items()
+    }
+    return [
+        f"--data-path={corpus[0]}",
+        f"--tokenizer={corpus[1]}",
+        *FLAGS,
+        *(f"--{name}={value}" for name, value in changed.items()),
+    ]
 
 
 def run(*argv, code=0):
@@ -69,7 +92,9 @@ def batches(corpus, shape, steps):
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
     source = ParquetSource(scan(corpus[0], split_train_val(corpus[0])["train"][BUCKET]), tokenizer)
     config, delivered = StreamConfig(T, V, 42, buffer_size=8, **SHAPES[shape]), []
-    with DataLoader(config, {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R) as loader:
+    with DataLoader(
+        config, {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R
+    ) as loader:
         for _ in range(steps):
             batch = next(loader)
             delivered.append(list(zip(batch.inputs.tolist(), batch.targets.tolist())))
@@ -84,7 +109,9 @@ def run_dir(copied):
     return training.run_dir()
 
 
-# ---- digest ---------------------------------------------------------------------------------------------------------
+# ---- digest
+# ---------------------------------------------------------------------------------------------------------
+
 
 def test_digests_of_a_run_match_its_log_for_any_world_size_and_a_wrong_one_is_an_error(run_dir):
     for W in (1, 2, 3):
@@ -101,7 +128,9 @@ def test_digests_of_a_run_match_its_log_for_any_world_size_and_a_wrong_one_is_an
     assert outcome.code == 1 and "first at step 5" in outcome.err
 
 
-# ---- rows -----------------------------------------------------------------------------------------------------------
+# ---- rows
+# -----------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape):
@@ -112,7 +141,9 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape):
     cases = {"whole": 0, "continued": 0, "cut": 0, "later epoch": 0, "later group": 0, "off": 0}
     for step in (0, 1, 5, *range(60, 65)):
         lines = json_lines("rows", f"--step={step}", "--json", *stream_flags(corpus, shape))
-        assert [(line["row"], line["lane"]) for line in lines] == [(i, i * V // R) for i in range(R)]
+        assert [(line["row"], line["lane"]) for line in lines] == [
+            (i, i * V // R) for i in range(R)
+        ]
         for line, (inputs, targets) in zip(lines, rows[step]):
             tokens = []
             for d in line["documents"]:
@@ -120,7 +151,7 @@ def test_rows_name_the_documents_whose_tokens_they_hold(corpus, shape):
                 in_group = files[d["file"]].read_row_group(d["group"])["text"].to_pylist()
                 assert texts[d["document"]] == in_group[d["document_in_group"]]
                 ids = tokenizer.encode_one(texts[d["document"]]).tolist()
-                part = ids[d["start"]:d["stop"]]
+                part = ids[d["start"] : d["stop"]]
                 continued = d["start"] > 0 and shape != "concat"
                 assert d["at"] == len(tokens) and d["of"] == len(ids)
                 assert d["tokens"] == len(part) + continued
@@ -163,9 +194,18 @@ def test_text_is_that_of_the_rows_tokens(corpus, monkeypatch):
 def test_a_document_does_not_control_the_terminal(corpus, tmp_path, monkeypatch):
     hostile = "\x1b]0;title\x07\x9b2J\u202e \r over"
     for i in range(2):
-        write_parquet(tmp_path / "data" / f"{i}\x1b[31m.parquet", [f"{hostile} {i} {j}" for j in range(200)])
-    argv = ["rows", "--step=0", "--row=1", "--text", f"--data-path={tmp_path / 'data'}", f"--tokenizer={corpus[1]}",
-            *FLAGS]
+        write_parquet(
+            tmp_path / "data" / f"{i}\x1b[31m.parquet", [f"{hostile} {i} {j}" for j in range(200)]
+        )
+    argv = [
+        "rows",
+        "--step=0",
+        "--row=1",
+        "--text",
+        f"--data-path={tmp_path / 'data'}",
+        f"--tokenizer={corpus[1]}",
+        *FLAGS,
+    ]
     out = run(*argv)
     assert r"\u001b]0;title\u0007\u009b2J\u202e" in out and r"0\u001b[31m.parquet" in out
     assert not set(out) & set("\x1b\x07\x9b\u202e\r")
@@ -176,14 +216,19 @@ def test_a_document_does_not_control_the_terminal(corpus, tmp_path, monkeypatch)
     assert sample.marked("a\x1b[2J", "a\x1b[2Jb\x9b") == "\x1b[2ma\\u001b[2J\x1b[0mb\\u009b"
 
 
-def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_same_flags(run_dir, monkeypatch, caplog):
+def test_rows_are_packed_from_the_nearest_good_cursors_and_equal_those_of_the_same_flags(
+    run_dir, monkeypatch, caplog
+):
     packed, next_rows = [], Stream.next_rows
     monkeypatch.setattr(Stream, "next_rows", lambda self, n: packed.append(n) or next_rows(self, n))
-    for step, save in ((2, 2), (3, 2), (5, 4), (7, 4), (8, 8), (9, 8)):  # the cursors of step 6 are truncated
+    # the cursors of step 6 are truncated
+    for step, save in ((2, 2), (3, 2), (5, 4), (7, 4), (8, 8), (9, 8)):
         packed.clear()
         rows = json_lines("rows", f"--step={step}", "--json", "--text", "run")
         assert packed == [2] * (step - save + 1), "two rows of each lane in a step"
-        assert rows == json_lines("rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None))
+        assert rows == json_lines(
+            "rows", f"--step={step}", "--json", "--text", *training.flags(model_tag=None)
+        )
     assert "step-00000006.json.gz" in caplog.text
     assert "has trained 8 steps" in caplog.text and "has trained 0 steps" not in caplog.text
 
@@ -200,23 +245,35 @@ def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     assert re.search(r"the checkpoint says.*\(packed from .*step-00000004\.json\.gz\)", err)
 
 
-# ---- ledger ---------------------------------------------------------------------------------------------------------
+# ---- ledger
+# ---------------------------------------------------------------------------------------------------------
 
-def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(run_dir, monkeypatch):
+
+def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(
+    run_dir, monkeypatch
+):
     newest, honest = run("ledger", run_dir), inspect_data.ledger
     assert newest == run("ledger", run_dir, "--step=8")
     assert "after 8 steps" in newest and "It balances" in newest
     read, bos, repeated, emitted, cropped, pending, padded, rows, *_ = (
-        int(cell.replace(",", "")) for cell in newest.splitlines()[-1].split()[1:-1])
+        int(cell.replace(",", "")) for cell in newest.splitlines()[-1].split()[1:-1]
+    )
     assert rows == 8 * 8 and emitted == rows * (training.T + 1) and padded == 0 < cropped
     assert read + bos + repeated == emitted + cropped + pending
     assert newest.split()[-1] == f"{100 * cropped / (emitted + cropped):.2f}"
-    monkeypatch.setattr(inspect_data, "ledger", lambda cursors, T: {
-        bucket: {**account, "read": account["read"] + 1} for bucket, account in honest(cursors, T).items()})
+    monkeypatch.setattr(
+        inspect_data,
+        "ledger",
+        lambda cursors, T: {
+            bucket: {**account, "read": account["read"] + 1}
+            for bucket, account in honest(cursors, T).items()
+        },
+    )
     assert "off in data by 1." in run("ledger", run_dir, code=1)
 
 
-# ---- killed runs: find, spikes, rows by loss ------------------------------------------------------------------------
+# ---- killed runs: find, spikes, rows by loss
+# ------------------------------------------------------------------------
 
 STEPS = 24
 MIX = """
@@ -231,16 +288,25 @@ RUNS = {"text": {"long_docs": "crop"}, "shards": {"data_format": "shards", "long
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """`folder` with the runs "text" and "shards": two buckets, killed on two processes, completed on one. `tables`:
-    {run: `whole_table`}."""
+    """`folder` with the runs "text" and "shards": two buckets, killed on two processes, completed
+    on one. `tables`: {run: `whole_table`}."""
     folder = tmp_path_factory.mktemp("killed")
     with training.workplace(folder, **training.SMALL):
         training.write_buckets(folder, {"code": 12, "web": 30}, shards=0)
         (folder / "mix.yaml").write_text(MIX)
         for name, changed in RUNS.items():
-            settings = {"model_tag": name, "data_path": folder / name, "curriculum": folder / "mix.yaml", "leaves": 2,
-                        "num_iterations": STEPS, "save_every": 5, **changed}
-            training.start(2, hook=partial(training.die_after_step, 13), **settings).wait_for_death()
+            settings = {
+                "model_tag": name,
+                "data_path": folder / name,
+                "curriculum": folder / "mix.yaml",
+                "leaves": 2,
+                "num_iterations": STEPS,
+                "save_every": 5,
+                **changed,
+            }
+            training.start(
+                2, hook=partial(training.die_after_step, 13), **settings
+            ).wait_for_death()
             training.finish(1, **settings)
             assert len(training.all_steps(name)) > STEPS, "the case: steps were repeated"
         tables = {name: whole_table(name) for name in RUNS}
@@ -263,7 +329,15 @@ def whole_table(name, steps=STEPS):
         assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
         for row in rows:
             for place in row["documents"]:
-                use = (place["epoch"], step, row["row"], row["lane"], place["start"], place["stop"], row["loss"])
+                use = (
+                    place["epoch"],
+                    step,
+                    row["row"],
+                    row["lane"],
+                    place["start"],
+                    place["stop"],
+                    row["loss"],
+                )
                 table.setdefault(f"{place['file']}:{place['document']}", set()).add(use)
     return table
 
@@ -277,15 +351,25 @@ def opened(name):
 
 def places(passes):
     """The (epoch, step, row, lane, start, stop) of all uses."""
-    return {(use.epoch, use.step, use.row, use.lane, use.start, use.stop) for found in passes for use in found.uses}
+    return {
+        (use.epoch, use.step, use.row, use.lane, use.start, use.stop)
+        for found in passes
+        for use in found.uses
+    }
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_exactly_the_uses_of_every_document_are_found(killed, name, caplog):
-    table, (run, passes_of), fates = killed.tables[name], opened(name), set()
+    table = killed.tables[name]
+    (run, passes_of) = opened(name)
+    fates = set()
     run.run.cursor_files[10].write_bytes(b"torn")
-    documents = [f"{file}:{number}" for source in run.data.train.values()
-                 for file, first, count in groups_of(source) for number in range(first, first + count)]
+    documents = [
+        f"{file}:{number}"
+        for source in run.data.train.values()
+        for file, first, count in groups_of(source)
+        for number in range(first, first + count)
+    ]
     assert len(documents) == 84 and {*table} <= {*documents}
     for document in documents:
         passes = passes_of(document)
@@ -294,20 +378,37 @@ def test_exactly_the_uses_of_every_document_are_found(killed, name, caplog):
         for found in passes:
             if found.cropped_after:
                 assert max(use.stop for use in found.uses) == found.cropped_after < found.length
-    rest = {"text": "cropped from token N on", "shards": "tokens N to N never trained on: the run ended first"}[name]
+    rest = {
+        "text": "cropped from token N on",
+        "shards": "tokens N to N never trained on: the run ended first",
+    }[name]
     assert fates - {""} == {"never trained on: the run ended first", rest}
     assert "step-00000010.json.gz: corrupt or truncated" in caplog.text
     for document in documents[::9]:
         [found] = json_lines("find", name, f"--document={document}", "--json")
         uses = [use for of_epoch in found["passes"] for use in of_epoch["uses"]]
-        assert {tuple(use.values()) for use in uses} == table.get(document, set()) and found["split"] == "train"
+        assert {tuple(use.values()) for use in uses} == table.get(document, set()) and found[
+            "split"
+        ] == "train"
 
 
 def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(killed):
-    training.succeed(model_tag="next", data_path=killed.folder / "text", curriculum=killed.folder / "mix.yaml",
-                     num_iterations=6, save_every=4, init_from="text@15", init_data="continue", plan="off")
-    table, (run, passes_of), fates = whole_table("next", 6), opened("next"), set()
-    for document in (f"{file}:{number}" for file in ("code/0.parquet", "web/1.parquet") for number in range(12)):
+    training.succeed(
+        model_tag="next",
+        data_path=killed.folder / "text",
+        curriculum=killed.folder / "mix.yaml",
+        num_iterations=6,
+        save_every=4,
+        init_from="text@15",
+        init_data="continue",
+        plan="off",
+    )
+    table = whole_table("next", 6)
+    (run, passes_of) = opened("next")
+    fates = set()
+    for document in (
+        f"{file}:{number}" for file in ("code/0.parquet", "web/1.parquet") for number in range(12)
+    ):
         passes = passes_of(document)
         assert places(passes) == {use[:6] for use in table.get(document, ())}
         fates |= {inspect_data.fate(run, found) for found in passes}
@@ -315,12 +416,21 @@ def test_a_run_that_continues_the_data_of_another_counts_only_its_own_steps(kill
 
 
 def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkeypatch):
-    """Regression: the first ones in file order were shown, trained on or not, which looked like a "no"."""
-    real, late = inspect_data.tracer, "code/0.parquet:3"  # as if the run had not reached the documents before it
-    monkeypatch.setattr(inspect_data, "tracer", lambda run: lambda document: (
-        real(run)(document) if document.name == late else iter(())))
+    """Regression: the first ones in file order were shown, trained on or not, which looked like a
+    "no"."""
+    # as if the run had not reached the documents before it
+    real = inspect_data.tracer
+    late = "code/0.parquet:3"
+    monkeypatch.setattr(
+        inspect_data,
+        "tracer",
+        lambda run: lambda document: real(run)(document) if document.name == late else iter(()),
+    )
     monkeypatch.setattr(inspect_data, "DOCUMENTS", 2)
-    shown = [(of["document"], bool(of["passes"])) for of in json_lines("find", "text", "--text=e", "--json")]
+    shown = [
+        (of["document"], bool(of["passes"]))
+        for of in json_lines("find", "text", "--text=e", "--json")
+    ]
     assert len(shown) == 2 and shown[0] == (late, True) and not shown[1][1]
     monkeypatch.setattr(inspect_data, "DOCUMENTS", 1)
     out = run("find", "text", "--text=e")
@@ -330,21 +440,37 @@ def test_of_many_documents_with_a_text_those_trained_on_are_shown(killed, monkey
 def test_a_text_lists_its_documents_and_marks_the_rows_that_hold_it(killed):
     text = [*opened("text")[0].data.train["code"].texts(0)][3]
     out = run("find", "text", f"--text={text}")
-    assert re.search("the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? containing it", out)
-    assert "code/0.parquet:3 (code)" in out and "epoch  step" in out and out.endswith(inspect_data.FIND_LEGEND + "\n")
+    assert re.search(
+        "the run trained on [1-9][0-9]* of the [1-9][0-9]* documents? containing it", out
+    )
+    assert (
+        "code/0.parquet:3 (code)" in out
+        and "epoch  step" in out
+        and out.endswith(inspect_data.FIND_LEGEND + "\n")
+    )
     assert re.search("\nepochs? 0(: | to )", out)
     for words in (text[:9], text[40:49]):
-        [found] = [of for of in json_lines("find", "text", f"--text={words}", "--json")
-                   if of["document"] == "code/0.parquet:3"]
+        [found] = [
+            of
+            for of in json_lines("find", "text", f"--text={words}", "--json")
+            if of["document"] == "code/0.parquet:3"
+        ]
         use = next(use for of_epoch in found["passes"] for use in of_epoch["uses"])
-        [row] = json_lines("rows", "text", f"--step={use['step']}", f"--row={use['row']}", "--text", "--json")
-        texts = [d["text"] for d in row["documents"] if (d["file"], d["document"]) == ("code/0.parquet", 3)]
+        [row] = json_lines(
+            "rows", "text", f"--step={use['step']}", f"--row={use['row']}", "--text", "--json"
+        )
+        texts = [
+            d["text"]
+            for d in row["documents"]
+            if (d["file"], d["document"]) == ("code/0.parquet", 3)
+        ]
         assert use["has_text"] == any(words in of_row for of_row in texts)
 
 
 def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypatch):
     assert run("find", "text", "--document=web/2.parquet:0").splitlines()[-1] == (
-        "a validation document: the run never trains on it")
+        "a validation document: the run never trains on it"
+    )
     shards, _ = opened("shards")
     name = shards.data.val["web"].manifest["files"][0]["name"]
     [found] = json_lines("find", "shards", f"--document={name}:1", "--json")
@@ -353,25 +479,33 @@ def test_documents_that_a_run_does_not_learn_from_are_reported(killed, monkeypat
     text.data.train["code"].without = {0: np.arange(12) == 3}
     monkeypatch.setattr(inspect_data, "open_named_stream", lambda args: text)
     for number, listed in ((3, True), (4, False)):
-        assert ("its targets are masked" in run("find", "--document", f"code/0.parquet:{number}")) == listed
+        assert (
+            "its targets are masked" in run("find", "--document", f"code/0.parquet:{number}")
+        ) == listed
 
 
 def test_the_part_of_a_file_that_is_held_out_is_named_as_such(tmp_path):
-    """Regression: the last lines of a .txt file were called a validation document with the name of the training one."""
+    """Regression: the last lines of a .txt file were called a validation document with the name of
+    the training one."""
     with training.workplace(tmp_path / "base", **training.SMALL, num_iterations=2):
         (tmp_path / "notes").mkdir()
         lines = [f"{i} {text}\n" for i, text in enumerate(some_texts(400, seed=4))]
         (tmp_path / "notes" / "a.txt").write_text("".join(lines))
         training.succeed(data_path=tmp_path / "notes", val_fraction=0.1, plan="warn")
-        first, last = (run("find", training.SETTINGS["model_tag"], f"--text={lines[i][:30]}") for i in (0, -1))
+        first, last = (
+            run("find", training.SETTINGS["model_tag"], f"--text={lines[i][:30]}") for i in (0, -1)
+        )
     assert "a.txt:0 (data, validation): " in last and "a.txt:0 (data): " in first
-    assert last.splitlines()[-1] == ("a part of this file that is held out for validation: the run never "
-                                     "trains on it")
+    assert last.splitlines()[-1] == (
+        "a part of this file that is held out for validation: the run never trains on it"
+    )
 
 
 def test_pending_and_unread_documents_of_a_running_run_are_used_later(killed):
     log = training.log_file("text")
-    log.write_text("".join(json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10))
+    log.write_text(
+        "".join(json.dumps(record) + "\n" for record in iter_log(log) if record["step"] < 10)
+    )
     for step, file in cursor_files(training.run_dir("text")).items():
         if step > 10:
             file.unlink()
@@ -394,7 +528,10 @@ def log_again(step, **changed):
 def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     out = run("spikes", "text")
     assert "not judged: steps 0 to 15, which have fewer than 16 steps before them" in out
-    assert "no spike in 24 steps: " in out and "of the steps before it (at least 16, at most 23)" in out
+    assert (
+        "no spike in 24 steps: " in out
+        and "of the steps before it (at least 16, at most 23)" in out
+    )
     kept = RowLosses(training.run_dir("text"), num_rows=8, T=training.T)
     nats, live = kept.read(20)
     nats[5] *= 4
@@ -402,13 +539,18 @@ def test_spikes_lists_the_steps_that_stand_out_and_their_rows(killed):
     log_again(20, loss=9.0)
     log_again(22, grad_norm=None)
     first, second = json_lines("spikes", "text", "--json")
-    assert (first["step"], first["grad_norm"], second["step"]) == (22, None, 20), "NaN ranks highest"
+    assert (first["step"], first["grad_norm"], second["step"]) == (22, None, 20), (
+        "NaN ranks highest"
+    )
     [expected] = json_lines("rows", "text", "--step=20", "--row=5", "--json")
     worst = second["rows"][0]
     assert second["loss"] == 9 and second["loss_deviations"] > 4 and worst["row"] == 5
-    assert worst["bucket"] == expected["bucket"] and worst["loss"] == pytest.approx(nats[5] / live[5])
+    assert worst["bucket"] == expected["bucket"] and worst["loss"] == pytest.approx(
+        nats[5] / live[5]
+    )
     assert [place["document"] for place in worst["documents"]] == [
-        f"{place['file']}:{place['document']}" for place in expected["documents"]]
+        f"{place['file']}:{place['document']}" for place in expected["documents"]
+    ]
     assert len(json_lines("spikes", "text", "--top=1", "--json")) == 1
     out = run("spikes", "text")
     assert "not judged: steps 0 to 15" in out
@@ -420,16 +562,23 @@ def test_corrupt_or_missing_losses_are_one_sentence(killed, caplog):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    by_loss, corrupt = ["rows", "text", "--step=23", "--sort=loss"], "row losses for step 23 are corrupt"
+    by_loss = ["rows", "text", "--step=23", "--sort=loss"]
+    corrupt = "row losses for step 23 are corrupt"
     outcome = command(inspect_data.main, *by_loss)
     assert outcome.code == 1 and corrupt in outcome.err
     [use, *_] = json_lines("rows", "text", "--step=23", "--json")[0]["documents"]
     [found] = json_lines("find", "text", f"--document={use['file']}:{use['document']}", "--json")
-    assert [of_step["loss"] for of_epoch in found["passes"] for of_step in of_epoch["uses"]][-1] is None
+    assert [of_step["loss"] for of_epoch in found["passes"] for of_step in of_epoch["uses"]][
+        -1
+    ] is None
     assert corrupt in caplog.text
     file.unlink()
     outcome = command(inspect_data.main, *by_loss)
     assert outcome.code == 1 and "or did so with --no-row-losses" in outcome.err
     log_again(20, loss=9.0)
     [spike] = json_lines("spikes", "text", "--json")
-    assert spike["step"] == 20 and spike["rows"] == [] and "spikes are shown without their rows" in caplog.text
+    assert (
+        spike["step"] == 20
+        and spike["rows"] == []
+        and "spikes are shown without their rows" in caplog.text
+    )

@@ -1,4 +1,5 @@
-"""The law of layers: every import in nanochat/ and scripts/, also inside functions, points to a lower layer."""
+"""The law of layers: every import in nanochat/ and scripts/, also inside functions, points to a
+lower layer."""
 
 import ast
 import re
@@ -18,7 +19,8 @@ def modules():
 
 
 def imports_of(file, known):
-    """{(imported module, whether the import is inside a function)} of a file, of the modules in `known`."""
+    """{(imported module, whether the import is inside a function)} of a file, of the modules in
+    `known`."""
     found = set()
 
     def visit(node, inside):
@@ -46,14 +48,23 @@ def layers():
 FILES = modules()
 IMPORTS = {name: imports_of(file, FILES) for name, file in FILES.items()}
 LAYERS = layers()
-# why an import is inside a function, which defers what takes seconds or what most launches do not need
+# why an import is inside a function, which defers what takes seconds or what most launches do not
+# need
 DEFERRED = {
-    ("nanochat.integrations.download", "nanochat.core_eval"): "PyTorch, which a download does not need",
-    **{("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
-       for name in ("sources", "stream", "tokens")},
+    (
+        "nanochat.integrations.download",
+        "nanochat.core_eval",
+    ): "PyTorch, which a download does not need",
+    **{
+        ("nanochat.run_reader", f"nanochat.{name}"): "Arrow, which scripts.status does not need"
+        for name in ("sources", "stream", "tokens")
+    },
     ("scripts.compare_runs", "scripts.inspect_data"): "PyTorch, needed only to name what differs",
     ("scripts.export", "nanochat.integrations.fast_encoders"): "tokenizers, for one kind of export",
-    ("scripts.export", "nanochat.integrations.third_party_tokenizers"): "tokenizers, for one kind of export",
+    (
+        "scripts.export",
+        "nanochat.integrations.third_party_tokenizers",
+    ): "tokenizers, for one kind of export",
     ("scripts.help", "nanochat.integrations.gpt_simple"): "PyTorch, for --translate only",
     ("scripts.verify", "nanochat.checkpoint"): "PyTorch, for checkpoints only",
     ("scripts.verify", "nanochat.config"): "PyTorch, for receipts only",
@@ -76,21 +87,34 @@ def test_a_module_imports_only_from_lower_layers(name):
 
 def test_no_core_module_but_the_download_command_imports_an_integration():
     """Integrations enter through doors (`common.open_door`)."""
-    ring = {(name, imported) for name in LAYERS for imported, _ in IMPORTS[name] if ".integrations." in imported}
+    ring = {
+        (name, imported)
+        for name in LAYERS
+        for imported, _ in IMPORTS[name]
+        if ".integrations." in imported
+    }
     assert ring == {("nanochat.dataset", "nanochat.integrations.download")}
 
 
 def test_an_integration_imports_nothing_at_or_above_the_trainer():
     ring = {name for name in FILES if ".integrations." in name}
-    high = {(name, imported) for name in ring for imported, _ in IMPORTS[name]
-            if LAYERS.get(imported, 0) >= LAYERS["nanochat.trainer"]}
+    high = {
+        (name, imported)
+        for name in ring
+        for imported, _ in IMPORTS[name]
+        if LAYERS.get(imported, 0) >= LAYERS["nanochat.trainer"]
+    }
     assert len(ring) > 10 and high == set()
 
 
 def test_no_module_imports_a_command():
     """A command may use another one."""
-    assert [name for name in FILES if name.startswith("nanochat.")
-            and any(imported.startswith("scripts.") for imported, _ in IMPORTS[name])] == []
+    assert [
+        name
+        for name in FILES
+        if name.startswith("nanochat.")
+        and any(imported.startswith("scripts.") for imported, _ in IMPORTS[name])
+    ] == []
 
 
 def test_imports_form_no_circle():
@@ -103,7 +127,9 @@ def test_imports_form_no_circle():
 
 
 def test_an_import_inside_a_function_has_a_reason():
-    inside = {(name, imported) for name in FILES for imported, is_inside in IMPORTS[name] if is_inside}
+    inside = {
+        (name, imported) for name in FILES for imported, is_inside in IMPORTS[name] if is_inside
+    }
     assert inside == set(DEFERRED)
 
 

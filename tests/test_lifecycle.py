@@ -1,5 +1,5 @@
-"""Stopping, the run's state, and its owner: a run stops at the next check, its state can be read, dead runs are
-recognized, and at most one launch owns a run."""
+"""Stopping, the run's state, and its owner: a run stops at the next check, its state can be read,
+dead runs are recognized, and at most one launch owns a run."""
 
 import contextlib
 import errno
@@ -27,15 +27,32 @@ from hypothesis import strategies as st
 from nanochat import run_owner, run_state, run_stop
 from nanochat.run_dir import remove_tree, set_aside
 from nanochat.run_owner import OWNER_NAME, RunState, acquire, check_free, claim, exit_code, liveness
-from nanochat.run_state import STATE_NAME, identify, is_alive_here, launcher_pid, process_start, read_state
-from nanochat.run_stop import FLAG_NAME, SIGNALS, StopWatch, began_s, deadline, join_reasons, request_stop
+from nanochat.run_state import (
+    STATE_NAME,
+    identify,
+    is_alive_here,
+    launcher_pid,
+    process_start,
+    read_state,
+)
+from nanochat.run_stop import (
+    FLAG_NAME,
+    SIGNALS,
+    StopWatch,
+    began_s,
+    deadline,
+    join_reasons,
+    request_stop,
+)
 from tests.faults import is_suspended
 from tests.training import PATIENCE_S, fingerprint, wait_for
 
 ROOT = Path(__file__).parents[1]
 
 
-# ---- signals ---------------------------------------------------------------------------------------------------------
+# ---- signals
+# ---------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd):
@@ -45,12 +62,17 @@ def test_a_signal_is_reported_once_and_the_first_one_is_the_reason(number, capfd
         os.kill(os.getpid(), signal.SIGUSR2)
         assert [stop.requested(), stop.check(), stop.check()] == [number.name] * 3
     err = capfd.readouterr().err
-    assert err.startswith(f"\n{number.name}: stopping after the current step") and err.count("stopping") == 1
+    assert (
+        err.startswith(f"\n{number.name}: stopping after the current step")
+        and err.count("stopping") == 1
+    )
 
 
 def test_previous_handlers_return_even_after_an_error_and_other_threads_leave_them_alone():
     received = []
-    before = {number: signal.signal(number, lambda n, frame: received.append(n)) for number in SIGNALS}
+    before = {
+        number: signal.signal(number, lambda n, frame: received.append(n)) for number in SIGNALS
+    }
     try:
         with pytest.raises(RuntimeError):
             with StopWatch() as stop:
@@ -85,7 +107,9 @@ with run_stop.StopWatch():
 def interrupted(*arguments):
     """A process inside one long call that has received Ctrl-C."""
     command = [sys.executable, "-c", IN_ONE_CALL, *map(str, arguments)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         try:
             process.stdout.read(1)
             process.send_signal(signal.SIGINT)
@@ -100,7 +124,9 @@ def test_a_second_ctrl_c_ends_a_process_that_is_inside_a_long_call(tmp_path):
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 130
-        assert process.stderr.read().endswith(b"second SIGINT: exiting immediately without saving\n")
+        assert process.stderr.read().endswith(
+            b"second SIGINT: exiting immediately without saving\n"
+        )
 
 
 def test_one_ctrl_c_that_is_delivered_twice_ends_no_process(tmp_path):
@@ -117,7 +143,9 @@ def test_one_ctrl_c_that_is_delivered_twice_ends_no_process(tmp_path):
 
 
 def test_a_closed_stderr_does_not_keep_a_signal_from_stopping_the_run(monkeypatch):
-    monkeypatch.setattr(run_stop.os, "write", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    monkeypatch.setattr(
+        run_stop.os, "write", mock.Mock(side_effect=OSError(5, "Input/output error"))
+    )
     with StopWatch() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.check() == "SIGTERM"
@@ -144,26 +172,67 @@ def test_nohup_keeps_its_meaning():
         signal.signal(signal.SIGHUP, before)
 
 
-# ---- walltime and the flag file --------------------------------------------------------------------------------------
+# ---- walltime and the flag file
+# --------------------------------------------------------------------------------------
 
-JOB, SLURM_END, MAX_RUNTIME = {"SLURM_JOB_ID": "17"}, "SLURM_JOB_END_TIME", "NANOCHAT_MAX_RUNTIME"
+JOB = {"SLURM_JOB_ID": "17"}
+SLURM_END = "SLURM_JOB_END_TIME"
+MAX_RUNTIME = "NANOCHAT_MAX_RUNTIME"
 
 
-@pytest.mark.parametrize("seconds, env, squeue, end, message", [
-    (60, {SLURM_END: "5000", MAX_RUNTIME: "70"}, None, 160.0, "30.0 s left (--max-runtime-seconds)"),
-    (-1, {SLURM_END: "5000", MAX_RUNTIME: "70"}, None, 1130.0, "walltime: 16 min 40 s left (SLURM_JOB_END_TIME)"),
-    (-1, {SLURM_END: "", MAX_RUNTIME: "70"}, None, 170.0, "NANOCHAT_MAX_RUNTIME"),
-    (-1, {"GPT_SIMPLE_MAX_RUNTIME": "60"}, None, None, "GPT_SIMPLE_MAX_RUNTIME is ignored; set NANOCHAT_MAX_RUNTIME"),
-    (-1, {**JOB, SLURM_END: "4500"}, None, 630.0, "8 min 20 s left"), (-1, {**JOB, "RANK": "1"}, None, None, ""),
-    (-1, JOB, "echo 5000", 1130.0, "16 min 40 s left"), (-1, JOB, "sleep 9", None, "timed out"),
-    *((-1, JOB, answer, None, "gave no end for job 17") for answer in ("echo N/A", "exit 1", "echo x")),
-    *((seconds, {}, None, ValueError, "--max-runtime-seconds: got") for seconds in (0, -2, math.nan, math.inf)),
-    (-1, {MAX_RUNTIME: "1h"}, None, ValueError, "NANOCHAT_MAX_RUNTIME: got '1h'"),
-    *((-1, {SLURM_END: time}, None, ValueError, f"END_TIME: got '{time}', expected the unix") for time in ("10", "x"))])
-def test_the_first_limit_that_is_set_counts(tmp_path, monkeypatch, caplog, seconds, env, squeue, end, message):
-    """`squeue`: how squeue answers, which is asked by rank 0 of a job whose end SLURM does not set; None: not asked."""
+@pytest.mark.parametrize(
+    "seconds, env, squeue, end, message",
+    [
+        (
+            60,
+            {SLURM_END: "5000", MAX_RUNTIME: "70"},
+            None,
+            160.0,
+            "30.0 s left (--max-runtime-seconds)",
+        ),
+        (
+            -1,
+            {SLURM_END: "5000", MAX_RUNTIME: "70"},
+            None,
+            1130.0,
+            "walltime: 16 min 40 s left (SLURM_JOB_END_TIME)",
+        ),
+        (-1, {SLURM_END: "", MAX_RUNTIME: "70"}, None, 170.0, "NANOCHAT_MAX_RUNTIME"),
+        (
+            -1,
+            {"GPT_SIMPLE_MAX_RUNTIME": "60"},
+            None,
+            None,
+            "GPT_SIMPLE_MAX_RUNTIME is ignored; set NANOCHAT_MAX_RUNTIME",
+        ),
+        (-1, {**JOB, SLURM_END: "4500"}, None, 630.0, "8 min 20 s left"),
+        (-1, {**JOB, "RANK": "1"}, None, None, ""),
+        (-1, JOB, "echo 5000", 1130.0, "16 min 40 s left"),
+        (-1, JOB, "sleep 9", None, "timed out"),
+        *(
+            (-1, JOB, answer, None, "gave no end for job 17")
+            for answer in ("echo N/A", "exit 1", "echo x")
+        ),
+        *(
+            (seconds, {}, None, ValueError, "--max-runtime-seconds: got")
+            for seconds in (0, -2, math.nan, math.inf)
+        ),
+        (-1, {MAX_RUNTIME: "1h"}, None, ValueError, "NANOCHAT_MAX_RUNTIME: got '1h'"),
+        *(
+            (-1, {SLURM_END: time}, None, ValueError, f"END_TIME: got '{time}', expected the unix")
+            for time in ("10", "x")
+        ),
+    ],
+)
+def test_the_first_limit_that_is_set_counts(
+    tmp_path, monkeypatch, caplog, seconds, env, squeue, end, message
+):
+    """`squeue`: how squeue answers, which is asked by rank 0 of a job whose end SLURM does not set;
+    None: not asked."""
     calls = tmp_path / "calls"
-    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$SLURM_TIME_FORMAT $@" >>{calls}\n{squeue}\n')
+    (tmp_path / "squeue").write_text(
+        f'#!/bin/sh\necho "$SLURM_TIME_FORMAT $@" >>{calls}\n{squeue}\n'
+    )
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(run_stop, "SQUEUE_S", 0.3 if squeue == "sleep 9" else 30)
@@ -178,20 +247,30 @@ def test_the_first_limit_that_is_set_counts(tmp_path, monkeypatch, caplog, secon
         assert deadline(seconds, env, 100.0, reserve_s=20.0) == end
     assert message in caplog.text
     assert (calls.read_text().split() if calls.exists() else None) == (
-        ["%s", "--noheader", "--format=%e", "--jobs=17"] if squeue else None)
+        ["%s", "--noheader", "--format=%e", "--jobs=17"] if squeue else None
+    )
 
 
-@pytest.mark.parametrize("reserve_s, save_s, work, checks, stops_at, left", [
-    (100, 0, {}, [0, 10], 880, 120),  # a step of 870 s
-    (100, 0, {}, [860, 875, 885], 885.5, 114),  # 885 + 15 + 100 = 1000: just fits
-    (0, 200, {}, [0, 10, *range(20, 690, 10)], 692, 308),  # 1.5 of a save
-    (100, 0, {290: 300}, [290, 591], 599, 401),  # an evaluation of 300 s between steps of 1 and of 8 s
-    (100, 0, {200: 100, 310: 150}, [190, 200, 310, 470, *range(480, 640, 10)], 645, 355),  # two may meet
-    (0, 0, {}, [0, 400, *range(401, 997)], 997, 3)])  # one old step of 400 s, which compiled, does not count
+@pytest.mark.parametrize(
+    "reserve_s, save_s, work, checks, stops_at, left",
+    [
+        (100, 0, {}, [0, 10], 880, 120),  # a step of 870 s
+        (100, 0, {}, [860, 875, 885], 885.5, 114),  # 885 + 15 + 100 = 1000: just fits
+        (0, 200, {}, [0, 10, *range(20, 690, 10)], 692, 308),  # 1.5 of a save
+        # an evaluation of 300 s between steps of 1 and of 8 s
+        (100, 0, {290: 300}, [290, 591], 599, 401),
+        # two may meet
+        (100, 0, {200: 100, 310: 150}, [190, 200, 310, 470, *range(480, 640, 10)], 645, 355),
+        # one old step of 400 s, which compiled, does not count
+        (0, 0, {}, [0, 400, *range(401, 997)], 997, 3),
+    ],
+)
 def test_a_run_stops_while_a_step_a_save_or_the_reserve_and_the_slowest_work_of_each_kind_still_fit(
-        monkeypatch, reserve_s, save_s, work, checks, stops_at, left):
+    monkeypatch, reserve_s, save_s, work, checks, stops_at, left
+):
     stop = StopWatch(1000.0, reserve_s=reserve_s)
-    monkeypatch.setattr(run_stop.time, "time", lambda: 1e12)  # a jump of the wall clock moves nothing
+    # a jump of the wall clock moves nothing
+    monkeypatch.setattr(run_stop.time, "time", lambda: 1e12)
     for seconds in (1, save_s, 2):
         stop.note_save(seconds)
     for now in checks:
@@ -224,12 +303,20 @@ def test_the_save_fits_if_no_step_is_longer_than_the_steps_before_it(steps, rese
         assert now + max(save_s, reserve_s) <= 500.0 + 1e-6
 
 
-@pytest.mark.parametrize("seconds, env, name", [
-    (60, {}, "--max-runtime-seconds"), (-1, {MAX_RUNTIME: "60"}, MAX_RUNTIME), (-1, {SLURM_END: "4060"}, SLURM_END)])
+@pytest.mark.parametrize(
+    "seconds, env, name",
+    [
+        (60, {}, "--max-runtime-seconds"),
+        (-1, {MAX_RUNTIME: "60"}, MAX_RUNTIME),
+        (-1, {SLURM_END: "4060"}, SLURM_END),
+    ],
+)
 def test_a_walltime_that_only_fits_the_reserve_is_refused(monkeypatch, seconds, env, name):
     """Regression: each launch of a requeued job trained one step, forever."""
     monkeypatch.setattr(run_stop.time, "time", lambda: 4000.0)
-    with pytest.raises(ValueError, match=rf"{name}: 1 min 00 s are left, but --walltime-reserve-seconds=60 of them"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: 1 min 00 s are left, but --walltime-reserve-seconds=60 of them"
+    ):
         deadline(seconds, env, time.monotonic(), reserve_s=60.0)
     assert deadline(seconds, env, time.monotonic(), reserve_s=59.0)
 
@@ -253,7 +340,8 @@ def elsewhere(monkeypatch):
 
 
 def asks(stop, run):
-    """Whether a launch stops because of what is in its run directory, and whether it has left the flag there."""
+    """Whether a launch stops because of what is in its run directory, and whether it has left the
+    flag there."""
     stop.check_flag(run)
     return stop.requested(), (run / FLAG_NAME).exists()
 
@@ -273,7 +361,9 @@ def test_a_request_is_honoured_whatever_the_clocks_say(tmp_path, monkeypatch, sh
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_request_for_an_earlier_launch_is_deleted_and_a_new_one_counts(tmp_path, monkeypatch, remote):
+def test_a_request_for_an_earlier_launch_is_deleted_and_a_new_one_counts(
+    tmp_path, monkeypatch, remote
+):
     with elsewhere(monkeypatch) if remote else contextlib.nullcontext():
         request_stop(tmp_path)
         with StopWatch():
@@ -285,7 +375,9 @@ def test_a_request_for_an_earlier_launch_is_deleted_and_a_new_one_counts(tmp_pat
     assert asks(late, tmp_path) == ASKED
 
 
-def test_a_request_from_elsewhere_also_stops_the_processes_that_torchrun_restarts(tmp_path, monkeypatch):
+def test_a_request_from_elsewhere_also_stops_the_processes_that_torchrun_restarts(
+    tmp_path, monkeypatch
+):
     """It names the launch, so it counts although it was there when the restarted process began."""
     owner = acquire(tmp_path)
     with elsewhere(monkeypatch):
@@ -312,7 +404,9 @@ def test_reasons_of_all_ranks_become_one_text():
     assert join_reasons(["walltime: 118 s left", "walltime: 117 s left"]) == "walltime: 118 s left"
 
 
-# ---- the state -------------------------------------------------------------------------------------------------------
+# ---- the state
+# -------------------------------------------------------------------------------------------------------
+
 
 def on_disk(run_dir, **values):
     """Whether the state on disk has these values."""
@@ -322,14 +416,29 @@ def on_disk(run_dir, **values):
 def test_changes_are_written_once_and_the_heartbeat_without_changes(tmp_path, monkeypatch):
     assert read_state(tmp_path) is None
     writes, replace = [], run_owner.replace_state
-    monkeypatch.setattr(run_owner, "replace_state", lambda path, value: (writes.append(path), replace(path, value)))
-    with RunState(acquire(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2") as state:
-        assert on_disk(tmp_path, status="starting", step=None, num_iterations=10, checkpoint="checkpoint-2",
-                       val_bpb=None, ranks=[identify()], world_size=1)
+    monkeypatch.setattr(
+        run_owner, "replace_state", lambda path, value: (writes.append(path), replace(path, value))
+    )
+    with RunState(
+        acquire(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2"
+    ) as state:
+        assert on_disk(
+            tmp_path,
+            status="starting",
+            step=None,
+            num_iterations=10,
+            checkpoint="checkpoint-2",
+            val_bpb=None,
+            ranks=[identify()],
+            world_size=1,
+        )
         for step in range(1000):
             state.update(status="running", step=step, loss=float("nan"), val_bpb=1.5)
         assert on_disk(tmp_path, status="starting") and state.refresh() == state.refresh() == ""
-        assert on_disk(tmp_path, status="running", step=999, loss=None, val_bpb=1.5) and len(writes) == 2
+        assert (
+            on_disk(tmp_path, status="running", step=999, loss=None, val_bpb=1.5)
+            and len(writes) == 2
+        )
         first = read_state(tmp_path)["heartbeat"]
         monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.0)
         state.refresh()
@@ -337,12 +446,24 @@ def test_changes_are_written_once_and_the_heartbeat_without_changes(tmp_path, mo
     assert {p.name for p in tmp_path.iterdir()} == {STATE_NAME, OWNER_NAME}
 
 
-@pytest.mark.parametrize("status, error, reason, code", [
-    ("", ValueError("disk ate it"), "disk ate it", 1), ("", KeyError("x"), "KeyError: 'x'", 1),
-    ("", KeyboardInterrupt(), "KeyboardInterrupt: ", 1), ("", None, "ended without a status", 1),
-    ("halted", ValueError("later"), "bucket x ran dry", 3), ("completed", None, "", 0)])
-def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_path, status, error, reason, code):
-    with contextlib.suppress(type(error)), RunState(acquire(tmp_path), [identify()], status="running") as state:
+@pytest.mark.parametrize(
+    "status, error, reason, code",
+    [
+        ("", ValueError("disk ate it"), "disk ate it", 1),
+        ("", KeyError("x"), "KeyError: 'x'", 1),
+        ("", KeyboardInterrupt(), "KeyboardInterrupt: ", 1),
+        ("", None, "ended without a status", 1),
+        ("halted", ValueError("later"), "bucket x ran dry", 3),
+        ("completed", None, "", 0),
+    ],
+)
+def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(
+    tmp_path, status, error, reason, code
+):
+    with (
+        contextlib.suppress(type(error)),
+        RunState(acquire(tmp_path), [identify()], status="running") as state,
+    ):
         if status:
             state.close(status, reason)
             state.update(status="running", step=5)
@@ -353,15 +474,21 @@ def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(tmp_pa
     acquire(tmp_path)  # the run is free
 
 
-def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing(
+    tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr(run_owner, "CLOSE_S", 0.3)
     monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.0)
     replace, over = run_owner.replace_state, threading.Event()
     with RunState(acquire(tmp_path), [identify()], status="running") as state:
-        monkeypatch.setattr(run_owner, "replace_state", raiser(OSError(28, "No space left on device")))
+        monkeypatch.setattr(
+            run_owner, "replace_state", raiser(OSError(28, "No space left on device"))
+        )
         assert [state.refresh() for _ in range(4)] == [""] * 4
         assert caplog.text.count("No space left on device") == 1
-        monkeypatch.setattr(run_owner, "replace_state", lambda *args: (over.wait(PATIENCE_S), replace(*args)))
+        monkeypatch.setattr(
+            run_owner, "replace_state", lambda *args: (over.wait(PATIENCE_S), replace(*args))
+        )
         began = time.monotonic()
         state.close("stopped", "a hang")
         assert time.monotonic() - began < PATIENCE_S and on_disk(tmp_path, status="running")
@@ -384,14 +511,27 @@ def whole_state(run_dir):
     return read_state(run_dir)
 
 
-@pytest.mark.parametrize("change, message", [
-    ("{", "not valid JSON"), ("[" * 100_000, "not valid JSON"), ({"format_version": 2}, "this version"),
-    ({"status": "odd"}, "this version"), ({"ranks": []}, "this version"),
-    ({"ranks": [1]}, r"ranks\[0\]: expected an object"), ({"heartbeat": None}, "heartbeat: expected a number"),
-    ({"ranks": [{**identify(), "pid": True}]}, "pid: expected a whole number"), ({"step": "5"}, "step: expected"),
-    ({"reason": 1}, "reason: expected a string"), ({"started": 1e300}, r"started: got 1e\+300"),
-    ({"heartbeat": math.nan}, "heartbeat: got nan"), ({"heartbeat": -1e12}, "heartbeat: got -1"),
-    ({"eta_s": math.inf}, "eta_s: got inf"), ({"step": 10**400}, "step: got 1000")], ids=range(15))
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("{", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ({"format_version": 2}, "this version"),
+        ({"status": "odd"}, "this version"),
+        ({"ranks": []}, "this version"),
+        ({"ranks": [1]}, r"ranks\[0\]: expected an object"),
+        ({"heartbeat": None}, "heartbeat: expected a number"),
+        ({"ranks": [{**identify(), "pid": True}]}, "pid: expected a whole number"),
+        ({"step": "5"}, "step: expected"),
+        ({"reason": 1}, "reason: expected a string"),
+        ({"started": 1e300}, r"started: got 1e\+300"),
+        ({"heartbeat": math.nan}, "heartbeat: got nan"),
+        ({"heartbeat": -1e12}, "heartbeat: got -1"),
+        ({"eta_s": math.inf}, "eta_s: got inf"),
+        ({"step": 10**400}, "step: got 1000"),
+    ],
+    ids=range(15),
+)
 def test_a_corrupt_state_is_named_and_the_next_launch_replaces_it(tmp_path, change, message):
     """Regression: times such as 1e300 and NaN ended scripts.status with a traceback."""
     text = change if isinstance(change, str) else json.dumps({**whole_state(tmp_path), **change})
@@ -414,8 +554,11 @@ def irregular(path, kind):
 
 
 @pytest.mark.parametrize("kind", ["folder", "FIFO", "link"])
-def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_followed(tmp_path, kind, caplog):
-    """Regression: the state was written through a link under its temporary name; a FIFO made a launch hang."""
+def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_followed(
+    tmp_path, kind, caplog
+):
+    """Regression: the state was written through a link under its temporary name; a FIFO made a
+    launch hang."""
     for name, read in ((STATE_NAME, read_state), (OWNER_NAME, acquire), (FLAG_NAME, request_stop)):
         run_dir = tmp_path / name
         (run_dir / "precious").write_text(json.dumps(whole_state(run_dir)))
@@ -428,10 +571,14 @@ def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_follow
     irregular(run_dir / f"{STATE_NAME}.tmp", kind)
     RunState(acquire(run_dir), [identify()]).close("stopped")
     assert (run_dir / "precious").read_text() == "precious"
-    assert (read_state(run_dir) is None and "cannot be written" in caplog.text) == (kind == "folder")
+    assert (read_state(run_dir) is None and "cannot be written" in caplog.text) == (
+        kind == "folder"
+    )
 
 
-# ---- living and dead processes ---------------------------------------------------------------------------------------
+# ---- living and dead processes
+# ---------------------------------------------------------------------------------------
+
 
 def test_a_process_is_alive_here_unless_it_has_ended_or_its_record_is_forged(tmp_path, monkeypatch):
     odd = tmp_path / "a) Z 1 2"
@@ -445,7 +592,14 @@ def test_a_process_is_alive_here_unless_it_has_ended_or_its_record_is_forged(tmp
     assert Path(f"/proc/{child.pid}").exists(), "a zombie is dead"
     child.wait()
     assert not is_alive_here(record)
-    for forged in ({"pid": -1}, {"pid": 0}, {"pid": -os.getpid()}, {"start": None}, {"start": "1"}, {"host": "b"}):
+    for forged in (
+        {"pid": -1},
+        {"pid": 0},
+        {"pid": -os.getpid()},
+        {"start": None},
+        {"start": "1"},
+        {"host": "b"},
+    ):
         assert not is_alive_here({**me, **forged})
     monkeypatch.setattr(run_state, "process_start", lambda pid: None)  # a system without /proc
     assert not is_alive_here({**me, "start": None})
@@ -456,10 +610,14 @@ def state_with(process, age):
 
 
 def without_locks(monkeypatch):
-    monkeypatch.setattr(run_owner.fcntl, "flock", raiser(OSError(errno.ENOLCK, "No locks available")))
+    monkeypatch.setattr(
+        run_owner.fcntl, "flock", raiser(OSError(errno.ENOLCK, "No locks available"))
+    )
 
 
-def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat_is_young(tmp_path, monkeypatch):
+def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat_is_young(
+    tmp_path, monkeypatch
+):
     me, owner = identify(), acquire(tmp_path)
     elsewhere, forged = {**me, "host": "node7"}, {**me, "pid": -1, "start": None}
 
@@ -468,11 +626,14 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
         assert exit_code(tmp_path, state) == {"alive": 20, "dead": 1}[liveness(tmp_path, state)]
         return liveness(tmp_path, state)
 
-    assert {judged(process, age) for process in (me, elsewhere, forged) for age in (0, 5e3, -5e3)} == {"alive"}
+    assert {
+        judged(process, age) for process in (me, elsewhere, forged) for age in (0, 5e3, -5e3)
+    } == {"alive"}
     assert liveness(tmp_path, {**state_with(me, 0), "status": "halted"}) == "ended"
     owner.release()
     assert {judged(process, age) for process in (me, forged) for age in (0, 5e3, -5e3)} == {"dead"}
-    by_age = [(0, "alive"), (59, "alive"), (61, "dead"), (-59, "alive"), (-61, "dead")]  # the far future is not young
+    # the far future is not young
+    by_age = [(0, "alive"), (59, "alive"), (61, "dead"), (-59, "alive"), (-61, "dead")]
     assert [(age, judged(elsewhere, age)) for age, _ in by_age] == by_age
     without_locks(monkeypatch)
     for process, living in ((me, True), (elsewhere, False), (forged, False)):
@@ -482,14 +643,29 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
             assert judged(process, age) == ("alive" if living else word)
 
 
-# ---- one owner -------------------------------------------------------------------------------------------------------
+# ---- one owner
+# -------------------------------------------------------------------------------------------------------
+
 
 def record(**changed):
     return json.dumps({"launch": "x", "since": "long ago", **identify(), **changed})
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "[" * 100_000, '{"launch": 1}', record(pid=-1, start=None),
-                                    record(since="\033[2J"), record(), "\xff\x00"], ids=range(9))
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"launch": 1}',
+        record(pid=-1, start=None),
+        record(since="\033[2J"),
+        record(),
+        "\xff\x00",
+    ],
+    ids=range(9),
+)
 def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches(tmp_path, damage):
     path = tmp_path / OWNER_NAME
     path.write_text(damage, encoding="latin-1")
@@ -497,7 +673,9 @@ def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches
     assert owner.lost() == "" and json.loads(path.read_text())["pid"] == os.getpid()
     path.write_text(damage, encoding="latin-1")
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"^{tmp_path}: another launch owns this run: ") as caught:
+        with pytest.raises(
+            ValueError, match=f"^{tmp_path}: another launch owns this run: "
+        ) as caught:
             acquire(tmp_path)
         assert "\n" not in str(caught.value) and "\033" not in str(caught.value)
     assert "this launch no longer owns the run" in owner.lost(), "its record is gone"
@@ -536,10 +714,23 @@ def test_one_of_many_simultaneous_launches_wins(tmp_path):
 
 
 ACTIONS = ["inspect", "claim", "end", "set aside", "remove"]
-LATE_CLAIMS = [  # launch 0 is delayed between inspection and claim, while launch 1 ends, restarts or removes the run
-    [(1, "inspect"), (1, "claim"), (1, "end"), (0, "inspect"), (1, "inspect"), (1, "claim"), (1, last), (2, "inspect"),
-     (2, "claim"), (2, "end"), (0, "claim")] for last in ("end", "set aside")] + [
-    [(1, "inspect"), (1, "claim"), (1, "end"), (0, "inspect"), (1, "remove"), (0, "claim")]]
+# launch 0 is delayed between inspection and claim, while launch 1 ends, restarts or removes the run
+LATE_CLAIMS = [
+    [
+        (1, "inspect"),
+        (1, "claim"),
+        (1, "end"),
+        (0, "inspect"),
+        (1, "inspect"),
+        (1, "claim"),
+        (1, last),
+        (2, "inspect"),
+        (2, "claim"),
+        (2, "end"),
+        (0, "claim"),
+    ]
+    for last in ("end", "set aside")
+] + [[(1, "inspect"), (1, "claim"), (1, "end"), (0, "inspect"), (1, "remove"), (0, "claim")]]
 
 
 @settings(deadline=None)
@@ -548,11 +739,16 @@ LATE_CLAIMS = [  # launch 0 is delayed between inspection and claim, while launc
 @example(LATE_CLAIMS[1])
 @example(LATE_CLAIMS[2])
 def test_however_launches_interleave_an_owner_has_the_run_that_it_inspected(actions):
-    """Even if the run is moved aside or removed in between. `version`: number of the current run's last owner."""
+    """Even if the run is moved aside or removed in between. `version`: number of the current run's
+    last owner."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_owner, "LOCK_TRIES", 1)
         patch.setattr(run_owner, "LOCK_TRY_S", 0.0)
-        run_dir, inspected, owners, version, versions = Path(folder) / "run", {}, {}, 0, 0
+        run_dir = Path(folder) / "run"
+        inspected = {}
+        owners = {}
+        version = 0
+        versions = 0
         for actor, action in actions:
             current = [owner for owner in owners.values() if not owner.lost()]
             if action == "inspect" and actor not in owners:
@@ -571,8 +767,10 @@ def test_however_launches_interleave_an_owner_has_the_run_that_it_inspected(acti
                     versions += 1
                     version = versions
                 except ValueError as e:
-                    assert current or (inspected_version != version
-                                       and "owned this run a moment ago; run the command again" in str(e)), e
+                    assert current or (
+                        inspected_version != version
+                        and "owned this run a moment ago; run the command again" in str(e)
+                    ), e
                     assert fingerprint(run_dir) == before and run_dir.exists() == bool(before)
             elif action == "end" and actor in owners:
                 owners.pop(actor).release()
@@ -630,13 +828,35 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("before", [[], ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "sh",
-                                         "-c", 'hostname node7; exec "$@"', "sh"]], ids=["here", "container"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        [],
+        [
+            "unshare",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+            "sh",
+            "-c",
+            'hostname node7; exec "$@"',
+            "sh",
+        ],
+    ],
+    ids=["here", "container"],
+)
 def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(tmp_path, before):
     if before and subprocess.run([*before, "true"], capture_output=True).returncode:
         pytest.skip("this user may not create namespaces")
-    first = subprocess.Popen([*before, sys.executable, "-c", OWN, tmp_path], cwd=ROOT, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    first = subprocess.Popen(
+        [*before, sys.executable, "-c", OWN, tmp_path],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         assert first.stdout.readline() == "ready\n"
         owner = json.loads((tmp_path / OWNER_NAME).read_text())
@@ -644,8 +864,11 @@ def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(
         if not before:
             first.send_signal(signal.SIGSTOP)
             wait_for(lambda: is_suspended(first.pid))
-        with pytest.raises(ValueError, match=f"^{tmp_path}: another launch owns this run: host '{owner['host']}', pid "
-                           f"{owner['pid']}, since '{owner['since']}'; .*scripts.stop .*--model-tag"):
+        with pytest.raises(
+            ValueError,
+            match=f"^{tmp_path}: another launch owns this run: host '{owner['host']}', pid "
+            f"{owner['pid']}, since '{owner['since']}'; .*scripts.stop .*--model-tag",
+        ):
             acquire(tmp_path)
         assert liveness(tmp_path, state_with(owner, age=0)) == "alive"
     finally:
@@ -655,12 +878,27 @@ def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(
     acquire(tmp_path)
 
 
-@pytest.mark.parametrize("age, changed, free", [
-    (0, {}, False), (59, {}, False), (61, {}, True), (-61, {}, True), (0, {"status": "stopped"}, True)])
+@pytest.mark.parametrize(
+    "age, changed, free",
+    [
+        (0, {}, False),
+        (59, {}, False),
+        (61, {}, True),
+        (-61, {}, True),
+        (0, {"status": "stopped"}, True),
+    ],
+)
 def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_exits(
-        tmp_path, monkeypatch, age, changed, free):
-    state = {**whole_state(tmp_path), "status": "running", "ranks": [{**identify(), "host": "node7"}]}
-    (tmp_path / STATE_NAME).write_text(json.dumps({**state, "heartbeat": time.time() - age, **changed}))
+    tmp_path, monkeypatch, age, changed, free
+):
+    state = {
+        **whole_state(tmp_path),
+        "status": "running",
+        "ranks": [{**identify(), "host": "node7"}],
+    }
+    (tmp_path / STATE_NAME).write_text(
+        json.dumps({**state, "heartbeat": time.time() - age, **changed})
+    )
     without_locks(monkeypatch)
     if not free:
         with pytest.raises(ValueError, match="another launch owns this run"):
@@ -675,7 +913,9 @@ def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_
 
 @pytest.mark.parametrize("removed", [OWNER_NAME, ""])
 @pytest.mark.parametrize("has_successor", [False, True])
-def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(tmp_path, removed, has_successor):
+def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(
+    tmp_path, removed, has_successor
+):
     run_dir = tmp_path / "run"
     with RunState(acquire(run_dir), [identify()], status="running") as state:
         remove_tree(run_dir / removed)

@@ -30,8 +30,11 @@ def make_rows(seed, num_rows, T):
 def written_out(x, y):
     """The definition, computed token by token."""
     nats = table_model(x, y, loss_reduction="none").flatten().tolist()
-    counted = [(n, TOKEN_BYTES[t].item()) for n, t in zip(nats, y.flatten().tolist(), strict=True)
-               if t >= 0 and TOKEN_BYTES[t] > 0]
+    counted = [
+        (n, TOKEN_BYTES[t].item())
+        for n, t in zip(nats, y.flatten().tolist(), strict=True)
+        if t >= 0 and TOKEN_BYTES[t] > 0
+    ]
     return math.fsum(n for n, _ in counted) / (math.log(2) * sum(size for _, size in counted))
 
 
@@ -51,7 +54,8 @@ def test_it_equals_the_definition_with_the_same_bits_for_any_batch_size(seed, nu
 
 
 def test_the_sum_of_rows_is_rounded_once():
-    nats = torch.tensor([1.0, 2.0**53, 1.0, 1.0])  # a sum in float64 from left to right would lose a 1
+    # a sum in float64 from left to right would lose a 1
+    nats = torch.tensor([1.0, 2.0**53, 1.0, 1.0])
     y = torch.tensor([0, 1, 2, 3])[:, None]
     for order in ([0, 1, 2, 3], [1, 0, 2, 3], [3, 2, 1, 0]):
         bpb = evaluate_bpb(lambda x, y, loss_reduction: nats[y], [(y, y[order])], None, TOKEN_BYTES)
@@ -61,7 +65,9 @@ def test_the_sum_of_rows_is_rounded_once():
 def test_exactly_steps_batches_are_drawn():
     x, y = make_rows(0, 6, 10)
     batches = iter(in_batches(x, y, 2))
-    assert evaluate_bpb(table_model, batches, 2, TOKEN_BYTES) == pytest.approx(written_out(x[:4], y[:4]), rel=1e-14)
+    assert evaluate_bpb(table_model, batches, 2, TOKEN_BYTES) == pytest.approx(
+        written_out(x[:4], y[:4]), rel=1e-14
+    )
     assert len(list(batches)) == 1
 
 

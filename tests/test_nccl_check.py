@@ -22,13 +22,20 @@ def break_the_tree():
     reduce.add_in_tree_order = add_in_rank_order
 
 
-@pytest.mark.parametrize(("world_size", "hook", "failing"), [
-    (1, None, []),
-    (2, None, []),
-    (4, break_the_tree, ["tree", "tree", "tree", "steps"]),  # nodes of two add pairs: any order is right
-], ids=["alone", "right", "another order"])
+@pytest.mark.parametrize(
+    ("world_size", "hook", "failing"),
+    [
+        (1, None, []),
+        (2, None, []),
+        # nodes of two add pairs: any order is right
+        (4, break_the_tree, ["tree", "tree", "tree", "steps"]),
+    ],
+    ids=["alone", "right", "another order"],
+)
 def test_a_wrong_order_of_addition_fails_and_the_right_one_passes(world_size, hook, failing):
-    group = training.launch(nccl_check.main, [["--device=cpu"]] * world_size, [{}] * world_size, hook)
+    group = training.launch(
+        nccl_check.main, [["--device=cpu"]] * world_size, [{}] * world_size, hook
+    )
     codes = group.wait()
     assert codes == [int(bool(failing))] + [0] * (world_size - 1), group.text()
     verdicts = re.findall(r"^(\w[\w ]*?)  .*(good|FAILS)$", group.text(), re.MULTILINE)
@@ -43,11 +50,17 @@ def test_three_processes_are_refused(monkeypatch):
         nccl_check.main(["--device=cpu"])
 
 
-@pytest.mark.parametrize(("num_gpus", "local_rank", "backends"), [(1, "0", ["gloo"]), (2, "1", []), (0, "1", [])])
-def test_processes_share_a_gpu_through_gloo_only_if_there_are_too_few(monkeypatch, num_gpus, local_rank, backends):
+@pytest.mark.parametrize(
+    ("num_gpus", "local_rank", "backends"), [(1, "0", ["gloo"]), (2, "1", []), (0, "1", [])]
+)
+def test_processes_share_a_gpu_through_gloo_only_if_there_are_too_few(
+    monkeypatch, num_gpus, local_rank, backends
+):
     joined = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, **_: joined.append(backend))
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda backend, **_: joined.append(backend)
+    )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert nccl_check.share_gpus() == bool(backends)

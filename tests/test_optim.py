@@ -1,4 +1,5 @@
-"""MuonAdamW against torch.optim.AdamW, an SVD, Muon in float64, and itself on 1, 2, 3 and 4 processes."""
+"""MuonAdamW against torch.optim.AdamW, an SVD, Muon in float64, and itself on 1, 2, 3 and 4
+processes."""
 
 import contextlib
 import math
@@ -27,13 +28,28 @@ def randn(*shape, seed=0):
 
 
 def adamw_group(params, **settings):
-    return {"kind": "adamw", "params": params, "lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1,
-            **settings}
+    return {
+        "kind": "adamw",
+        "params": params,
+        "lr": 0.01,
+        "betas": (0.8, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        **settings,
+    }
 
 
 def muon_group(params, **settings):
-    return {"kind": "muon", "params": params, "lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9,
-            "weight_decay": 0.0, **settings}
+    return {
+        "kind": "muon",
+        "params": params,
+        "lr": 0.02,
+        "momentum": 0.95,
+        "ns_steps": 5,
+        "beta2": 0.9,
+        "weight_decay": 0.0,
+        **settings,
+    }
 
 
 def values(params):
@@ -42,7 +58,9 @@ def values(params):
     return {name: param.detach().clone() for name, param in named}
 
 
-# ---- the arithmetic -------------------------------------------------------------------------------------------------
+# ---- the arithmetic
+# -------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
 def test_adamw_equals_torch(betas):
@@ -104,7 +122,9 @@ def muon_in_float64(param, grads, *, lr, weight_decay):
             A = X @ X.T
             X = a * X + (b * A + c * A @ A) @ X
         X = X * math.sqrt(min(rows, cols)) / max(np.linalg.norm(X), 1e-6)
-        variance = variance + 0.2 * ((X**2).mean(axis=1 if rows >= cols else 0, keepdims=True) - variance)
+        variance = variance + 0.2 * (
+            (X**2).mean(axis=1 if rows >= cols else 0, keepdims=True) - variance
+        )
         scaled = X / np.sqrt(np.maximum(variance, 1e-10))
         scaled *= np.linalg.norm(X) / max(np.linalg.norm(scaled), 1e-10)
         decay = weight_decay * param * (param * scaled >= 0)
@@ -116,21 +136,39 @@ def muon_in_float64(param, grads, *, lr, weight_decay):
 @pytest.mark.parametrize("shape", [(6, 12), (40, 24), (24, 40)])
 def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape, scale):
     """The floors of the norms affect tiny gradients, such as those of small gates."""
-    grads = [randn(*shape, seed=step) * scale * torch.logspace(-1, 0, shape[0])[:, None] for step in range(4)]
+    grads = [
+        randn(*shape, seed=step) * scale * torch.logspace(-1, 0, shape[0])[:, None]
+        for step in range(4)
+    ]
     param, start = randn(*shape, seed=9), randn(*shape, seed=9).double().numpy()
-    state = torch.zeros(shape), torch.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1]))
+    state = (
+        torch.zeros(shape),
+        torch.zeros((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1])),
+    )
     for grad in grads:
-        muon_update(param, grad, *state, lr=0.1, momentum=0.9, beta2=0.8, weight_decay=0.3,
-                    grad_scale=torch.ones(()), live=torch.ones(()))
+        muon_update(
+            param,
+            grad,
+            *state,
+            lr=0.1,
+            momentum=0.9,
+            beta2=0.8,
+            weight_decay=0.3,
+            grad_scale=torch.ones(()),
+            live=torch.ones(()),
+        )
     expected, unscaled, undecayed = (
         muon_in_float64(start, [g.double().numpy() / by for g in grads], lr=0.1, weight_decay=decay)
-        for by, decay in ((1, 0.3), (scale, 0.3), (1, 0)))
+        for by, decay in ((1, 0.3), (scale, 0.3), (1, 0))
+    )
     np.testing.assert_allclose(param.numpy(), expected, rtol=0, atol=1e-4)
     assert np.abs(undecayed - expected).max() > 0.01
     assert scale == 1 or np.abs(unscaled - expected).max() > 0.01, "the case: the floors matter"
 
 
-# ---- one process ----------------------------------------------------------------------------------------------------
+# ---- one process
+# ----------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
 def test_a_non_finite_gradient_changes_nothing(bad):
@@ -149,9 +187,15 @@ def test_a_non_finite_gradient_changes_nothing(bad):
 
 
 def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction():
-    params = [torch.nn.Parameter(randn(12, 8)), torch.nn.Parameter(randn(5)), torch.nn.Parameter(randn(5))]
-    optimizer = MuonAdamW([muon_group(params[:1]), adamw_group(params[1:], weight_decay=0.0)],
-                          reduce=lambda message, rank, world_size: lambda: 2 * message)
+    params = [
+        torch.nn.Parameter(randn(12, 8)),
+        torch.nn.Parameter(randn(5)),
+        torch.nn.Parameter(randn(5)),
+    ]
+    optimizer = MuonAdamW(
+        [muon_group(params[:1]), adamw_group(params[1:], weight_decay=0.0)],
+        reduce=lambda message, rank, world_size: lambda: 2 * message,
+    )
     params[1].grad = randn(5, seed=3)
     before = values(params)
     norm = optimizer.step(grad_scale=2.0)
@@ -160,16 +204,23 @@ def test_a_step_keeps_gradients_takes_none_as_zeros_and_uses_the_given_reduction
     assert [torch.equal(p, before[i]) for i, p in enumerate(params)] == [True, False, True]
 
 
-def test_on_a_cpu_each_parameter_is_updated_by_one_thread_with_the_same_bits_for_any_number(monkeypatch):
+def test_on_a_cpu_each_parameter_is_updated_by_one_thread_with_the_same_bits_for_any_number(
+    monkeypatch,
+):
     """With an error in one update, the number of threads is restored, too."""
-    calls, results, before = set(), [], torch.get_num_threads()
+    calls = set()
+    results = []
+    before = torch.get_num_threads()
 
     def spy(param, *args, **kwargs):
         calls.add((threading.get_ident(), torch.get_num_threads()))
         muon_update(param, *args, **kwargs)
 
     for threads in (1, 3):
-        params = [*(torch.nn.Parameter(randn(48, 32, seed=i)) for i in range(12)), torch.nn.Parameter(randn(300_000))]
+        params = [
+            *(torch.nn.Parameter(randn(48, 32, seed=i)) for i in range(12)),
+            torch.nn.Parameter(randn(300_000)),
+        ]
         optimizer = MuonAdamW([muon_group(params[:-1]), adamw_group(params[-1:])])
         for i, param in enumerate(params):
             param.grad = randn(*param.shape, seed=100 + i)
@@ -190,19 +241,26 @@ def test_on_a_cpu_each_parameter_is_updated_by_one_thread_with_the_same_bits_for
 def test_bad_groups_and_states_of_another_model_are_refused():
     matrix, vector = torch.nn.Parameter(randn(3, 4)), torch.nn.Parameter(randn(3))
     for groups, message in [
-            ([muon_group([vector])], r"param_0: Muon takes matrices, got shape \(3,\)"),
-            ([{"kind": "sgd", "params": [matrix]}], r"group 0 \(sgd\) lacks a known kind"),
-            ([{"kind": "adamw", "params": [matrix], "lr": 0.1}], "lacks betas, eps, weight_decay"),
-            ([adamw_group([torch.nn.Parameter(randn(3, 4).mT)])], "param_0: the tensor is not contiguous"),
-            ([muon_group([matrix], names=["a"]), adamw_group([vector], names=["a"])], "not unique")]:
+        ([muon_group([vector])], r"param_0: Muon takes matrices, got shape \(3,\)"),
+        ([{"kind": "sgd", "params": [matrix]}], r"group 0 \(sgd\) lacks a known kind"),
+        ([{"kind": "adamw", "params": [matrix], "lr": 0.1}], "lacks betas, eps, weight_decay"),
+        (
+            [adamw_group([torch.nn.Parameter(randn(3, 4).mT)])],
+            "param_0: the tensor is not contiguous",
+        ),
+        ([muon_group([matrix], names=["a"]), adamw_group([vector], names=["a"])], "not unique"),
+    ]:
         with pytest.raises(ValueError, match=message):
             MuonAdamW(groups)
     optimizer = MuonAdamW([muon_group([matrix], names=["w"]), adamw_group([vector], names=["b"])])
     state = optimizer.gather_state()
     state["state"]["w"]["momentum_buffer"] = torch.zeros(4, 3)
     state["state"]["c"] = state["state"].pop("b")
-    with pytest.raises(ValueError, match=r"w.momentum_buffer: got \(4, 3\), expected \(3, 4\); b.exp_avg: got "
-                                         r"nothing, expected \(3,\).*c.exp_avg_sq: got \(3,\), expected nothing"):
+    with pytest.raises(
+        ValueError,
+        match=r"w.momentum_buffer: got \(4, 3\), expected \(3, 4\); b.exp_avg: got "
+        r"nothing, expected \(3,\).*c.exp_avg_sq: got \(3,\), expected nothing",
+    ):
         optimizer.load_state(state)
     with pytest.raises(ValueError, match="format 2, expected 1"):
         optimizer.load_state({"format": 2})
@@ -210,17 +268,20 @@ def test_bad_groups_and_states_of_another_model_are_refused():
         optimizer.state_dict()
 
 
-# ---- parameters of all kinds, and gradients that add up exactly -----------------------------------------------------
+# ---- parameters of all kinds, and gradients that add up exactly
+# -----------------------------------------------------
 
 SHAPES = {
     "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
-    "large": [(2051, 33), (512, 160)],  # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
+    # the first in bfloat16, not divisible by any W > 1; the second by W = 2, 4
+    "large": [(2051, 33), (512, 160)],
     "small": [(5,), (), (3,), (1,), (37, 3)],
 }
 GROUPS = {
     "muon": muon_group([], momentum=0.9, weight_decay=0.1),
     "large": adamw_group([], lr=0.05, eps=1e-10, weight_decay=0.01),
-    "small": adamw_group([], eps=1e-10, weight_decay=0.0)}
+    "small": adamw_group([], eps=1e-10, weight_decay=0.0),
+}
 
 
 def make_params(shapes_of=SHAPES):
@@ -228,19 +289,28 @@ def make_params(shapes_of=SHAPES):
     for kind, shapes in shapes_of.items():
         for i, shape in enumerate(shapes):
             start = randn(*shape, seed=len(params))
-            params[f"{kind}.{i}"] = torch.nn.Parameter(start.bfloat16() if (kind, i) == ("large", 0) else start)
+            params[f"{kind}.{i}"] = torch.nn.Parameter(
+                start.bfloat16() if (kind, i) == ("large", 0) else start
+            )
     return params
 
 
 def make_optimizer(params, **options):
     named = {kind: [name for name in params if name.startswith(kind)] for kind in GROUPS}
-    return MuonAdamW([{**group, "names": named[kind], "params": [params[name] for name in named[kind]]}
-                      for kind, group in GROUPS.items() if named[kind]], **options)
+    return MuonAdamW(
+        [
+            {**group, "names": named[kind], "params": [params[name] for name in named[kind]]}
+            for kind, group in GROUPS.items()
+            if named[kind]
+        ],
+        **options,
+    )
 
 
 def set_gradients(params, step, rank, world_size):
-    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient. Gradients are multiples
-    of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in bfloat16."""
+    """Set this rank's share of the step's samples; at step 1 three parameters have no gradient.
+    Gradients are multiples of 1/64 with |g| <= 1/8, so sums of 12 are exact in any order, also in
+    bfloat16."""
     share = 12 // world_size
     for name, param in params.items():
         param.grad = torch.zeros_like(param)
@@ -261,7 +331,8 @@ def run_steps(params, optimizer, steps, rank, world_size):
     return norms
 
 
-# ---- compiled -------------------------------------------------------------------------------------------------------
+# ---- compiled
+# -------------------------------------------------------------------------------------------------------
 
 TO_COMPILE = {"muon": [(24, 16)] * 3, "small": [(520, 160)]}  # the latter is cut between two ranks
 
@@ -275,11 +346,17 @@ def three_steps(rank, world_size, compiled=True):
 
 
 def take_from_eager():
-    """Make Inductor call eager kernels for roots, norms and means. On a CPU, eager roots come from MKL, which is off in
-    the last bit for one in six, and compiled sums have another order. Everything else is compiled."""
+    """Make Inductor call eager kernels for roots, norms and means. On a CPU, eager roots come from
+    MKL, which is off in the last bit for one in six, and compiled sums have another order.
+    Everything else is compiled."""
     from torch._inductor import decomposition, lowering
-    for kernel in (torch.ops.aten.sqrt.default, torch.ops.aten.linalg_vector_norm.default,
-                   torch.ops.aten.mean.default, torch.ops.aten.mean.dim):
+
+    for kernel in (
+        torch.ops.aten.sqrt.default,
+        torch.ops.aten.linalg_vector_norm.default,
+        torch.ops.aten.mean.default,
+        torch.ops.aten.mean.dim,
+    ):
         decomposition.decompositions.pop(kernel, None)
         lowering.make_fallback(kernel, warn=False)
 
@@ -290,7 +367,9 @@ def compiled_on_one_and_two(folder):
     take_from_eager()
     with torch.compiler.config.patch(force_disable_caches=True):  # caches ignore `take_from_eager`
         one = three_steps(0, 1)
-    torch.save([one, *on_ranks(three_steps, [2], folder, start_method="fork")[2]], folder / "results.pt")
+    torch.save(
+        [one, *on_ranks(three_steps, [2], folder, start_method="fork")[2]], folder / "results.pt"
+    )
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler on a CPU")
@@ -304,7 +383,9 @@ def test_compiled_steps_have_the_bits_of_eager_steps_on_one_process_and_two(tmp_
     one, first, second = as_bytes(torch.load(tmp_path / "results.pt", weights_only=True))
     assert one == first == eager and second["params"] == eager["params"]
     start = as_bytes(values(make_params(TO_COMPILE)))
-    assert not any(start[name] == eager["params"][name] for name in start), "the case: every parameter changed"
+    assert not any(start[name] == eager["params"][name] for name in start), (
+        "the case: every parameter changed"
+    )
 
 
 def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypatch):
@@ -312,7 +393,9 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
     from torch._inductor import config
 
     calls = {}
-    monkeypatch.setattr(torch, "compile", lambda function, **kwargs: calls.setdefault(function, kwargs) and function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **kwargs: calls.setdefault(function, kwargs) and function
+    )
     MuonAdamW([adamw_group([torch.nn.Parameter(torch.ones(3))])], compiled=True)
     options = calls[optim.adamw_update]["options"]
     assert "options" not in calls[optim.muon_update]
@@ -321,12 +404,20 @@ def test_compiled_adamw_asks_inductor_for_the_rounding_of_eager_kernels(monkeypa
         assert config.eager_numerics.division_rounding and config.eager_numerics.disable_ftz
 
 
-@pytest.mark.parametrize(("rank", "world_size", "expected"), [
-    (0, 1, [9] * 4 + [12, 13, 13]), (2, 3, [9] * 4 + [13, 14, 14]), (5, 8, [9] * 2 + [13, 14, 14])])
-def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(rank, world_size, expected, monkeypatch):
-    """AdamW has three graphs for six groups (four on ranks whose parts begin inside a message), and each shape of
-    matrix has one; a schedule adds none. `expected` lists the graphs' numbers of arguments: fewer if a size is the
-    number 1."""
+@pytest.mark.parametrize(
+    ("rank", "world_size", "expected"),
+    [
+        (0, 1, [9] * 4 + [12, 13, 13]),
+        (2, 3, [9] * 4 + [13, 14, 14]),
+        (5, 8, [9] * 2 + [13, 14, 14]),
+    ],
+)
+def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(
+    rank, world_size, expected, monkeypatch
+):
+    """AdamW has three graphs for six groups (four on ranks whose parts begin inside a message), and
+    each shape of matrix has one; a schedule adds none. `expected` lists the graphs' numbers of
+    arguments: fewer if a size is the number 1."""
     monkeypatch.setattr(optim, "get_rank_and_world_size", lambda: (rank, world_size))
     monkeypatch.setattr(dist, "all_reduce", lambda table: None)
     monkeypatch.setattr(reduce.Message, "gather", lambda *args: lambda: None)
@@ -342,8 +433,13 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(rank, world_s
         model = GPT(config)
         model.init_weights(seed=0, compute_dtype=torch.bfloat16)
         with mock.patch.object(torch, "compile", partial(torch.compile, backend=count)):
-            optimizer = MuonAdamW(model.param_groups(), compiled=True, reduce=lambda message, rank, world_size: (
-                lambda: message.view(world_size, -1)[rank].float()))
+            optimizer = MuonAdamW(
+                model.param_groups(),
+                compiled=True,
+                reduce=lambda message, rank, world_size: (
+                    lambda: message.view(world_size, -1)[rank].float()
+                ),
+            )
         for step in range(3):
             for param in model.parameters():
                 param.grad = torch.ones_like(param)
@@ -359,13 +455,15 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(rank, world_s
         steps()
 
 
-# ---- many processes: the same scenario with W = 1, 2, 3 and 4 -------------------------------------------------------
+# ---- many processes: the same scenario with W = 1, 2, 3 and 4
+# -------------------------------------------------------
 
 WORLD_SIZES = (1, 2, 3, 4)
 
 
 def scenario(rank, world_size):
-    """Two steps; two more with a new optimizer that loads the state; then a step with a NaN on the last rank."""
+    """Two steps; two more with a new optimizer that loads the state; then a step with a NaN on the
+    last rank."""
     params = make_params()
     optimizer = make_optimizer(params)
     owned = sum(tensor.numel() for state in optimizer.state.values() for tensor in state.values())
@@ -380,8 +478,14 @@ def scenario(rank, world_size):
         params["small.4"].grad[36, 2] = float("nan")
     nan_norm = optimizer.step()
     after_nan = {"params": values(params), "state": optimizer.gather_state()}
-    return {"owned": owned, "norms": norms, "middle": middle, "after": after, "nan_norm": nan_norm,
-            "after_nan": after_nan}
+    return {
+        "owned": owned,
+        "norms": norms,
+        "middle": middle,
+        "after": after,
+        "nan_norm": nan_norm,
+        "after_nan": after_nan,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -396,19 +500,26 @@ def test_parameters_state_and_norms_do_not_depend_on_world_size_or_reloading(res
     start, optimizer = as_bytes(values(params)), make_optimizer(params)
     norms = run_steps(params, optimizer, range(4), 0, 1)
     straight = as_bytes({"params": values(params), "state": optimizer.gather_state()})
-    assert not any(start[name] == straight["params"][name] for name in start), "the case: every parameter changed"
+    assert not any(start[name] == straight["params"][name] for name in start), (
+        "the case: every parameter changed"
+    )
     middle = as_bytes(results[1][0]["middle"])
     for W, of_ranks in results.items():
         for rank, result in enumerate(of_ranks):
             assert as_bytes(result["norms"]) == as_bytes(norms), (W, rank)
-            assert as_bytes(result["after"]) == (straight if rank == 0 else straight | {"state": {}}), (W, rank)
+            assert as_bytes(result["after"]) == (
+                straight if rank == 0 else straight | {"state": {}}
+            ), (W, rank)
             assert as_bytes(result["middle"]) == (middle if rank == 0 else {}), (W, rank)
-            assert result["nan_norm"].isnan() and as_bytes(result["after_nan"]) == as_bytes(result["after"]), (W, rank)
+            assert result["nan_norm"].isnan() and as_bytes(result["after_nan"]) == as_bytes(
+                result["after"]
+            ), (W, rank)
     for step, norm in enumerate(norms):
         set_gradients(params, step, 0, 1)
         grads = [p.grad.float().flatten() for p in params.values() if p.grad is not None]
         assert (len(grads) < len(params)) == (step == 1)
-        expected = 0.5 * torch.cat(grads).double().norm()  # ours adds up to 4,096 values in float32 at a time
+        # ours adds up to 4,096 values in float32 at a time
+        expected = 0.5 * torch.cat(grads).double().norm()
         assert norm.item() == pytest.approx(expected.item(), rel=64 * EPS)
 
 
@@ -417,7 +528,10 @@ def test_state_is_sharded_evenly_and_has_the_shapes_of_its_parameters(results):
     grains = sum(2 * -(-math.prod(shape) // 4096) * 64 for shape in SHAPES["large"])
     for W, of_ranks in results.items():
         owned = [result["owned"] for result in of_ranks]
-        assert sum(owned) == alone["owned"] and max(owned) <= sum(owned) / W + 2 * (40 * 40 + 40) + grains
+        assert (
+            sum(owned) == alone["owned"]
+            and max(owned) <= sum(owned) / W + 2 * (40 * 40 + 40) + grains
+        )
     state = alone["after"]["state"]
     assert (state["format"], state["step"], alone["middle"]["step"]) == (1, 4, 2)
     assert state["state"]["large.0"]["exp_avg"].shape == (2051, 33)

@@ -13,14 +13,19 @@ from nanochat.packing import BestFit, Binned, Concat
 from tests.toy import examples
 
 # Each run has the same examples, because laws also assert that their cases occurred.
-LAW = settings(max_examples=examples(3.3), derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+LAW = settings(
+    max_examples=examples(3.3), derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 class Drive:
-    """Pushes documents 0, 1, ... to a packer, keeping `buffer` of them pending, and empties it at the end."""
+    """Pushes documents 0, 1, ... to a packer, keeping `buffer` of them pending, and empties it at
+    the end."""
 
     def __init__(self, packer, lengths, buffer=4):
-        self.packer, self.lengths, self.buffer = packer, lengths, buffer
+        self.packer = packer
+        self.lengths = lengths
+        self.buffer = buffer
         self.pushed = 0
 
     def __iter__(self):
@@ -41,7 +46,9 @@ def streams(draw, shortest_T=3):
     return T, draw(st.lists(length, min_size=5, max_size=70)), draw(st.integers(1, 8))
 
 
-# ---- which piece is chosen ------------------------------------------------------------------------------------------
+# ---- which piece is chosen
+# ------------------------------------------------------------------------------------------
+
 
 def one_row(packer, *lengths):
     for key, length in enumerate(lengths):
@@ -68,8 +75,13 @@ class Naive:
     """Best fit by a search through all pieces, written from the description alone."""
 
     def __init__(self, T, split, overlap):
-        self.capacity, self.split, self.overlap = T + 1, split, overlap
-        self.pieces, self.arrived, self.left = [], 0, 0  # (key, length, used, place), oldest first
+        self.capacity = T + 1
+        self.split = split
+        self.overlap = overlap
+        # (key, length, used, place), oldest first
+        self.pieces = []
+        self.arrived = 0
+        self.left = 0
 
     def push(self, key, length, used=0):
         self.pieces.append((key, length, used, self.arrived))
@@ -107,11 +119,16 @@ class Naive:
             return min(near, key=lambda p: (p[1], self.pieces.index(p)))
         fitting = exact or pairs or [p for p in fillers if p[1] < room]
         if fitting or (fillers and self.split):
-            return max(fitting or fillers, key=lambda p: (p[1], -self.pieces.index(p)))  # the oldest of the largest
-        return min(fillers, key=lambda p: (p[1], self.pieces.index(p))) if fillers else self.timed[0]
+            # the oldest of the largest
+            return max(fitting or fillers, key=lambda p: (p[1], -self.pieces.index(p)))
+        return (
+            min(fillers, key=lambda p: (p[1], self.pieces.index(p))) if fillers else self.timed[0]
+        )
 
     def next_row(self):
-        room, row, piece = self.capacity, [], self.first
+        room = self.capacity
+        row = []
+        piece = self.first
         while True:
             key, length, used, _ = piece
             self.pieces.remove(piece)
@@ -131,12 +148,15 @@ class Naive:
 
 
 def back_to_back(T, lengths):
-    """The rows of `concat`: all documents as one sequence of tokens, of which neighbouring rows share one."""
+    """The rows of `concat`: all documents as one sequence of tokens, of which neighbouring rows
+    share one."""
     tokens = [(key, number) for key, length in enumerate(lengths) for number in range(length)]
     rows = []
     for start in range(0, len(tokens) - T, T):
         rows.append([])
-        for key, of_key in itertools.groupby(tokens[start:start + T + 1], key=lambda token: token[0]):
+        for key, of_key in itertools.groupby(
+            tokens[start : start + T + 1], key=lambda token: token[0]
+        ):
             numbers = [number for _, number in of_key]
             rows[-1].append((key, numbers[0], len(numbers), 0))
     return rows
@@ -144,21 +164,31 @@ def back_to_back(T, lengths):
 
 @pytest.mark.parametrize("kind", ["crop", "split", "concat"])
 def test_law_rows_are_those_of_a_plain_search_also_after_resumes_and_the_ledger_balances(kind):
-    """At every row: T + 1 tokens, a balanced ledger, and a new packer that continues from the old one's state."""
+    """At every row: T + 1 tokens, a balanced ledger, and a new packer that continues from the old
+    one's state."""
     seen = Counter()
 
     @LAW
-    @given(streams(1 if kind == "concat" else 3), st.one_of(st.just(0), st.integers(1, 4), st.integers(0, 12)))
+    @given(
+        streams(1 if kind == "concat" else 3),
+        st.one_of(st.just(0), st.integers(1, 4), st.integers(0, 12)),
+    )
     @example((200, [150, 53, 30, 100, 70, 20], 6), 0)
     def law(stream, overlap):
         T, lengths, buffer = stream
 
         def new_packer():
-            return Concat(T) if kind == "concat" else BestFit(T, split=kind == "split", overlap=min(overlap, T - 2))
+            return (
+                Concat(T)
+                if kind == "concat"
+                else BestFit(T, split=kind == "split", overlap=min(overlap, T - 2))
+            )
 
         straight = list(Drive(new_packer(), lengths, buffer))
         naive = Naive(T, kind == "split", min(overlap, T - 2))
-        expected = back_to_back(T, lengths) if kind == "concat" else list(Drive(naive, lengths, buffer))
+        expected = (
+            back_to_back(T, lengths) if kind == "concat" else list(Drive(naive, lengths, buffer))
+        )
         drive, rows = Drive(new_packer(), lengths, buffer), []
         for placements in drive:
             rows.append(placements)
@@ -166,35 +196,48 @@ def test_law_rows_are_those_of_a_plain_search_also_after_resumes_and_the_ledger_
             assert all(length > 0 and 0 <= off < length for _, _, length, off in placements)
             p = drive.packer
             assert p.row == len(rows)
-            pushed = sum(lengths[:drive.pushed])
+            pushed = sum(lengths[: drive.pushed])
             assert pushed + p.inserted + p.repeated == p.row * (T + 1) + p.cropped + p.pending
             drive.packer = new_packer()
             drive.packer.restore(*p.state())
             assert drive.packer.state() == p.state() and drive.packer.ready == p.ready
             seen.update(cropped=p.cropped > 0, repeated=p.repeated > 0)
         assert rows == straight == expected
-        assert drive.pushed == len(lengths) and drive.packer.pending <= T + 1  # not enough is left to fill a row
+        # not enough is left to fill a row
+        assert drive.pushed == len(lengths) and drive.packer.pending <= T + 1
         near = any(lengths[row[-1][0]] - row[-1][2] > 0 for row in rows if len(row) > 1)
         continued = any(start for row in rows for _, start, _, _ in row)
-        seen.update(rows=len(rows), three=any(len(row) > 2 for row in rows), near=near, continued=continued)
+        seen.update(
+            rows=len(rows), three=any(len(row) > 2 for row in rows), near=near, continued=continued
+        )
 
     law()
-    own = {"crop": ("cropped", "near"), "split": ("repeated", "continued"), "concat": ("repeated", "continued")}[kind]
+    own = {
+        "crop": ("cropped", "near"),
+        "split": ("repeated", "continued"),
+        "concat": ("repeated", "continued"),
+    }[kind]
     assert seen["rows"] > 150 and seen["three"] > 10 and all(seen[case] for case in own), seen
 
 
-# ---- how much is dropped --------------------------------------------------------------------------------------------
+# ---- how much is dropped
+# --------------------------------------------------------------------------------------------
+
 
 def dropped(read, rows, T, waiting):
-    """The share of the read tokens that no row holds or can hold. Pending documents can still fill rows."""
+    """The share of the read tokens that no row holds or can hold. Pending documents can still fill
+    rows."""
     return 1 - (rows * (T + 1) + sum(min(length, T + 1) for length in waiting)) / read
 
 
 def dropped_by_nanochat(T, lengths, buffer_size=1000, batch=128):
-    """The share that nanochat's loader drops. It takes the largest document that fits, or else cuts the shortest."""
-    waiting, rows, read = [], 0, 0
+    """The share that nanochat's loader drops. It takes the largest document that fits, or else cuts
+    the shortest."""
+    waiting = []
+    rows = 0
+    read = 0
     for at in range(0, len(lengths), batch):
-        for length in lengths[at:at + batch]:
+        for length in lengths[at : at + batch]:
             insort(waiting, length)
             read += length
         while len(waiting) >= buffer_size:
@@ -205,10 +248,14 @@ def dropped_by_nanochat(T, lengths, buffer_size=1000, batch=128):
     return dropped(read, rows, T, waiting)
 
 
-@pytest.mark.parametrize("T, median, spread", [(512, 1000, 0.8), (512, 450, 1.2), (1024, 1600, 0.7), (2048, 450, 1.2)])
-def test_crop_drops_no_more_than_nanochats_loader_does_and_little_more_than_it_must(T, median, spread):
-    """Regression: if few documents were short, rows ended with half of a document that the next row needed. No packer
-    can keep the tokens after the first T + 1 of a document."""
+@pytest.mark.parametrize(
+    "T, median, spread", [(512, 1000, 0.8), (512, 450, 1.2), (1024, 1600, 0.7), (2048, 450, 1.2)]
+)
+def test_crop_drops_no_more_than_nanochats_loader_does_and_little_more_than_it_must(
+    T, median, spread
+):
+    """Regression: if few documents were short, rows ended with half of a document that the next row
+    needed. No packer can keep the tokens after the first T + 1 of a document."""
     rng = np.random.default_rng(T + median)
     lengths = (rng.lognormal(np.log(median), spread, 25_000).astype(int) + 30).tolist()
     drive = Drive(BestFit(T), lengths, 128)
@@ -220,14 +267,23 @@ def test_crop_drops_no_more_than_nanochats_loader_does_and_little_more_than_it_m
     assert ours <= theirs + 0.002 and (spread < 1 or ours < floor + 0.005)
 
 
-# ---- the order of lengths -------------------------------------------------------------------------------------------
+# ---- the order of lengths
+# -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("T, median", [(512, 330), (2048, 400)])
 @pytest.mark.parametrize("split", [False, True])
-def test_every_tenth_of_the_rows_holds_long_and_short_documents_and_all_pieces_wait_their_turn(T, median, split):
-    lengths = (np.random.default_rng(T).lognormal(np.log(median), 1.1, 60_000).astype(int) + 2).tolist()
+def test_every_tenth_of_the_rows_holds_long_and_short_documents_and_all_pieces_wait_their_turn(
+    T, median, split
+):
+    lengths = (
+        np.random.default_rng(T).lognormal(np.log(median), 1.1, 60_000).astype(int) + 2
+    ).tolist()
     drive, num_rows = Drive(BestFit(T, split=split), lengths, 128), 8_000
-    tokens, came, waits, continued = [], [], [], []
+    tokens = []
+    came = []
+    waits = []
+    continued = []
     for i, placements in zip(range(num_rows), drive):
         came += [i] * (drive.pushed - len(came))
         for key, start, length, _ in placements:
@@ -249,7 +305,9 @@ def test_every_tenth_of_the_rows_holds_long_and_short_documents_and_all_pieces_w
         assert np.abs(shares - expected).max() < 0.05 and max(waits) < 300
 
 
-# ---- stored entries -------------------------------------------------------------------------------------------------
+# ---- stored entries
+# -------------------------------------------------------------------------------------------------
+
 
 def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
     seen = Counter()
@@ -262,7 +320,10 @@ def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
         drive, came = Drive(Binned(T, pack=pack), lengths, buffer), []
         for placements in drive:
             came += [key for key, *_ in placements]
-            assert all((start, length, off) == (0, lengths[key], 0) for key, start, length, off in placements)
+            assert all(
+                (start, length, off) == (0, lengths[key], 0)
+                for key, start, length, off in placements
+            )
             used = sum(length for _, _, length, _ in placements)
             assert used <= T + 1 and (pack or len(placements) == 1)
             assert not drive.packer.waiting() or placements[0][0] < min(drive.packer.waiting())
@@ -278,5 +339,7 @@ def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():
 
 def test_binned_refuses_an_entry_that_is_longer_than_a_row():
     Binned(7).push("a", 8)
-    with pytest.raises(ValueError, match=r"9 tokens, but a row of the binned layout holds only 8; .*--max-length 7"):
+    with pytest.raises(
+        ValueError, match=r"9 tokens, but a row of the binned layout holds only 8; .*--max-length 7"
+    ):
         Binned(7).push("a", 9)

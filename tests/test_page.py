@@ -20,27 +20,60 @@ from tests.finished import command
 from tests.training import PATIENCE_S
 
 EVIL = "</script><img src=x onerror=alert(1)>{{data}}<!--"
-T, STEPS, SPIKE = 15, 40, 17
+T = 15
+STEPS = 40
+SPIKE = 17
 
 
 def cursors(read=96):
     """Two lanes, each with 96 + 4 + 0 = 5 rows of 16 + 13 + 7."""
-    feed = {"epoch": 1, "documents": 4, "read": read, "row": 5, "inserted": 4, "repeated": 0, "cropped": 13,
-            "padded": 0, "pending": 7}
+    feed = {
+        "epoch": 1,
+        "documents": 4,
+        "read": read,
+        "row": 5,
+        "inserted": 4,
+        "repeated": 0,
+        "cropped": 13,
+        "padded": 0,
+        "pending": 7,
+    }
     return [{"lane": i, "row": 5, "buckets": {"data": feed}} for i in range(2)]
 
 
 def step(i, **more):
     loss = 50.0 if i == SPIKE else 8 - i / 10
-    return {"step": i, "digest": f"{i:016x}", "loss": loss, "smooth_loss": 8 - i / 20, "lr": 1.0, "grad_norm": 0.5,
-            "wait_s": 0.05, "step_s": 0.5, "tokens": 160 * (i + 1), "tokens_per_s": 320.0 + i, "mfu": 0.0, **more}
+    return {
+        "step": i,
+        "digest": f"{i:016x}",
+        "loss": loss,
+        "smooth_loss": 8 - i / 20,
+        "lr": 1.0,
+        "grad_norm": 0.5,
+        "wait_s": 0.05,
+        "step_s": 0.5,
+        "tokens": 160 * (i + 1),
+        "tokens_per_s": 320.0 + i,
+        "mfu": 0.0,
+        **more,
+    }
 
 
 def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
-    """A run killed at step 25, resumed from step 20 on two processes and stopped. It has a hostile bucket, a truncated
-    line, an unknown value and a NaN."""
-    mix = [step(i, **{f"tokens/{EVIL}": 40 if i < 20 else 120, "tokens/web": 120 if i < 20 else 40, "loss/web": 3.0,
-                      "unknown_value": float(i)}) for i in range(num)]
+    """A run killed at step 25, resumed from step 20 on two processes and stopped. It has a hostile
+    bucket, a truncated line, an unknown value and a NaN."""
+    mix = [
+        step(
+            i,
+            **{
+                f"tokens/{EVIL}": 40 if i < 20 else 120,
+                "tokens/web": 120 if i < 20 else 40,
+                "loss/web": 3.0,
+                "unknown_value": float(i),
+            },
+        )
+        for i in range(num)
+    ]
     mix[3]["loss"] = mix[3]["smooth_loss"] = None
     mix[30]["digest"] = digest or mix[30]["digest"]
     mix[20]["wait_s"] = slowest_wait_s
@@ -48,19 +81,47 @@ def make_run(path, *, digest="", num=STEPS, slowest_wait_s=0.05):
     resumed = {**started, "step": 20, "world_size": 2, "num_iterations": 50}  # and made shorter
     saved = {"event": "saved", "step": 20, "checkpoint": "checkpoint-20", "seconds": 0.1}
     val = {"event": "val", "step": 0, "bpb": 4.25, "buckets": {"web": 4.0, EVIL: 4.5}}
-    lines = [started, val, *mix[:20], saved, *mix[20:25], resumed, *mix[20:],
-             {**val, "step": num, "bpb": 2.125}, {"event": "core", "step": num, "core_metric": 0.125},
-             {"event": "skipped", "step": 30, "loss": 50.0}, {"event": "samples", "step": 20, "texts": ["old"]},
-             {"event": "samples", "step": num, "texts": [EVIL]}, {"event": "stopped", "step": num, "reason": EVIL}]
+    lines = [
+        started,
+        val,
+        *mix[:20],
+        saved,
+        *mix[20:25],
+        resumed,
+        *mix[20:],
+        {**val, "step": num, "bpb": 2.125},
+        {"event": "core", "step": num, "core_metric": 0.125},
+        {"event": "skipped", "step": 30, "loss": 50.0},
+        {"event": "samples", "step": 20, "texts": ["old"]},
+        {"event": "samples", "step": num, "texts": [EVIL]},
+        {"event": "stopped", "step": num, "reason": EVIL},
+    ]
     (path / "logs").mkdir(parents=True)
     text = [json.dumps(line) for line in lines]
-    (path / "logs" / "train.jsonl").write_text("\n".join([*text[:9], '{"step": 8, "lo', *text[9:]]) + "\n")
-    write_json(path / "config.json", {"model_tag": "tiny", "depth": 2, "max_seq_len": T, "data_path": EVIL,
-                                      "derived": {"flops_per_token": 1000, "num_iterations": 60}})
+    (path / "logs" / "train.jsonl").write_text(
+        "\n".join([*text[:9], '{"step": 8, "lo', *text[9:]]) + "\n"
+    )
+    write_json(
+        path / "config.json",
+        {
+            "model_tag": "tiny",
+            "depth": 2,
+            "max_seq_len": T,
+            "data_path": EVIL,
+            "derived": {"flops_per_token": 1000, "num_iterations": 60},
+        },
+    )
     pinned = {"root": "/", "files": [{"name": "0.parquet", "size": 1, "footer": "", "groups": [1]}]}
     write_json(path / "data_manifest.json", {"train": {}, "val": {"web": pinned, EVIL: pinned}})
-    write_json(path / "plan.json", {"phases": [{"first_step": 0, "asked": {"web": 3, EVIL: 1}},
-                                               {"first_step": 20, "asked": {"web": 1, EVIL: 3}}]})
+    write_json(
+        path / "plan.json",
+        {
+            "phases": [
+                {"first_step": 0, "asked": {"web": 3, EVIL: 1}},
+                {"first_step": 20, "asked": {"web": 1, EVIL: 3}},
+            ]
+        },
+    )
     keep_cursors(path, 20, pack_cursors(20, cursors()))
     return path
 
@@ -87,32 +148,57 @@ def curves(run):
 def test_the_page_draws_the_values_of_the_log(runs, tmp_path):
     text, data = write(runs[:1], tmp_path / "page.html")
     [run] = data["runs"]
-    logged = [record for record in read_log(runs[0] / "logs" / "train.jsonl") if "event" not in record]
+    logged = [
+        record for record in read_log(runs[0] / "logs" / "train.jsonl") if "event" not in record
+    ]
     found, x = curves(run), run["axes"][0]
-    assert run["steps"] == x["steps"] == [*range(STEPS)] and run["digests"] == [s["digest"] for s in logged]
+    assert run["steps"] == x["steps"] == [*range(STEPS)] and run["digests"] == [
+        s["digest"] for s in logged
+    ]
     assert x["tokens"] == [s["tokens"] for s in logged] and x["FLOPs"][-1] == 1000 * 160 * STEPS
     assert x["hours"][-1] == pytest.approx(STEPS * 0.5 / 3600, rel=1e-5)
-    assert found[page.LOSS, "loss"] == [s["loss"] for s in logged] and found["unknown_value", "unknown_value"][-1] == 39
-    assert all(len(y) == STEPS for (chart, _), y in found.items() if chart not in (page.BPB, "core_metric"))
+    assert (
+        found[page.LOSS, "loss"] == [s["loss"] for s in logged]
+        and found["unknown_value", "unknown_value"][-1] == 39
+    )
+    assert all(
+        len(y) == STEPS for (chart, _), y in found.items() if chart not in (page.BPB, "core_metric")
+    )
     assert found[page.BPB, "bpb"] == [4.25, 2.125] and found[page.BPB, EVIL] == [4.5, 4.5]
-    assert found["core_metric", "core_metric"] == [0.125] and run["axes"][-1]["tokens"] == [160 * STEPS]
+    assert found["core_metric", "core_metric"] == [0.125] and run["axes"][-1]["tokens"] == [
+        160 * STEPS
+    ]
     assert found["mix-0", "web"][19] == 0.75 and found["mix-0", "web"][-1] == 0.25
     planned = found["mix-0", "web, planned"]
     assert planned[19:21] == [0.75, 0.25] and len(planned) == STEPS
     first, second = run["launches"]
     assert (first["end"], first["to"]["steps"], first["label"]) == ("killed", 25, "1: 1 proc.")
-    assert [mark["kind"] for mark in first["marks"]] == ["saved"] and first["marks"][0]["at"]["tokens"] == 160 * 20
-    assert (second["end"], second["from"]["steps"], second["label"]) == ("stopped", 20, "2: 2 proc.")
+    assert [mark["kind"] for mark in first["marks"]] == ["saved"] and first["marks"][0]["at"][
+        "tokens"
+    ] == 160 * 20
+    assert (second["end"], second["from"]["steps"], second["label"]) == (
+        "stopped",
+        20,
+        "2: 2 proc.",
+    )
     assert [mark["kind"] for mark in second["marks"]] == ["skipped"]
     shown = unescape(re.sub(r"<[^>]*>", " ", text.partition("<script type")[0]))
-    for text in ("It took 2 launches (1 killed), on 1 and 2 processes", "after 40 of 50 steps", "40 / 50",
-                 "It balances", "2.125", EVIL):
+    for text in (
+        "It took 2 launches (1 killed), on 1 and 2 processes",
+        "after 40 of 50 steps",
+        "40 / 50",
+        "It balances",
+        "2.125",
+        EVIL,
+    ):
         assert text in shown, text
 
 
 def test_a_band_shows_the_10th_to_90th_percentile_of_row_losses(runs, tmp_path, monkeypatch):
     path = shutil.copytree(runs[0], tmp_path / "banded")
-    write_json(path / "config.json", {**read_json(path / "config.json"), "total_batch_size": 11 * T})
+    write_json(
+        path / "config.json", {**read_json(path / "config.json"), "total_batch_size": 11 * T}
+    )
     kept = RowLosses(path, num_rows=11, T=T)
     for i in range(10, STEPS):  # as if the first steps had --no-row-losses
         kept.write(i, [(i + row) * T for row in range(10)] + [0], [T] * 10 + [0])
@@ -120,25 +206,32 @@ def test_a_band_shows_the_10th_to_90th_percentile_of_row_losses(runs, tmp_path, 
         monkeypatch.setattr(page, "BAND_POINTS", points)
         [run] = write([path], tmp_path / "page.html")[1]["runs"]
         edge, band = run["series"][:2]
-        assert (edge["look"], band["look"], {edge["chart"], band["chart"]}) == ("edge", "band", {page.LOSS})
+        assert (edge["look"], band["look"], {edge["chart"], band["chart"]}) == (
+            "edge",
+            "band",
+            {page.LOSS},
+        )
         assert run["axes"][band["axis"]]["steps"] == [*steps]
         assert edge["y"] == pytest.approx([i + 0.9 for i in steps], abs=1e-4)
         assert band["y"] == pytest.approx([i + 8.1 for i in steps], abs=1e-4)
-    assert "band" not in {curve["look"] for curve in write(runs, tmp_path / "page.html")[1]["runs"][0]["series"]}
+    assert "band" not in {
+        curve["look"] for curve in write(runs, tmp_path / "page.html")[1]["runs"][0]["series"]
+    }
 
 
 def test_two_runs_show_the_settings_that_differ(runs, tmp_path):
     write_json(runs[1] / "config.json", {**read_json(runs[1] / "config.json"), "depth": 7})
     text, data = write(runs, tmp_path / "page.html")
     assert [run["name"] for run in data["runs"]] == ["<b>one & only", "two"]
-    differs = text[text.index("<h3>What differs</h3>"):].partition("</table>")[0]
+    differs = text[text.index("<h3>What differs</h3>") :].partition("</table>")[0]
     assert re.findall(r"<td>(.*?)</td>", differs) == ["depth", "2", "7"]
     assert [run["digests"][30] for run in data["runs"]] == [f"{30:016x}", "f" * 16]
 
 
 def test_hostile_texts_stay_texts(runs, tmp_path):
     text, data = write(runs, tmp_path / "page.html")
-    ours = text.partition("<script>")[0] + text.rpartition("<script>")[2]  # without plotly's own code
+    # without plotly's own code
+    ours = text.partition("<script>")[0] + text.rpartition("<script>")[2]
     assert "onerror=alert(1)>" not in ours and "<b>one" not in ours and "{{curves" not in ours
     assert EVIL in data["buckets"] and ours.count("<img") == 0 and ours.count("</script>") == 2
 
@@ -158,15 +251,25 @@ def test_watch_rewrites_the_page_while_the_run_is_alive(runs, tmp_path, monkeypa
     alive = {"liveness": "alive", "status": "running", "shown": "running", "eta_s": 60.0}
     looks = iter([alive, alive, {"liveness": "ended", "status": "completed", "shown": "completed"}])
     monkeypatch.setattr(RunReader, "status", lambda self: next(looks))
-    monkeypatch.setattr(page, "time", SimpleNamespace(  # other threads use time.sleep
-        strftime=time.strftime, sleep=lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text()))))
+    monkeypatch.setattr(
+        page,
+        "time",
+        SimpleNamespace(  # other threads use time.sleep
+            strftime=time.strftime,
+            sleep=lambda s: naps.append((s, 'http-equiv="refresh"' in out.read_text())),
+        ),
+    )
     assert page.main([str(runs[1]), f"--out={out}", "--watch"]) == 0
-    assert naps == [(page.WATCH_EVERY_S, True)] * 2 and 'http-equiv="refresh"' not in out.read_text()
+    assert (
+        naps == [(page.WATCH_EVERY_S, True)] * 2 and 'http-equiv="refresh"' not in out.read_text()
+    )
 
 
 def test_a_run_without_steps_has_a_page_and_missing_plotly_is_named(tmp_path, monkeypatch):
     (tmp_path / "new").mkdir()
-    write_json(tmp_path / "new" / "config.json", {"max_seq_len": T, "derived": {"num_iterations": 60}})
+    write_json(
+        tmp_path / "new" / "config.json", {"max_seq_len": T, "derived": {"num_iterations": 60}}
+    )
     text, _ = write([tmp_path / "new"], tmp_path / "page.html")
     assert "No step was logged" in text and ">0 / 60<" in text
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
@@ -184,17 +287,31 @@ PROBE = """<script>addEventListener("load", () => setTimeout(() => {
 
 
 def test_a_browser_shows_it_without_an_error_or_a_request(runs, tmp_path):
-    """Headless Chromium logs no error and requests nothing; the curves have the points of the log."""
+    """Headless Chromium logs no error and requests nothing; the curves have the points of the
+    log."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("needs chromium (Debian: apt-get install chromium)")
     text, _ = write(runs, tmp_path / "page.html")
     (tmp_path / "page.html").write_text(text.replace("</body>", PROBE + "</body>"))
     done = subprocess.run(
-        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=1000", "--enable-logging=stderr", "--dump-dom",
-         f"--user-data-dir={tmp_path / 'profile'}", f"file://{tmp_path / 'page.html'}"],
-        capture_output=True, text=True, timeout=PATIENCE_S)
+        [
+            browser,
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            "--host-resolver-rules=MAP * ~NOTFOUND",
+            "--virtual-time-budget=1000",
+            "--enable-logging=stderr",
+            "--dump-dom",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"file://{tmp_path / 'page.html'}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
     console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
     assert console == []
     result = json.loads(unescape(re.findall(r'<pre id="result">(.*?)</pre>', done.stdout, re.S)[0]))
@@ -217,6 +334,8 @@ def test_only_the_chart_of_waits_is_clipped(tmp_path):
 def test_the_grid_has_no_empty_slot_and_points_and_raw_lines_are_visible():
     """As far as a test can tell without a browser."""
     text = Path(page.__file__).with_name("page.html").read_text()
-    assert re.search(r"\.charts \{ display: flex; flex-wrap: wrap.*\.charts \.card \{[^}]*flex: 1 1", text, re.S)
+    assert re.search(
+        r"\.charts \{ display: flex; flex-wrap: wrap.*\.charts \.card \{[^}]*flex: 1 1", text, re.S
+    )
     assert float(re.search(r"prefers-color-scheme: dark.*?--raw: ([\d.]+)", text, re.S)[1]) >= 0.7
-    assert 'marker: { size: 8 }' in text and 'cliponaxis: series.look !== "points"' in text
+    assert "marker: { size: 8 }" in text and 'cliponaxis: series.look !== "points"' in text

@@ -1,5 +1,5 @@
-"""Pretokenizing: windows hold every id once, documents come back from disk, errors name bad input; the names of pairs,
-the tasks of several machines, and which pairs count as finished."""
+"""Pretokenizing: windows hold every id once, documents come back from disk, errors name bad input;
+the names of pairs, the tasks of several machines, and which pairs count as finished."""
 
 import itertools
 import json
@@ -31,7 +31,9 @@ def _bytes(monkeypatch):
 def make(path, folder, windows=None, **kwargs):
     """(the pair of one file, its record in the manifest)."""
     i = Input(path, path.name, "train", "b", "out", path.stat().st_size)
-    job = Pretokenizer(folder, [i], windows or Windows(16, 4), describe_tokenizer(Tokenizer()), **kwargs)
+    job = Pretokenizer(
+        folder, [i], windows or Windows(16, 4), describe_tokenizer(Tokenizer()), **kwargs
+    )
     job.prepare()
     return open_tokens(job.make(i) and folder / "train" / "b" / "out.bin"), job.finished(i)["shard"]
 
@@ -45,10 +47,12 @@ def documents_of(pair):
     ids = fresh_ids(pair)
     assert ids[-1] == BOS, "no EOD at the end"
     ends = [at for at, t in enumerate(ids) if t == BOS]
-    return [bytes(ids[a + 1:b]).decode() for a, b in zip([-1, *ends], ends)]
+    return [bytes(ids[a + 1 : b]).decode() for a, b in zip([-1, *ends], ends)]
 
 
-# ---- windows --------------------------------------------------------------------------------------------------------
+# ---- windows
+# --------------------------------------------------------------------------------------------------------
+
 
 def flat(lengths):
     """Documents of these lengths as `encode_flat` returns them. All ids are different; BOS is 0."""
@@ -63,7 +67,7 @@ def plain_windows(document, max_length, overlap):
     windows, prefixes = [[]], [0]
     for t in document:
         if max_length and len(windows[-1]) == max_length:
-            windows.append(windows[-1][max_length - overlap:])
+            windows.append(windows[-1][max_length - overlap :])
             prefixes.append(overlap)
         windows[-1].append(t)
     windows[-1].append(0)
@@ -76,20 +80,27 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
     overlap = data.draw(st.integers(0, max_length // 2))
     ids, offsets = flat(num_ids)
     got, lengths, prefixes = Windows(max_length, overlap).cut(ids, offsets, 0)
-    expected = [plain_windows(ids[a + 1:b].tolist(), max_length, overlap) for a, b in itertools.pairwise(offsets)]
+    expected = [
+        plain_windows(ids[a + 1 : b].tolist(), max_length, overlap)
+        for a, b in itertools.pairwise(offsets)
+    ]
     windows = [w for of_document, _ in expected for w in of_document]
     assert lengths.tolist() == [len(w) for w in windows]
     assert prefixes.tolist() == [p for _, of_document in expected for p in of_document]
     assert got.tolist() == [t for w in windows for t in w]
     ends = np.cumsum(lengths)
-    fresh = [t for a, b, p in zip(ends - lengths, ends, prefixes) for t in got[a + p:b].tolist()]
+    fresh = [t for a, b, p in zip(ends - lengths, ends, prefixes) for t in got[a + p : b].tolist()]
     assert [t for t in fresh if t] == [t for t in ids.tolist() if t]
     if max_length:
         assert lengths.max() <= max_length + 1
-        assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), "each adds ids"
+        assert all(n > p + (got[e - 1] == 0) for n, p, e in zip(lengths, prefixes, ends) if p), (
+            "each adds ids"
+        )
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files
+# ----------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
 @pytest.mark.parametrize("windows", [Windows(16, 4), Windows(7, 0), Windows(0)])
@@ -101,7 +112,11 @@ def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, window
         monkeypatch.setattr(module, "BATCH_CHARS", chars)
         pair, record = make(path, tmp_path / f"{documents}-{chars}", windows)
         assert documents_of(pair) == texts and "" in texts
-        assert (record["documents"], record["entries"], record["tokens"]) == (60, len(pair), pair.num_tokens)
+        assert (record["documents"], record["entries"], record["tokens"]) == (
+            60,
+            len(pair),
+            pair.num_tokens,
+        )
         assert record["entries"] > 60 or windows.max_length == 0
         contents.add(pair.path.read_bytes() + pair.idx_path.read_bytes())
     assert len(contents) == 1
@@ -109,8 +124,14 @@ def test_documents_come_back_and_batches_change_no_byte(tmp_path, ending, window
 
 def test_a_batch_of_large_documents_ends_at_two_million_characters(tmp_path, monkeypatch):
     batches, cut = [], module.Windows.cut
-    monkeypatch.setattr(module.Windows, "cut", lambda windows, ids, offsets, eod: (
-        batches.append(len(offsets) - 1), cut(windows, ids, offsets, eod))[1])
+    monkeypatch.setattr(
+        module.Windows,
+        "cut",
+        lambda windows, ids, offsets, eod: (
+            batches.append(len(offsets) - 1),
+            cut(windows, ids, offsets, eod),
+        )[1],
+    )
     make(write_jsonl(tmp_path / "in.jsonl", ["ab " * 300_000] * 5 + ["c"] * 600), tmp_path / "out")
     assert batches == [3, 256, 256, 90]
 
@@ -125,12 +146,20 @@ def test_whole_documents_keep_the_groups_of_parquet(tmp_path, group_size, stored
     assert "groups" not in make(path, tmp_path / "windows")[1]
 
 
-# ---- broken input ---------------------------------------------------------------------------------------------------
+# ---- broken input
+# ---------------------------------------------------------------------------------------------------
 
 NOT_ONE = "not an object with a string in its field `text`"
 BROKEN = {
-    b'{"text": "cut': "not JSON", b"[1]": NOT_ONE, b'{"t": "x"}': NOT_ONE, b"null": NOT_ONE, b'{"text": 5}': NOT_ONE,
-    b'{"text": null}': NOT_ONE, b'{"text": "\\ud800"}': "surrogate", b'"x"': NOT_ONE, b"[" * 200_000: "not JSON",
+    b'{"text": "cut': "not JSON",
+    b"[1]": NOT_ONE,
+    b'{"t": "x"}': NOT_ONE,
+    b"null": NOT_ONE,
+    b'{"text": 5}': NOT_ONE,
+    b'{"text": null}': NOT_ONE,
+    b'{"text": "\\ud800"}': "surrogate",
+    b'"x"': NOT_ONE,
+    b"[" * 200_000: "not JSON",
 }
 
 
@@ -139,7 +168,11 @@ def test_broken_lines_are_skipped_counted_and_named_as_in_streaming(tmp_path, ba
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines))
     pair, record = make(path, tmp_path / "out")
-    assert documents_of(pair) == pq.read_table(as_parquet(path))["text"].to_pylist() == ["first", "", "last"]
+    assert (
+        documents_of(pair)
+        == pq.read_table(as_parquet(path))["text"].to_pylist()
+        == ["first", "", "last"]
+    )
     assert record["skipped"]["count"] == len(BROKEN)
     numbers, reasons = zip(*record["skipped"]["lines"])
     assert list(numbers) == list(range(4, 4 + len(BROKEN)))
@@ -151,7 +184,10 @@ def test_input_that_cannot_be_read_to_its_end_is_named_and_leaves_no_file(tmp_pa
     cut.write_bytes(cut.read_bytes()[:-200])
     empty = tmp_path / "empty.jsonl"
     empty.write_bytes(b"\nbroken\n")
-    for path, what in ((cut, "truncated or not a gzip file"), (empty, "no document .*line 2: not JSON")):
+    for path, what in (
+        (cut, "truncated or not a gzip file"),
+        (empty, "no document .*line 2: not JSON"),
+    ):
         with pytest.raises(ValueError, match=rf"{path}.*{what}"):
             make(path, tmp_path / "out")
         assert not files_in(tmp_path / "out"), path
@@ -182,7 +218,9 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
+# ---- names
+# ----------------------------------------------------------------------------------------------------------
+
 
 def touch(root, names):
     """Make small files; `find_inputs` does not read them."""
@@ -192,27 +230,76 @@ def touch(root, names):
     return root
 
 
-@pytest.mark.parametrize("names, pairs, short", [
-    (["web/b.jsonl", "web/a/z.parquet", "web/a/y.jsonl.gz", "code/only.jsonl", "web/notes.md", "web/.hidden/x.jsonl",
-      ".git/x.jsonl", "README.md"],
-     {"train/code/only": "code/only.jsonl", "train/web/a__y": "web/a/y.jsonl.gz",
-      "train/web/a__z": "web/a/z.parquet", "val/web/b": "web/b.jsonl"}, ["code"]),
-    (["train/web/a.jsonl", "train/code/a.jsonl", "val/web/a.jsonl"],
-     {"train/code/a": "train/code/a.jsonl", "train/web/a": "train/web/a.jsonl", "val/web/a": "val/web/a.jsonl"}, []),
-    (["a.jsonl", "b.jsonl", "c.parquet"],
-     {"train/data/a": "a.jsonl", "train/data/b": "b.jsonl", "val/data/c": "c.parquet"}, []),
-    (["w/a.v1.jsonl", "w/a.v2.jsonl", "w/a.jsonl"],
-     {"train/w/a": "w/a.jsonl", "train/w/a.v1": "w/a.v1.jsonl", "val/w/a.v2": "w/a.v2.jsonl"}, [])])
+@pytest.mark.parametrize(
+    "names, pairs, short",
+    [
+        (
+            [
+                "web/b.jsonl",
+                "web/a/z.parquet",
+                "web/a/y.jsonl.gz",
+                "code/only.jsonl",
+                "web/notes.md",
+                "web/.hidden/x.jsonl",
+                ".git/x.jsonl",
+                "README.md",
+            ],
+            {
+                "train/code/only": "code/only.jsonl",
+                "train/web/a__y": "web/a/y.jsonl.gz",
+                "train/web/a__z": "web/a/z.parquet",
+                "val/web/b": "web/b.jsonl",
+            },
+            ["code"],
+        ),
+        (
+            ["train/web/a.jsonl", "train/code/a.jsonl", "val/web/a.jsonl"],
+            {
+                "train/code/a": "train/code/a.jsonl",
+                "train/web/a": "train/web/a.jsonl",
+                "val/web/a": "val/web/a.jsonl",
+            },
+            [],
+        ),
+        (
+            ["a.jsonl", "b.jsonl", "c.parquet"],
+            {"train/data/a": "a.jsonl", "train/data/b": "b.jsonl", "val/data/c": "c.parquet"},
+            [],
+        ),
+        (
+            ["w/a.v1.jsonl", "w/a.v2.jsonl", "w/a.jsonl"],
+            {
+                "train/w/a": "w/a.jsonl",
+                "train/w/a.v1": "w/a.v1.jsonl",
+                "val/w/a.v2": "w/a.v2.jsonl",
+            },
+            [],
+        ),
+    ],
+)
 def test_each_folder_is_a_bucket_and_its_last_file_validates(tmp_path, names, pairs, short, capsys):
-    assert {i.prefix(Path()).as_posix(): i.name for i in find_inputs(touch(tmp_path, names))} == pairs
+    assert {
+        i.prefix(Path()).as_posix(): i.name for i in find_inputs(touch(tmp_path, names))
+    } == pairs
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == short
 
 
-@pytest.mark.parametrize("names, what", [
-    (["w/a.jsonl", "w/a.parquet", "w/z.jsonl"], r"w/a\.jsonl and w/a\.parquet would both become train/w/a\.bin"),
-    (["w/b/a.jsonl", "w/b__a.jsonl", "w/z.jsonl"], r"w/b/a\.jsonl and w/b__a\.jsonl"),
-    (["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"], r"c/a\.jsonl is in neither train/ nor val/"),
-    (["a.md"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow file below it"), ([], "no such folder")])
+@pytest.mark.parametrize(
+    "names, what",
+    [
+        (
+            ["w/a.jsonl", "w/a.parquet", "w/z.jsonl"],
+            r"w/a\.jsonl and w/a\.parquet would both become train/w/a\.bin",
+        ),
+        (["w/b/a.jsonl", "w/b__a.jsonl", "w/z.jsonl"], r"w/b/a\.jsonl and w/b__a\.jsonl"),
+        (
+            ["train/a.jsonl", "val/a.jsonl", "c/a.jsonl"],
+            r"c/a\.jsonl is in neither train/ nor val/",
+        ),
+        (["a.md"], "no .parquet, .jsonl, .jsonl.gz, .jsonl.zst, .txt, .arrow file below it"),
+        ([], "no such folder"),
+    ],
+)
 def test_ambiguous_inputs_are_refused(tmp_path, names, what):
     with pytest.raises((ValueError, FileNotFoundError), match=what):
         find_inputs(touch(tmp_path, names) if names else tmp_path / "none")
@@ -221,22 +308,32 @@ def test_ambiguous_inputs_are_refused(tmp_path, names, what):
 @settings(max_examples=examples(1))
 @given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 6), st.randoms())
 def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, num_tasks, random):
-    inputs = [Input(Path(str(n)), str(n), "train", "b", str(n), size) for n, size in enumerate(sizes)]
+    inputs = [
+        Input(Path(str(n)), str(n), "train", "b", str(n), size) for n, size in enumerate(sizes)
+    ]
     tasks = deal(inputs, num_tasks)
     assert sorted(i.name for task in tasks for i in task) == sorted(i.name for i in inputs)
     loads = [sum(i.size for i in task) for task in tasks]
     assert max(loads) - min(loads) <= max(sizes, default=0)
-    assert all([i.size for i in task] == sorted((i.size for i in task), reverse=True) for task in tasks)
+    assert all(
+        [i.size for i in task] == sorted((i.size for i in task), reverse=True) for task in tasks
+    )
     random.shuffle(inputs)
     assert deal(inputs, num_tasks) == tasks
 
 
-# ---- finished or not ------------------------------------------------------------------------------------------------
+# ---- finished or not
+# ------------------------------------------------------------------------------------------------
+
 
 def job_of(root, windows=None, tokenizer=None):
     """The job that each start of the command makes."""
-    return Pretokenizer(root / "out", find_inputs(root / "raw"), windows or Windows(),
-                        tokenizer or describe_tokenizer(Tokenizer()))
+    return Pretokenizer(
+        root / "out",
+        find_inputs(root / "raw"),
+        windows or Windows(),
+        tokenizer or describe_tokenizer(Tokenizer()),
+    )
 
 
 @pytest.fixture
@@ -258,9 +355,14 @@ def test_finished_pairs_are_kept(root):
     assert all(job.make(i) == job.finished(i) for i in job.inputs)
     assert before == {path: path.stat().st_ino for path in root.rglob("*")}
     manifest = json.loads((root / "out/train/a/manifest.json").read_text())
-    assert manifest["shards"]["1"]["input"] == {"name": "a/1.jsonl", "size": (root / "raw/a/1.jsonl").stat().st_size}
-    assert (manifest["tokenizer"], manifest["arguments"]) == (describe_tokenizer(Tokenizer()), {"max_length": 2048,
-                                                                                          "overlap_size": 256})
+    assert manifest["shards"]["1"]["input"] == {
+        "name": "a/1.jsonl",
+        "size": (root / "raw/a/1.jsonl").stat().st_size,
+    }
+    assert (manifest["tokenizer"], manifest["arguments"]) == (
+        describe_tokenizer(Tokenizer()),
+        {"max_length": 2048, "overlap_size": 256},
+    )
     assert "mtime" not in json.dumps(manifest)
 
 
@@ -271,13 +373,19 @@ def test_pairs_that_do_not_match_are_made_again(root):
     folder, raw = root / "out/train/a", root / "raw/a/1.jsonl"
     record, whole = folder / ".records/1.json", (folder / "1.bin").read_bytes()
     damages = {
-        "no .bin": lambda: (folder / "1.bin").unlink(), "no .idx": lambda: (folder / "1.idx").unlink(),
+        "no .bin": lambda: (folder / "1.bin").unlink(),
+        "no .idx": lambda: (folder / "1.idx").unlink(),
         "short .bin": lambda: rewrite(folder / "1.bin", lambda data: data[:-1]),
         "long .idx": lambda: rewrite(folder / "1.idx", lambda data: data + b"1"),
-        "no record": record.unlink, "truncated record": lambda: rewrite(record, lambda data: data[:-30]),
+        "no record": record.unlink,
+        "truncated record": lambda: rewrite(record, lambda data: data[:-30]),
         "a list": lambda: rewrite(record, lambda data: b"[1]"),
-        "other record": lambda: rewrite(record, lambda data: data.replace(b'"entries": 3', b'"entries": 4')),
-        "touched": lambda: os.utime(raw, ns=(1, 1)), "grown": lambda: rewrite(raw, lambda data: data * 2)}
+        "other record": lambda: rewrite(
+            record, lambda data: data.replace(b'"entries": 3', b'"entries": 4')
+        ),
+        "touched": lambda: os.utime(raw, ns=(1, 1)),
+        "grown": lambda: rewrite(raw, lambda data: data * 2),
+    }
     for what, damage in damages.items():
         damage()
         job = job_of(root)
@@ -290,7 +398,9 @@ def test_pairs_that_do_not_match_are_made_again(root):
 
 def test_pairs_whose_input_is_gone_are_refused(root):
     (root / "raw/b/1.jsonl").unlink()
-    with pytest.raises(ValueError, match=r"train/b/1\.bin: the input .* is no longer in --input-dir.*--output-dir"):
+    with pytest.raises(
+        ValueError, match=r"train/b/1\.bin: the input .* is no longer in --input-dir.*--output-dir"
+    ):
         job_of(root).refuse_others()
     (root / "out/train/b/.records/1.json").unlink()
     write_jsonl(root / "raw/a/3.jsonl", ["new"])  # now a/2 is for training
@@ -300,7 +410,9 @@ def test_pairs_whose_input_is_gone_are_refused(root):
 
 def test_old_leftovers_are_deleted_and_files_in_use_stay(root):
     folder = root / "out/train/a"
-    old, fresh, foreign = folder / ".1.bin.abcd1234.tmp", folder / ".2.bin.abcd1234.tmp", folder / ".1.swp"
+    old = folder / ".1.bin.abcd1234.tmp"
+    fresh = folder / ".2.bin.abcd1234.tmp"
+    foreign = folder / ".1.swp"
     for path in (old, fresh, foreign):
         path.touch()
     for path in (old, foreign):

@@ -1,4 +1,5 @@
-"""Receipts: the rows of a run are recomputed from a copy of its data, without the run; other data is refused."""
+"""Receipts: the rows of a run are recomputed from a copy of its data, without the run; other data
+is refused."""
 
 import json
 import re
@@ -20,14 +21,15 @@ from tests.finished import command
 from tests.training import die_after_step, digests, run_dir, start, succeed, texts, write_shard
 
 STEPS, EVERY = 14, 4
-PLAIN = {"compression": "NONE", "write_statistics": False}  # then the footer of parquet does not depend on its texts
+# then the footer of parquet does not depend on its texts
+PLAIN = {"compression": "NONE", "write_statistics": False}
 RUN = {**training.SMALL, "num_iterations": STEPS, "save_every": 3, "leaves": 2}
 
 
 @pytest.fixture(scope="module")
 def origin(tmp_path_factory):
-    """(base directory, receipt, copy of the data in another folder) of a run that was killed on two processes and
-    resumed on one."""
+    """(base directory, receipt, copy of the data in another folder) of a run that was killed on two
+    processes and resumed on one."""
     folder = tmp_path_factory.mktemp("made").resolve()
     with training.workplace(folder, **RUN), pytest.MonkeyPatch.context() as patch:
         patch.setattr(receipt, "EVERY", EVERY)
@@ -44,7 +46,9 @@ def origin(tmp_path_factory):
 def work(origin, tmp_path, monkeypatch):
     """The receipt and the copy of the data, in a base directory without the run."""
     for name in ("r.json", "copy", "tokenizer"):
-        (shutil.copytree if (origin / name).is_dir() else shutil.copy)(origin / name, tmp_path / name)
+        (shutil.copytree if (origin / name).is_dir() else shutil.copy)(
+            origin / name, tmp_path / name
+        )
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     return tmp_path
 
@@ -69,18 +73,28 @@ def edit(path, **changed):
     write_json(path, {**value, "checksum": hash_json(value)})
 
 
-# ---- what a receipt holds -------------------------------------------------------------------------------------------
+# ---- what a receipt holds
+# -------------------------------------------------------------------------------------------
+
 
 def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
     text, value = (origin / "r.json").read_text(), read_json(origin / "r.json")
-    assert len(text) < 6000 and str(origin) not in text and "/tmp" not in text and socket.gethostname() not in text
+    assert (
+        len(text) < 6000
+        and str(origin) not in text
+        and "/tmp" not in text
+        and socket.gethostname() not in text
+    )
     assert list(value["marks"]) == ["0", "4", "8", "12", "13"] and value["steps"] == STEPS
     link = ""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(origin))
         for step, digest in enumerate(digests()):
             link = receipt.next_link(link, digest)
-            assert value["marks"].get(str(step), {"digest": digest, "chain": link}) == {"digest": digest, "chain": link}
+            assert value["marks"].get(str(step), {"digest": digest, "chain": link}) == {
+                "digest": digest,
+                "chain": link,
+            }
         long = RunReader(run_dir())
         long.digests = {step: f"{step:016x}" for step in range(2000)}
         monkeypatch.setattr(receipt, "EVERY", 1000)
@@ -89,9 +103,15 @@ def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
 
 def test_rows_of_a_killed_and_resumed_run_are_verified_from_a_copy_of_the_data(work):
     out = verified(work)
-    assert "OK steps 0, 4, 8, 12, 13: trained on these rows, and so were all steps from 0 to 13" in out
-    assert "OK steps 5: trained on these rows, and so were all steps from 0 to 8" in verified(work, "--steps=5")
-    assert "OK steps 0: trained on these rows, and so were all steps from 0 to 0" in verified(work, "--steps=0")
+    assert (
+        "OK steps 0, 4, 8, 12, 13: trained on these rows, and so were all steps from 0 to 13" in out
+    )
+    assert "OK steps 5: trained on these rows, and so were all steps from 0 to 8" in verified(
+        work, "--steps=5"
+    )
+    assert "OK steps 0: trained on these rows, and so were all steps from 0 to 0" in verified(
+        work, "--steps=0"
+    )
     shutil.move(work / "tokenizer", work / "copy/elsewhere/tokenizer")
     assert "OK steps 0, 4" in verified(work, "--steps=0,4"), "the tokenizer beside the data"
     shutil.move(work / "copy/elsewhere/tokenizer", work / "mine")
@@ -99,10 +119,17 @@ def test_rows_of_a_killed_and_resumed_run_are_verified_from_a_copy_of_the_data(w
 
 
 def test_a_receipt_contains_the_tokenizer_so_it_is_verified_on_a_machine_without_it(work):
-    """Regression: without --tokenizer, which no sentence named, the error was that there is no data to train one on."""
+    """Regression: without --tokenizer, which no sentence named, the error was that there is no data
+    to train one on."""
     shutil.rmtree(work / "tokenizer")
     assert "OK steps 0" in verified(work, "--steps=0")
-    outcome = command(inspect_data.main, "rows", work / "r.json", "--step=1", f"--data-path={work / 'copy/elsewhere'}")
+    outcome = command(
+        inspect_data.main,
+        "rows",
+        work / "r.json",
+        "--step=1",
+        f"--data-path={work / 'copy/elsewhere'}",
+    )
     assert outcome.code == 0, outcome
 
 
@@ -111,10 +138,16 @@ def test_a_receipt_of_older_code_asks_for_the_tokenizer_by_its_flag(work):
     for name in ("tokenizer", "checksum"):
         del value[name]
     write_json(work / "old.json", {**value, "checksum": hash_json(value)})
-    assert "OK steps 0" in verified(work, "--steps=0", name="old.json"), "the default tokenizer is the run's"
+    assert "OK steps 0" in verified(work, "--steps=0", name="old.json"), (
+        "the default tokenizer is the run's"
+    )
     (work / "tokenizer").rename(work / "mine")
-    assert "name the run's with --tokenizer (RUN/tokenizer is a copy of it)" in refused(work, name="old.json")
-    assert "OK steps 0" in verified(work, "--steps=0", f"--tokenizer={work / 'mine'}", name="old.json")
+    assert "name the run's with --tokenizer (RUN/tokenizer is a copy of it)" in refused(
+        work, name="old.json"
+    )
+    assert "OK steps 0" in verified(
+        work, "--steps=0", f"--tokenizer={work / 'mine'}", name="old.json"
+    )
 
 
 def test_a_corrupt_tokenizer_in_a_receipt_is_one_sentence(work):
@@ -133,17 +166,22 @@ def test_inspect_data_shows_the_same_rows_for_a_receipt_and_its_run(origin, work
     assert of_receipt == rows("run") and len(of_receipt.splitlines()) == 8
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused
+# -------------------------------------------------------------------------------------------------
+
 
 def test_the_file_with_one_changed_word_is_named(work):
     path = work / "copy/elsewhere/sub/1.parquet"
     documents, before = pq.read_table(path)["text"].to_pylist(), pin(path, "x.parquet", ALL)
     word = re.search(r"[a-z]{5}", documents[70])
-    documents[70] = documents[70][:word.start()] + "zzzzz" + documents[70][word.end():]
+    documents[70] = documents[70][: word.start()] + "zzzzz" + documents[70][word.end() :]
     write_shard(path, documents, **PLAIN)
     assert pin(path, "x.parquet", ALL) == before, "a run would not notice when it resumes"
     sentence = refused(work, "--steps=0")
-    assert sentence.startswith(f"{path}: its contents have changed (hash ") and "on a different file" in sentence
+    assert (
+        sentence.startswith(f"{path}: its contents have changed (hash ")
+        and "on a different file" in sentence
+    )
     write_shard(path, documents[:-1], **PLAIN)
     assert re.match(rf"{path}: it has \d+ bytes, the receipt says \d+, so", refused(work))
     path.unlink()
@@ -153,19 +191,36 @@ def test_the_file_with_one_changed_word_is_named(work):
 def test_another_tokenizer_and_bad_receipts_are_one_sentence(work):
     RustBPETokenizer.train_from_iterator(texts(100, seed=7), 300).save(work / "other")
     sentence = refused(work, f"--tokenizer={work / 'other'}")
-    assert "but this tokenizer is" in sentence and "leave --tokenizer out: the receipt contains the run's" in sentence
-    assert refused(work, "--steps=3,14").endswith("it has no step 14; the run trained steps 0 to 13")
+    assert (
+        "but this tokenizer is" in sentence
+        and "leave --tokenizer out: the receipt contains the run's" in sentence
+    )
+    assert refused(work, "--steps=3,14").endswith(
+        "it has no step 14; the run trained steps 0 to 13"
+    )
     outcome = command(verify.main, work / "r.json")
     assert outcome.code == 1 and "a receipt does not say where the data is" in outcome.out
     text = (work / "r.json").read_text()
-    for bad, problem in ((text[:500], "not valid JSON"), ("{}", "expected a whole number"),
-                         (text.replace('"steps": 14', '"steps": 12'), "it has no digest for its last step"),
-                         (text.replace('"V": 4', '"V": 5'), "its checksum is wrong"),
-                         (text.replace('"nanochat_receipt": 1', '"nanochat_receipt": 9'), "its format is 9")):
+    for bad, problem in (
+        (text[:500], "not valid JSON"),
+        ("{}", "expected a whole number"),
+        (text.replace('"steps": 14', '"steps": 12'), "it has no digest for its last step"),
+        (text.replace('"V": 4', '"V": 5'), "its checksum is wrong"),
+        (text.replace('"nanochat_receipt": 1', '"nanochat_receipt": 9'), "its format is 9"),
+    ):
         (work / "bad.json").write_text(bad)
         assert problem in refused(work, name="bad.json"), problem
-    for flags, problem in ((["--step=99"], "it has no step 99"), (["--step=1", "--lanes=2"], "--lanes: a receipt has")):
-        outcome = command(inspect_data.main, "rows", work / "r.json", f"--data-path={work / 'copy/elsewhere'}", *flags)
+    for flags, problem in (
+        (["--step=99"], "it has no step 99"),
+        (["--step=1", "--lanes=2"], "--lanes: a receipt has"),
+    ):
+        outcome = command(
+            inspect_data.main,
+            "rows",
+            work / "r.json",
+            f"--data-path={work / 'copy/elsewhere'}",
+            *flags,
+        )
         assert outcome.code == 1 and problem in outcome.err and "Traceback" not in outcome.err
     assert command(verify.main, work / "r.json", "--steps=1,x").code == 2
 
@@ -178,7 +233,9 @@ def test_other_digests_settings_and_files_outside_the_data_are_refused(work):
     edit(work / "r.json", marks={**value["marks"], "8": {**value["marks"]["8"], "chain": "0" * 32}})
     assert "one of steps 5 to 7 was not trained on these rows" in refused(work)
     edit(work / "r.json", marks=value["marks"], stream={**value["stream"], "unit_size": 7})
-    assert "unit_size is 7 in the receipt and 64 here, though the files are the same" in refused(work)
+    assert "unit_size is 7 in the receipt and 64 here, though the files are the same" in refused(
+        work
+    )
     edit(work / "r.json", stream=value["stream"], settings={**value["settings"], "brand_new": 1})
     assert "this code has no setting 'brand_new'" in refused(work)
     files = {"data": {**value["files"]["data"], "files": ["a b 3 ../../x.parquet"]}}
@@ -191,38 +248,63 @@ def test_a_log_without_a_step_has_no_receipt(origin, tmp_path, monkeypatch):
     log = tmp_path / "run/logs/train.jsonl"
     log.write_text("".join(line for line in log.open() if '"step": 5,' not in line))
     outcome = command(receipt.main, tmp_path / "run", f"--out={tmp_path / 'x.json'}")
-    assert outcome.code == 1 and "it has no digest for step 5" in outcome.err and not (tmp_path / "x.json").exists()
+    assert (
+        outcome.code == 1
+        and "it has no digest for step 5" in outcome.err
+        and not (tmp_path / "x.json").exists()
+    )
 
 
-# ---- other kinds of runs ---------------------------------------------------------------------------------------------
+# ---- other kinds of runs
+# ---------------------------------------------------------------------------------------------
 
-def test_the_list_of_many_files_is_small_and_still_names_the_one_that_differs(tmp_path, monkeypatch):
+
+def test_the_list_of_many_files_is_small_and_still_names_the_one_that_differs(
+    tmp_path, monkeypatch
+):
     def entry(i, size=10**8):
-        return {"name": f"shard_{i:05d}.parquet", "size": size + i, "footer": f"{i:032x}", "groups": [1000] * 50}
+        return {
+            "name": f"shard_{i:05d}.parquet",
+            "size": size + i,
+            "footer": f"{i:032x}",
+            "groups": [1000] * 50,
+        }
 
     monkeypatch.setattr(receipt, "hash_file", lambda path: hash_json(path.name))
-    bucket = receipt.list_files({"data": {"root": str(tmp_path), "files": [entry(i) for i in range(6542)]}})["data"]
+    bucket = receipt.list_files(
+        {"data": {"root": str(tmp_path), "files": [entry(i) for i in range(6542)]}}
+    )["data"]
     assert len(json.dumps(bucket)) < 48_000
     lines = receipt.lines_of(bucket, tmp_path)
     assert len(lines) == 6542 and bucket["contents"] != "-"
     now = [receipt.describe_file(tmp_path, entry(i)) for i in range(6542)]
     assert not any(a.differs(tmp_path, b) for a, b in zip(lines, now))
     monkeypatch.setattr(receipt, "hash_file", lambda path: hash_json("changed"))
-    assert "contents have changed" in lines[7].differs(tmp_path, receipt.describe_file(tmp_path, entry(7)))
+    assert "contents have changed" in lines[7].differs(
+        tmp_path, receipt.describe_file(tmp_path, entry(7))
+    )
 
 
 MIX = "curriculum:\n- {duration_tokens: 3072, mix: {a: 1, b: 3}}\n- {duration_tokens: 3072, mix: {a: 1}}\n"
 
 
 def test_a_curriculum_documents_left_out_and_continued_data_are_verified(tmp_path):
-    with training.workplace(tmp_path, **{**RUN, "save_every": -1, "num_iterations": 6, "leaves": 1}):
+    with training.workplace(
+        tmp_path, **{**RUN, "save_every": -1, "num_iterations": 6, "leaves": 1}
+    ):
         training.write_buckets(tmp_path, {"a": 30, "b": 60}, shards=0)
-        (tmp_path / "mix.yaml").write_text(MIX + "max_epochs: {a: 0, b: 0}\nallow_budget_mismatch: true\n")
+        (tmp_path / "mix.yaml").write_text(
+            MIX + "max_epochs: {a: 0, b: 0}\nallow_budget_mismatch: true\n"
+        )
         (tmp_path / "list").write_text("b/0.parquet:*\n")
         text = {"data_path": tmp_path / "text", "curriculum": tmp_path / "mix.yaml"}
         shards = {**text, "data_path": tmp_path / "shards", "data_format": "shards"}
-        runs = {"text": text, "without": {**text, "without_documents": tmp_path / "list"}, "shards": shards,
-                "more": {**shards, "init_from": "shards", "init_data": "continue", "skip_steps": 2}}
+        runs = {
+            "text": text,
+            "without": {**text, "without_documents": tmp_path / "list"},
+            "shards": shards,
+            "more": {**shards, "init_from": "shards", "init_data": "continue", "skip_steps": 2},
+        }
         for tag, settings in runs.items():
             succeed(**settings, model_tag=tag)
             kind = settings["data_path"].name
@@ -230,7 +312,9 @@ def test_a_curriculum_documents_left_out_and_continued_data_are_verified(tmp_pat
             assert command(receipt.main, tag, f"--out={tmp_path / tag}.json").code == 0
             out = verified(tmp_path, name=f"{tag}.json", data=f"copies/{kind}")
             assert "OK steps 0, 5: trained on these rows" in out
-        assert len({digests(tag)[0] for tag in runs}) == 3, "the case: text and shards have equal rows, others not"
+        assert len({digests(tag)[0] for tag in runs}) == 3, (
+            "the case: text and shards have equal rows, others not"
+        )
         [line, *_] = read_json(tmp_path / "shards.json")["files"]["b"]["files"]
         path = tmp_path / "copies/shards" / line.split(" ", 3)[3]
         path.write_bytes(path.read_bytes()[:-40] + bytes(40))
@@ -252,4 +336,8 @@ def test_exports_contain_the_receipt_of_their_steps(origin, tmp_path, monkeypatc
     (origin / "text").rename(hidden)
     outcome = command(export.main, "run", tmp_path / "bare", "--to=hf")
     hidden.rename(origin / "text")
-    assert outcome.code == 0 and "skipping receipt" in caplog.text and not (tmp_path / "bare/receipt.json").exists()
+    assert (
+        outcome.code == 0
+        and "skipping receipt" in caplog.text
+        and not (tmp_path / "bare/receipt.json").exists()
+    )

@@ -1,4 +1,5 @@
-"""Sums of gradients against a tree added up by NumPy, on 1, 2, 4 and 8 ranks: simulated ones and gloo processes."""
+"""Sums of gradients against a tree added up by NumPy, on 1, 2, 4 and 8 ranks: simulated ones and
+gloo processes."""
 
 from functools import reduce
 from unittest import mock
@@ -10,13 +11,21 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.reduce import LeafAccumulator, Part, add_in_tree_order, lay_out, reduce_over_nodes, tree_reduce
+from nanochat.reduce import (
+    LeafAccumulator,
+    Part,
+    add_in_tree_order,
+    lay_out,
+    reduce_over_nodes,
+    tree_reduce,
+)
 from tests.gloo import on_ranks
 from tests.toy import examples
 
 
 def wild(size, seed, *, spread=12):
-    """Random float32 values with exponents from -spread to spread, and negative zeros; the first is always one."""
+    """Random float32 values with exponents from -spread to spread, and negative zeros; the first is
+    always one."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(size) * 2.0 ** rng.integers(-spread, spread + 1, size)
     is_zero = (np.arange(size) == 0) | (rng.random(size) < 0.1)
@@ -35,7 +44,9 @@ def bits(values):
     return array.reshape(-1).view(np.uint32).tolist()
 
 
-# ---- inside a rank, and across simulated ranks ----------------------------------------------------------------------
+# ---- inside a rank, and across simulated ranks
+# ----------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("bad", [0, 3, 6, -4])
 def test_the_number_of_leaves_must_be_a_power_of_two(bad):
@@ -44,22 +55,39 @@ def test_the_number_of_leaves_must_be_a_power_of_two(bad):
 
 
 @settings(max_examples=examples(1.2))
-@given(log_k=st.integers(0, 5), log_w=st.integers(0, 5), micros=st.integers(1, 3), n=st.integers(1, 70),
-       dtype=st.sampled_from([torch.float32, torch.bfloat16]), absent=st.sampled_from([None, 0, 1]),
-       seed=st.integers(0, 2**32 - 1), data=st.data())
-def test_every_split_of_the_tree_has_the_same_bits(log_k, log_w, micros, n, dtype, absent, seed, data):
-    """Also for micro-batches in bfloat16, which are added in float32, and with odd or even leaves without a gradient,
-    which count as 0.0."""
+@given(
+    log_k=st.integers(0, 5),
+    log_w=st.integers(0, 5),
+    micros=st.integers(1, 3),
+    n=st.integers(1, 70),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    absent=st.sampled_from([None, 0, 1]),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_every_split_of_the_tree_has_the_same_bits(
+    log_k, log_w, micros, n, dtype, absent, seed, data
+):
+    """Also for micro-batches in bfloat16, which are added in float32, and with odd or even leaves
+    without a gradient, which count as 0.0."""
     K, world_size = 1 << log_k, 1 << min(log_k, log_w)
-    gradients = [[torch.from_numpy(wild(n, [seed, leaf, micro], spread=40)).to(dtype) for micro in range(micros)]
-                 for leaf in range(K)]
-    leaves = [reduce(np.add, [gradient.float().numpy() for gradient in of_leaf]) for of_leaf in gradients]
+    gradients = [
+        [
+            torch.from_numpy(wild(n, [seed, leaf, micro], spread=40)).to(dtype)
+            for micro in range(micros)
+        ]
+        for leaf in range(K)
+    ]
+    leaves = [
+        reduce(np.add, [gradient.float().numpy() for gradient in of_leaf]) for of_leaf in gradients
+    ]
     leaves = [np.zeros_like(leaf) if i % 2 == absent else leaf for i, leaf in enumerate(leaves)]
     parts = []
     for of_rank in np.split(np.arange(K), world_size):
         param = torch.nn.Parameter(torch.zeros(n, dtype=dtype))
-        accumulator = LeafAccumulator([param], len(of_rank), micro_batches_per_leaf=micros,
-                                      on_host=data.draw(st.booleans()))
+        accumulator = LeafAccumulator(
+            [param], len(of_rank), micro_batches_per_leaf=micros, on_host=data.draw(st.booleans())
+        )
         for leaf in of_rank:
             for gradient in gradients[leaf] if leaf % 2 != absent else ():
                 param.view_as(param).backward(gradient.clone())
@@ -74,30 +102,36 @@ def test_ranks_are_added_in_pairs_and_an_odd_rank_is_carried_up(W):
     expected = list(rows)
     while len(expected) > 1:
         pairs = [expected[i] + expected[i + 1] for i in range(0, len(expected) - 1, 2)]
-        expected = pairs + expected[len(pairs) * 2:]
+        expected = pairs + expected[len(pairs) * 2 :]
     assert bits(add_in_tree_order(torch.from_numpy(np.stack(rows)))) == bits(expected[0])
 
 
-# ---- across processes -----------------------------------------------------------------------------------------------
+# ---- across processes
+# -----------------------------------------------------------------------------------------------
 
 NODES = {1: [1], 2: [2], 4: [4, 2], 8: [8, 4, 2]}  # {W: ranks per node}
 MESSAGES = {"long": (torch.float32, 300), "narrow": (torch.bfloat16, 37)}  # dtype, chunk
 
 
 def messages(rank, W):
-    return {name: torch.from_numpy(wild(W * chunk, [W, rank, chunk])).to(dtype)
-            for name, (dtype, chunk) in MESSAGES.items()}
+    return {
+        name: torch.from_numpy(wild(W * chunk, [W, rank, chunk])).to(dtype)
+        for name, (dtype, chunk) in MESSAGES.items()
+    }
 
 
 def slices(rank, W):
-    """{ranks per node: {message: this rank's chunk of the sum}}. Both messages are in flight at once."""
+    """{ranks per node: {message: this rank's chunk of the sum}}. Both messages are in flight at
+    once."""
     received = {}
     for L in NODES[W]:
         reduce_message, sent = reduce_over_nodes(L), messages(rank, W)
         assert (reduce_message is tree_reduce) == (L == W)
         pending = {name: reduce_message(message, rank, W) for name, message in sent.items()}
         received[L] = {name: finish() for name, finish in pending.items()}
-        assert all(torch.equal(sent[name], message) for name, message in messages(rank, W).items()), "written to"
+        assert all(
+            torch.equal(sent[name], message) for name, message in messages(rank, W).items()
+        ), "written to"
     return received
 
 
@@ -110,16 +144,22 @@ def received(tmp_path_factory):
 def test_each_rank_gets_its_chunk_of_the_tree_for_any_number_of_nodes(received, W, L):
     for name in MESSAGES:
         parts = [messages(rank, W)[name].float().numpy() for rank in range(W)]
-        assert W < 4 or bits(tree(parts[1:] + parts[:1])) != bits(tree(parts)), "the case: order matters"
+        assert W < 4 or bits(tree(parts[1:] + parts[:1])) != bits(tree(parts)), (
+            "the case: order matters"
+        )
         assert bits(torch.cat([of_rank[L][name] for of_rank in received[W]])) == bits(tree(parts))
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
+# ---- messages
+# -------------------------------------------------------------------------------------------------------
+
 
 def two_parameters(dtype):
     """Two vectors of 5 elements, in one message for two ranks."""
     params = [torch.nn.Parameter(torch.zeros(5, dtype=dtype)) for _ in range(2)]
-    [message] = lay_out([Part(f"p{i}", param, {"kind": "adamw"}, 0, 5) for i, param in enumerate(params)], 2)
+    [message] = lay_out(
+        [Part(f"p{i}", param, {"kind": "adamw"}, 0, 5) for i, param in enumerate(params)], 2
+    )
     return params, message
 
 
@@ -135,6 +175,7 @@ def test_gradients_have_the_dtype_of_their_parameters_unless_they_are_sums():
 
 def test_gather_works_with_the_name_of_older_torch(monkeypatch):
     """`all_gather_single` is new in PyTorch 2.13."""
+
     def into(output, mine, *, async_op):
         output.copy_(torch.cat([mine, mine + 1]))
         return mock.Mock()

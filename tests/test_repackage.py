@@ -1,4 +1,5 @@
-"""dev.repackage_data_reference: every document once, in an order of inputs and seed alone, in bounded memory."""
+"""dev.repackage_data_reference: every document once, in an order of inputs and seed alone, in
+bounded memory."""
 
 import gzip
 import json
@@ -46,19 +47,35 @@ def inputs(tmp_path):
     return folder, texts
 
 
-def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(inputs, tmp_path, capsys):
+def test_every_document_comes_out_exactly_once_and_shuffled_in_full_row_groups(
+    inputs, tmp_path, capsys
+):
     folder, texts = inputs
     (tmp_path / ".out.unfinished").mkdir()  # left by a killed process
     chars = sum(map(len, texts))
-    main(["--input", str(folder), "--output-dir", str(tmp_path / "out"), f"--shard-chars={chars // 3}"])
+    main(
+        [
+            "--input",
+            str(folder),
+            "--output-dir",
+            str(tmp_path / "out"),
+            f"--shard-chars={chars // 3}",
+        ]
+    )
     assert f"5,000 documents, {chars:,} characters in 3 shards" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"in", "out"}
     got = order(tmp_path / "out")
     assert Counter(got) == Counter(texts)
     early = set(texts[:2500])
-    assert 400 < sum(text in early for text in got[:1000]) < 600, "a thousand documents come from everywhere"
+    assert 400 < sum(text in early for text in got[:1000]) < 600, (
+        "a thousand documents come from everywhere"
+    )
     dataset.main(["--verify", f"--data-dir={tmp_path / 'out'}"])
-    assert [sizes for sizes, _ in read_all(tmp_path / "out")] == [[1024], [1024] * 2, [1024, 5000 - 4 * 1024]]
+    assert [sizes for sizes, _ in read_all(tmp_path / "out")] == [
+        [1024],
+        [1024] * 2,
+        [1024, 5000 - 4 * 1024],
+    ]
 
 
 @pytest.mark.parametrize("n", [2, 1024, 1025])
@@ -68,16 +85,24 @@ def test_few_documents_still_give_a_validation_shard(tmp_path, n):
     assert Counter(order(tmp_path / "out")) == Counter(random_texts(n))
 
 
-def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder_or_the_memory(inputs, tmp_path, monkeypatch):
+def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder_or_the_memory(
+    inputs, tmp_path, monkeypatch
+):
     folder, texts = inputs
-    budget, sorted_bytes, merges = 20_000, [], []
+    budget = 20_000
+    sorted_bytes = []
+    merges = []
 
     def recorded(records, sort=sorted):
         sorted_bytes.append(sum(len(text) + module.RECORD_BYTES for _, text in records))
         return sort(records)
 
     monkeypatch.setattr(module, "sorted", recorded, raising=False)
-    monkeypatch.setattr(module, "merged", lambda runs, merge=module.merged: (merges.append(len(runs)), merge(runs))[1])
+    monkeypatch.setattr(
+        module,
+        "merged",
+        lambda runs, merge=module.merged: (merges.append(len(runs)), merge(runs))[1],
+    )
     monkeypatch.setattr(module, "RUNS_AT_ONCE", 10)
     repackage([folder], tmp_path / "large", shard_chars=100_000)
     assert len(sorted_bytes) == 1 and merges == [1]
@@ -85,29 +110,48 @@ def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder_or_the_mem
     repackage([moved], tmp_path / "small", shard_chars=100_000, memory_bytes=budget)
     one = max(len(text.encode()) for text in texts) + module.RECORD_BYTES
     assert max(sorted_bytes[1:]) < budget + one and len(merges) > 10 and max(merges) == 10
-    assert tree(tmp_path / "large") == tree(tmp_path / "small") and len(tree(tmp_path / "large")) > 2
+    assert (
+        tree(tmp_path / "large") == tree(tmp_path / "small") and len(tree(tmp_path / "large")) > 2
+    )
     repackage([moved], tmp_path / "seed", shard_chars=100_000, seed=2)
     assert order(tmp_path / "seed") != order(tmp_path / "large")
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input
+# ------------------------------------------------------------------------------------------------------
+
 
 def test_broken_lines_are_named_and_counted_or_fatal_with_strict(tmp_path, capsys):
     good = [json.dumps({"text": text}).encode() for text in ("one", "two", "three")]
-    (tmp_path / "in.jsonl").write_bytes(b"\n".join([good[0], b'{"text": "cut', b'{"other": 1}', *good[1:]]))
+    (tmp_path / "in.jsonl").write_bytes(
+        b"\n".join([good[0], b'{"text": "cut', b'{"other": 1}', *good[1:]])
+    )
     counts = repackage([tmp_path / "in.jsonl"], tmp_path / "out")
     assert counts["broken"] == 2 and sorted(order(tmp_path / "out")) == ["one", "three", "two"]
-    assert "in.jsonl: 2 broken lines skipped, the first is line 2: not JSON" in capsys.readouterr().err
+    assert (
+        "in.jsonl: 2 broken lines skipped, the first is line 2: not JSON" in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match=r"in\.jsonl: line 2: not JSON.*--strict"):
-        main(["--input", str(tmp_path / "in.jsonl"), "--output-dir", str(tmp_path / "strict"), "--strict"])
+        main(
+            [
+                "--input",
+                str(tmp_path / "in.jsonl"),
+                "--output-dir",
+                str(tmp_path / "strict"),
+                "--strict",
+            ]
+        )
     assert not (tmp_path / "strict").exists()
 
 
-@pytest.mark.parametrize("name, content, error", [
-    ("a.parquet", b"PAR1 rubbish", "not a parquet"),
-    ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "not a gzip"),
-    ("a.jsonl", b'{"text": "only one"}\n', "at least 2"),
-])
+@pytest.mark.parametrize(
+    "name, content, error",
+    [
+        ("a.parquet", b"PAR1 rubbish", "not a parquet"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 1000, mtime=0)[:-20], "not a gzip"),
+        ("a.jsonl", b'{"text": "only one"}\n', "at least 2"),
+    ],
+)
 def test_unreadable_input_is_an_error_that_leaves_nothing_behind(tmp_path, name, content, error):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=error):

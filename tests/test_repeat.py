@@ -1,4 +1,5 @@
-"""Several seeds of one configuration: the statistics against published tables, and the command on tiny runs."""
+"""Several seeds of one configuration: the statistics against published tables, and the command on
+tiny runs."""
 
 import math
 import subprocess
@@ -21,7 +22,9 @@ def warm_processes(monkeypatch):
     def run(command, **kwargs):
         if "scripts.base_train" not in command:
             return real_run(command, **kwargs)
-        group = training.launch(base_train.main, [command[command.index("scripts.base_train") + 1:]], [{}])
+        group = training.launch(
+            base_train.main, [command[command.index("scripts.base_train") + 1 :]], [{}]
+        )
         [code] = group.wait()
         print(group.text())
         return SimpleNamespace(returncode=code)
@@ -31,7 +34,12 @@ def warm_processes(monkeypatch):
 
 def test_quantiles_are_those_of_the_tables():
     """Student's t and chi-squared, as printed in statistics textbooks."""
-    for p, degrees, t in ((0.975, 1, 12.706), (0.975, 4, 2.776), (0.95, 9, 1.833), (0.975, 38, 2.024)):
+    for p, degrees, t in (
+        (0.975, 1, 12.706),
+        (0.975, 4, 2.776),
+        (0.95, 9, 1.833),
+        (0.975, 38, 2.024),
+    ):
         assert repeat.student_t(p, degrees) == pytest.approx(t, abs=6e-4)
     low, high = repeat.deviation_interval(1.0, 5)  # chi-squared of 4 degrees: 11.143 and 0.4844
     assert (low, high) == pytest.approx((math.sqrt(4 / 11.143), math.sqrt(4 / 0.4844)), rel=1e-3)
@@ -40,7 +48,8 @@ def test_quantiles_are_those_of_the_tables():
 def test_p_counts_all_sign_flips():
     assert repeat.sign_flip_p([0.3, 0.1, 0.2, 0.5, 0.4]) == 2 / 32
     assert repeat.sign_flip_p([1.0, -1.0]) == 1.0 and repeat.sign_flip_p([0.0, 0.0, 0.0]) == 1.0
-    assert repeat.sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8  # |sum| of 4 or more: +++, ++-, and their mirror images
+    # |sum| of 4 or more: +++, ++-, and their mirror images
+    assert repeat.sign_flip_p([3.0, 2.0, -1.0]) == 4 / 8
 
 
 def test_the_smallest_difference_is_the_one_at_the_edge_of_significance():
@@ -55,13 +64,19 @@ def command(capsys, *words, **changed):
     runs = {**changed, "model_tag": None}
     assert repeat.main([*words, "--", *training.flags(**runs)]) == 0
     name = next(word.partition("=")[2] for word in words if word.startswith("--name="))
-    return read_json(training.run_dir().parents[1] / "repeats" / f"{name}.json"), capsys.readouterr().out
+    return read_json(
+        training.run_dir().parents[1] / "repeats" / f"{name}.json"
+    ), capsys.readouterr().out
 
 
 def test_seeds_of_weights_and_data_vary_separately_and_a_rerun_is_equal(warm_processes, capfd):
     weights, out = command(capfd, "--name=w", "--seeds=2", "--vary=weights", "--rerun")
     assert weights["rerun_difference"] == 0.0 and "a rerun of seed 1 differs by 0" in out
-    assert training.digests("w-seed1") == training.digests("w-seed2") == training.digests("w-rerun-seed1")
+    assert (
+        training.digests("w-seed1")
+        == training.digests("w-seed2")
+        == training.digests("w-rerun-seed1")
+    )
     assert len(set(weights["bits_per_byte"])) == 2 and weights["stdev"] > 0
     command(capfd, "--name=d", "--seeds=2", "--vary=data")
     assert training.digests("d-seed1") != training.digests("d-seed2")
@@ -81,9 +96,13 @@ def test_a_change_is_paired_with_the_seeds_of_its_base_and_finished_runs_are_reu
     request.getfixturevalue("warm_processes")
     same, out = command(capfd, "--name=base", "--seeds=2")
     assert f"{base['bits_per_byte'][0]:.6f}" in out, "three digits would not show the noise"
-    assert same == base and "completed" in out and len(training.events("started", "base-seed1")) == 1
+    assert (
+        same == base and "completed" in out and len(training.events("started", "base-seed1")) == 1
+    )
     change, out = command(capfd, "--name=lr", "--against=base", matrix_lr=0.1)
-    differences = [a - b for a, b in zip(change["bits_per_byte"], base["bits_per_byte"], strict=True)]
+    differences = [
+        a - b for a, b in zip(change["bits_per_byte"], base["bits_per_byte"], strict=True)
+    ]
     assert change["against"]["differences"] == differences and change["against"]["p"] in (0.5, 1.0)
     assert ("this difference may be noise" in out) != ("exceeds seed noise" in out)
     assert "note: with 2 pairs, p cannot be below 0.5;" in out

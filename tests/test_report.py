@@ -1,4 +1,5 @@
-"""scripts.report: every figure is the one on disk, and a run with missing files still has a report."""
+"""scripts.report: every figure is the one on disk, and a run with missing files still has a
+report."""
 
 import json
 import re
@@ -18,22 +19,42 @@ from tests import training
 from tests.finished import STEPS, command
 from tests.training import T
 
-EVALUATION = {"step": STEPS, "val_bpb": 2.0625, "unigram_bpb": 3.8125, "train_bpb": {"data": 1.9375},
-              "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]}}
-STAGES = "\n".join(["set-up\t1\t0\tbash dev/setup.sh", "training\t100\t137\ttrain --fast", "truncated li",
-                    "training\t65\t0\ttrain --fast", "report\tx\t0\treport"])
+EVALUATION = {
+    "step": STEPS,
+    "val_bpb": 2.0625,
+    "unigram_bpb": 3.8125,
+    "train_bpb": {"data": 1.9375},
+    "samples": {"prompted": ["Once ```upon```\na time"], "unprompted": ["import | os"]},
+}
+STAGES = "\n".join(
+    [
+        "set-up\t1\t0\tbash dev/setup.sh",
+        "training\t100\t137\ttrain --fast",
+        "truncated li",
+        "training\t65\t0\ttrain --fast",
+        "report\tx\t0\treport",
+    ]
+)
 
 
 @pytest.fixture
 def run(copied):
-    """The finished run, changed as if its first launch had been killed after step 5, in the middle of a line. It has
-    the results of an evaluation and the stages of speedrun.sh."""
+    """The finished run, changed as if its first launch had been killed after step 5, in the middle
+    of a line. It has the results of an evaluation and the stages of speedrun.sh."""
     path, lines = training.run_dir(), training.log_file().read_text().splitlines()
     begun = {**json.loads(lines[0]), "step": 4, "world_size": 2, "code": ""}
-    at = {number: next(i for i, line in enumerate(lines) if '"loss"' in line and json.loads(line)["step"] == number)
-          for number in (4, 5)}
-    training.log_file().write_text("\n".join(
-        [*lines[:at[5] + 1], '{"step": 6, "lo', json.dumps(begun), *lines[at[4]:]]) + "\n")
+    at = {
+        number: next(
+            i
+            for i, line in enumerate(lines)
+            if '"loss"' in line and json.loads(line)["step"] == number
+        )
+        for number in (4, 5)
+    }
+    training.log_file().write_text(
+        "\n".join([*lines[: at[5] + 1], '{"step": 6, "lo', json.dumps(begun), *lines[at[4] :]])
+        + "\n"
+    )
     write_json(path / "eval.json", EVALUATION)
     (copied / "stages.tsv").write_text(STAGES)
     return path
@@ -41,43 +62,75 @@ def run(copied):
 
 def rows(text):
     """{first cell: other cells} of all table rows of a report."""
-    cells = [[c.strip() for c in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    cells = [
+        [c.strip() for c in line.strip("|").split(" | ")]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    ]
     return {row[0]: row[1:] for row in cells}
 
 
 def test_every_figure_is_the_one_on_disk(run):
     output = run.parent / "other.md"
-    outcome = command(report.main, run, f"--stages={run.parents[1] / 'stages.tsv'}", f"--output={output}")
+    outcome = command(
+        report.main, run, f"--stages={run.parents[1] / 'stages.tsv'}", f"--output={output}"
+    )
     assert outcome.code == 0 and f"report: {output}" in outcome.out and "2.062" in outcome.out
     text = output.read_text()
-    found, steps, val = rows(text), list(training.steps().values()), [event["bpb"] for event in training.events("val")]
+    found = rows(text)
+    steps = list(training.steps().values())
+    val = [event["bpb"] for event in training.events("val")]
     config, first = read_config(run), training.events("started")[0]
     [pinned] = json.loads((run / "data_manifest.json").read_text())["train"].values()
     seconds, waited = (sum(step[name] for step in steps) for name in ("step_s", "wait_s"))
     account = ledger(load_checkpoint(training.final()).cursors, T)["data"]
     for name, expected in {
-            "validation bits per byte, before training": [show(val[0])],
-            "validation bits per byte, after": ["2.062"],
-            "bits per byte of a unigram model on the same tokens": ["3.812"],
-            "training bits per byte, `data`": ["1.938"], "steps": ["8"], "tokens trained on": ["4,096"],
-            "training time": [f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"],
-            "tokens/s, median step": [show(statistics.median(step["tokens_per_s"] for step in steps))],
-            "params_total": [show(config["derived"]["params_total"])], "depth": ["2", "20"],
-            "0": ["1", "cpu", first["torch"], first["code"] or "unknown"], "4": ["2", "cpu", first["torch"], "unknown"],
-            "set-up": ["1.0 s", "1", "0"], "training": ["2 min 45 s", "2", "1"],
-            "data (train)": [pinned["root"], "3", show(sum(file["size"] for file in pinned["files"])), "288"],
-            "data": [*(show(account[name]) for name in LEDGER), f"{100 * share(account, 'cropped'):.2f}"],
-            "digest of the batch of step 0": [f"`{steps[0]['digest']}`"],
-            "digest of the batch of step 7": [f"`{steps[7]['digest']}`"]}.items():
+        "validation bits per byte, before training": [show(val[0])],
+        "validation bits per byte, after": ["2.062"],
+        "bits per byte of a unigram model on the same tokens": ["3.812"],
+        "training bits per byte, `data`": ["1.938"],
+        "steps": ["8"],
+        "tokens trained on": ["4,096"],
+        "training time": [
+            f"{duration(seconds)}, {100 * waited / seconds:.2f} % of it waiting for data"
+        ],
+        "tokens/s, median step": [show(statistics.median(step["tokens_per_s"] for step in steps))],
+        "params_total": [show(config["derived"]["params_total"])],
+        "depth": ["2", "20"],
+        "0": ["1", "cpu", first["torch"], first["code"] or "unknown"],
+        "4": ["2", "cpu", first["torch"], "unknown"],
+        "set-up": ["1.0 s", "1", "0"],
+        "training": ["2 min 45 s", "2", "1"],
+        "data (train)": [
+            pinned["root"],
+            "3",
+            show(sum(file["size"] for file in pinned["files"])),
+            "288",
+        ],
+        "data": [
+            *(show(account[name]) for name in LEDGER),
+            f"{100 * share(account, 'cropped'):.2f}",
+        ],
+        "digest of the batch of step 0": [f"`{steps[0]['digest']}`"],
+        "digest of the batch of step 7": [f"`{steps[7]['digest']}`"],
+    }.items():
         assert found[name] == expected, name
-    assert "# Run `run`: completed" in text and "train --fast" in text and f"run directory `{run}`" in text
+    assert (
+        "# Run `run`: completed" in text
+        and "train --fast" in text
+        and f"run directory `{run}`" in text
+    )
     assert f"`python -m scripts.page {run.name}` draws its plots" in text
     assert "It balances" in text and "after 8 steps, in tokens" in text
-    assert "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2] and "seed" not in found
+    assert (
+        "\nseed 42\n" in text.partition("<summary>settings at their defaults")[2]
+        and "seed" not in found
+    )
     assert text.splitlines()[2:5] == [
         f"The run completed after 8 of 8 steps: 4,096 tokens in {duration(seconds)} of training.",
         f"Validation bits per byte fell from {show(val[0])} to {show(val[-1])}.",
-        "It took 2 launches (1 killed), on 1 and 2 processes."]
+        "It took 2 launches (1 killed), on 1 and 2 processes.",
+    ]
     assert "````text\nOnce ```upon```\na time\n````" in text and "```text\nimport | os\n```" in text
 
 
@@ -93,18 +146,23 @@ def test_a_run_with_missing_files_has_a_report(run, missing):
     text = make_report(RunReader(run))
     assert started["command"] in full
     assert text != full and [x for x in text.splitlines() if x.startswith("## ")] == [
-        x for x in full.splitlines() if x.startswith("## ")]
+        x for x in full.splitlines() if x.startswith("## ")
+    ]
     assert ("Not evaluated yet: " in text) == ("eval.json" in gone)
     assert ("nothing saved yet" in text) == ("logs/train.jsonl" in gone)
     write_json(run / "eval.json", {**EVALUATION, "step": 4})
-    assert ("The evaluation is from step 4" in make_report(RunReader(run))) == ("logs/train.jsonl" not in gone)
+    assert ("The evaluation is from step 4" in make_report(RunReader(run))) == (
+        "logs/train.jsonl" not in gone
+    )
 
 
 def test_the_outcome_of_a_run_is_that_of_its_last_launch(copied):
     assert RunReader(training.run_dir()).outcome == "completed"
     started, log = training.events("started")[0], training.log_file()
-    for event, outcome in ((started, "unfinished, saved at step 8"),
-                           ({"event": "stopped", "step": 8, "reason": "SIGTERM"}, "stopped, saved at step 8")):
+    for event, outcome in (
+        (started, "unfinished, saved at step 8"),
+        ({"event": "stopped", "step": 8, "reason": "SIGTERM"}, "stopped, saved at step 8"),
+    ):
         log.write_text(f"{log.read_text()}{json.dumps(event)}\n")
         assert RunReader(training.run_dir()).outcome == outcome
 
@@ -120,9 +178,15 @@ def test_tables_and_fences_stay_intact_whatever_they_contain():
 def test_no_name_in_a_report_is_html(run):
     """Regression: the name of a folder or a reason could become markup."""
     hostile = "<img src=x>"
-    write_json(run / "config.json", {**json.loads((run / "config.json").read_text()), "model_tag": hostile})
+    write_json(
+        run / "config.json", {**json.loads((run / "config.json").read_text()), "model_tag": hostile}
+    )
     log = run / "logs" / "train.jsonl"
-    log.write_text(log.read_text().replace('"reason": ""', f'"reason": "{hostile}"').replace('"cpu"', f'"{hostile}"'))
+    log.write_text(
+        log.read_text()
+        .replace('"reason": ""', f'"reason": "{hostile}"')
+        .replace('"cpu"', f'"{hostile}"')
+    )
     (run / "eval.json").unlink()
     moved = run.rename(run.with_name(hostile))
     text = make_report(RunReader(moved))
@@ -132,14 +196,26 @@ def test_no_name_in_a_report_is_html(run):
 def test_a_halt_and_dry_buckets_stay_in_the_report_and_on_the_page_after_the_run_continued(run):
     """Regression: "2 launches, none interrupted"."""
     lines = training.log_file().read_text().splitlines()
-    begun = next(i for i, line in enumerate(lines) if '"started"' in line and '"world_size": 2' in line)
-    lines[begun:begun] = [json.dumps({"event": "halted", "step": 4, "time": 1.0, "reason": "lane 1 has no rows left"})]
-    lines += [json.dumps({"event": "dropped", "step": step, "time": 1.0, "bucket": "tiny", "lanes": lanes})
-              for step, lanes in ((5, 1), (7, 4))]
+    begun = next(
+        i for i, line in enumerate(lines) if '"started"' in line and '"world_size": 2' in line
+    )
+    lines[begun:begun] = [
+        json.dumps({"event": "halted", "step": 4, "time": 1.0, "reason": "lane 1 has no rows left"})
+    ]
+    lines += [
+        json.dumps(
+            {"event": "dropped", "step": step, "time": 1.0, "bucket": "tiny", "lanes": lanes}
+        )
+        for step, lanes in ((5, 1), (7, 4))
+    ]
     training.log_file().write_text("\n".join(lines) + "\n")
     text = make_report(RunReader(run))
-    assert "2 launches (1 halted)" in text and "It halted at step 6 (lane 1 has no rows left)." in text
+    assert (
+        "2 launches (1 halted)" in text and "It halted at step 6 (lane 1 has no rows left)." in text
+    )
     assert "Bucket tiny ran dry, at step 7 in 4 lanes." in text
     assert command(page.main, run, f"--out={run / 'page.html'}").code == 0
     html = (run / "page.html").read_text()
-    assert "It halted at step 6 (lane 1 has no rows left)." in html and "Bucket tiny ran dry" in html
+    assert (
+        "It halted at step 6 (lane 1 has no rows left)." in html and "Bucket tiny ran dry" in html
+    )

@@ -1,5 +1,6 @@
-"""Resumes and saves that tests/test_state_machine.py does not cover: from a named checkpoint, with skipped rows, with
-moved data, on a number of processes that changes bits, in the same wandb run; after failed saves and evaluations."""
+"""Resumes and saves that tests/test_state_machine.py does not cover: from a named checkpoint, with
+skipped rows, with moved data, on a number of processes that changes bits, in the same wandb run;
+after failed saves and evaluations."""
 
 import contextlib
 import errno
@@ -53,18 +54,27 @@ def reference(tmp_path_factory):
     """An uninterrupted run, with which most tests compare."""
     with training.workplace(tmp_path_factory.mktemp("reference"), **SETTINGS):
         succeed()
-        return {"final": state_of(final()), "digests": digests(), "losses": losses(), "path": training.run_dir()}
+        return {
+            "final": state_of(final()),
+            "digests": digests(),
+            "losses": losses(),
+            "path": training.run_dir(),
+        }
 
 
 def test_a_run_stops_before_its_real_walltime(reference):
     """The other tests replace the clock."""
-    outcome = succeed(max_runtime_seconds=1.2, walltime_reserve_seconds=0.3, num_iterations=1000, save_every=-1)
+    outcome = succeed(
+        max_runtime_seconds=1.2, walltime_reserve_seconds=0.3, num_iterations=1000, save_every=-1
+    )
     assert "stopped: walltime: " in outcome.out and state()["status"] == "stopped"
     assert checkpoints() == [f"checkpoint-{len(steps())}-shutdown"]
-    assert digests()[:STEPS] == reference["digests"][:len(steps())]
+    assert digests()[:STEPS] == reference["digests"][: len(steps())]
 
 
-# ---- where a resume starts -------------------------------------------------------------------------------------------
+# ---- where a resume starts
+# -------------------------------------------------------------------------------------------
+
 
 def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, tmp_path):
     take_over(reference["path"], "checkpoint-4", "checkpoint-8")
@@ -81,7 +91,9 @@ def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, t
 
 
 @pytest.mark.parametrize("ends_at", [8, STEPS])
-def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(reference, monkeypatch, ends_at):
+def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(
+    reference, monkeypatch, ends_at
+):
     """Checkpoints must be listed after the check that no launch owns the run."""
     take_over(reference["path"], "checkpoint-4")
 
@@ -93,7 +105,11 @@ def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(reference, 
 
     monkeypatch.setattr(start_run, "check_free", save_and_end)
     outcome = succeed()
-    assert "nothing to do" in outcome.out if ends_at == STEPS else events("started")[-1]["step"] == ends_at
+    assert (
+        "nothing to do" in outcome.out
+        if ends_at == STEPS
+        else events("started")[-1]["step"] == ends_at
+    )
     assert state_of(final()) == reference["final"]
 
 
@@ -108,7 +124,9 @@ def damage_all():
 
 def break_disk(monkeypatch):
     """Reads of checkpoints fail, although every file is good."""
-    monkeypatch.setattr(checkpoint, "hash_file", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    monkeypatch.setattr(
+        checkpoint, "hash_file", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    )
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(reference):
@@ -117,12 +135,18 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(ref
     damage_all()
     before = training.fingerprint(training.run_dir())
     error = refuse()
-    assert "checkpoint-4/model" in error and "checkpoint-8/model" in error and "--resume=scratch --force" in error
+    assert (
+        "checkpoint-4/model" in error
+        and "checkpoint-8/model" in error
+        and "--resume=scratch --force" in error
+    )
     assert training.fingerprint(training.run_dir()) == before
     succeed(resume="scratch", force=True)
     assert state_of(final()) == reference["final"]
     aside = training.fingerprint(training.run_dir("run.old-1"))
-    assert aside.keys() >= before.keys() and all(aside[name] == before[name] for name in before if "checkpoint" in name)
+    assert aside.keys() >= before.keys() and all(
+        aside[name] == before[name] for name in before if "checkpoint" in name
+    )
 
 
 def test_a_run_whose_checkpoints_were_removed_never_starts_over_by_itself(reference):
@@ -152,19 +176,24 @@ def test_a_save_never_replaces_a_checkpoint_that_the_disk_cannot_read(reference,
     with monkeypatch.context() as patch:
         break_disk(patch)
         with pytest.raises(OSError, match="Input/output"):
-            checkpoint.write_sealed(training.run_dir() / "checkpoints" / "checkpoint-8", {"step": 8}, {})
+            checkpoint.write_sealed(
+                training.run_dir() / "checkpoints" / "checkpoint-8", {"step": 8}, {}
+            )
     assert training.fingerprint(training.run_dir() / "checkpoints").items() >= before.items()
 
 
 def test_after_each_of_five_kills_torchrun_restarts_the_run_to_the_same_bits(reference, workplace):
-    """Regression: all attempts of torchrun share one store, and connected to the dead processes of the one before."""
+    """Regression: all attempts of torchrun share one store, and connected to the dead processes of
+    the one before."""
     succeed(leaves=2, model_tag="alone")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
     for attempt in range(6):
         env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
         kill = partial(on_rank, attempt % 2, partial(before, "nanochat.optim.MuonAdamW.step", 4))
         argv = training.flags(save_every=2, sync_save=True)
-        group = training.launch(base_train.main, [argv] * 2, [env] * 2, kill if attempt < 5 else None)
+        group = training.launch(
+            base_train.main, [argv] * 2, [env] * 2, kill if attempt < 5 else None
+        )
         if attempt < 5:
             group.wait_for_death()
         else:
@@ -187,13 +216,20 @@ def test_all_ranks_start_with_the_new_weights_of_rank_0():
     assert state_of(final()) == state_of(final("alike")) and losses() == losses("alike")
 
 
-def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_losses_are_close(reference):
+def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_losses_are_close(
+    reference,
+):
     start(2, hook=partial(die_after_step, 6), save_every=2).wait_for_death()
     shutil.copytree(training.run_dir(), training.run_dir("on-four"))
     on_one, on_four = finish(), finish(4, model_tag="on-four")
-    assert "world_size: the run started with 2, this launch has 1" in on_one and "do not divide" not in on_one
+    assert (
+        "world_size: the run started with 2, this launch has 1" in on_one
+        and "do not divide" not in on_one
+    )
     assert "world_size: the run started with 2, this launch has 4" in on_four
-    assert on_four.count("4 processes do not divide 2 leaves: same data, but results are rounded") == 1
+    assert (
+        on_four.count("4 processes do not divide 2 leaves: same data, but results are rounded") == 1
+    )
     for tag in ("run", "on-four"):
         assert digests(tag) == reference["digests"]
         assert losses(tag) == pytest.approx(reference["losses"], abs=2e-4)
@@ -201,20 +237,35 @@ def test_on_processes_that_do_not_divide_the_leaves_the_data_is_the_same_and_los
         assert state_of(final(tag))["cursors"] == reference["final"]["cursors"]
 
 
-@pytest.mark.parametrize("failing, warned, kept", [
-    ("checkpoint-[468]", [(4, 2, 1), (6, 2, 2)], 2), ("final", [], 10),
-    ("checkpoint-(4|6|10)", [(4, 2, 1), (6, 2, 2), (10, 8, 1)], None)])
-def test_the_third_failed_save_in_a_row_or_a_failed_last_one_ends_the_run(reference, failing, warned, kept):
-    """`warned`: (step, kept checkpoint, number of the failure in a row); `kept`: the checkpoint that an error names."""
+@pytest.mark.parametrize(
+    "failing, warned, kept",
+    [
+        ("checkpoint-[468]", [(4, 2, 1), (6, 2, 2)], 2),
+        ("final", [], 10),
+        ("checkpoint-(4|6|10)", [(4, 2, 1), (6, 2, 2), (10, 8, 1)], None),
+    ],
+)
+def test_the_third_failed_save_in_a_row_or_a_failed_last_one_ends_the_run(
+    reference, failing, warned, kept
+):
+    """`warned`: (step, kept checkpoint, number of the failure in a row); `kept`: the checkpoint
+    that an error names."""
     with faults.full_disk(rf"write .*\.tmp-{failing}-", below=training.run_dir()):
         outcome = training.run(save_every=2)
     for step, known, number in warned:
-        assert re.search(rf"checkpoint-{step} could not .*No space left.*training continues, checkpoint-{known} is "
-                         rf"kept \(error {number} of 3", outcome.err), outcome.err
-    assert len(events("save_failed")) == len(warned) + (kept is not None) and outcome.code == (kept is not None)
+        assert re.search(
+            rf"checkpoint-{step} could not .*No space left.*training continues, checkpoint-{known} is "
+            rf"kept \(error {number} of 3",
+            outcome.err,
+        ), outcome.err
+    assert len(events("save_failed")) == len(warned) + (kept is not None) and outcome.code == (
+        kept is not None
+    )
     if kept is not None:
         assert state()["status"] == "failed" and f"error: {state()['reason']}\n" in outcome.err
-        assert re.search(f"No space left.*; checkpoint-{kept} is kept. .*same command again", state()["reason"])
+        assert re.search(
+            f"No space left.*; checkpoint-{kept} is kept. .*same command again", state()["reason"]
+        )
         succeed()
     assert state_of(final()) == reference["final"]
 
@@ -223,18 +274,26 @@ def test_a_folder_that_is_not_a_complete_run_is_renamed_and_never_deleted(refere
     take_over(reference["path"], "checkpoint-4")
     (training.run_dir() / "config.json").unlink()
     before = training.fingerprint(training.run_dir())
-    assert "config.json: missing, so the settings of checkpoint-4 are unknown; restore it" in refuse()
+    assert (
+        "config.json: missing, so the settings of checkpoint-4 are unknown; restore it" in refuse()
+    )
     assert training.fingerprint(training.run_dir()) == before
     shutil.rmtree(training.run_dir())
-    for name in ("config.json", "logs/train.jsonl", "tokenizer/tokenizer.json"):  # of another program
+    # of another program
+    for name in ("config.json", "logs/train.jsonl", "tokenizer/tokenizer.json"):
         (training.run_dir() / name).parent.mkdir(parents=True, exist_ok=True)
         (training.run_dir() / name).write_text("{}")
     before = training.fingerprint(training.run_dir())
     succeed(resume="scratch", force=True, num_iterations=1)
-    assert training.fingerprint(training.run_dir("run.old-1")).items() >= before.items() and len(digests()) == 1
+    assert (
+        training.fingerprint(training.run_dir("run.old-1")).items() >= before.items()
+        and len(digests()) == 1
+    )
 
 
-# ---- skipped rows ---------------------------------------------------------------------------------------------------
+# ---- skipped rows
+# ---------------------------------------------------------------------------------------------------
+
 
 def inspected(*argv):
     """The JSON lines of scripts.inspect_data on the run, which must agree with the log."""
@@ -258,33 +317,59 @@ def test_a_new_run_skips_rows_once_wherever_it_is_killed(reference):
 def test_after_a_loss_spike_a_new_run_continues_behind_its_rows(reference):
     """The usual remedy: the weights of the checkpoint before the spike, and the data after it."""
     shutil.copytree(reference["path"], training.run_dir("long"))
-    more = {"init_from": "long@4", "init_data": "continue", "init_optimizer": True, "save_every": -1}
+    more = {
+        "init_from": "long@4",
+        "init_data": "continue",
+        "init_optimizer": True,
+        "save_every": -1,
+    }
     succeed(skip_steps=4, num_iterations=4, **more)
     assert digests() == reference["digests"][8:12]
     assert [line["match"] for line in inspected("digest", "--steps=0:4")] == [True] * 4
     assert inspected("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
 
 
-# ---- what may change ------------------------------------------------------------------------------------------------
+# ---- what may change
+# ------------------------------------------------------------------------------------------------
+
 
 def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, workplace):
     """All of them at once."""
     training.take_over(reference["path"], "checkpoint-8")
     moved = shutil.move(workplace / "data", workplace / "moved")
     outcome = succeed(
-        data_path=moved, tokenizer_threads=3, save_every=3, eval_every=2, eval_tokens=training.T * 8, sample_every=100,
-        sync_save=True, keep_last_k=9, keep_milestone_every=7, max_runtime_seconds=1e5, walltime_reserve_seconds=1,
-        collective_timeout_seconds=300, plan="warn", tokenizer=training.run_dir() / "tokenizer")
+        data_path=moved,
+        tokenizer_threads=3,
+        save_every=3,
+        eval_every=2,
+        eval_tokens=training.T * 8,
+        sample_every=100,
+        sync_save=True,
+        keep_last_k=9,
+        keep_milestone_every=7,
+        max_runtime_seconds=1e5,
+        walltime_reserve_seconds=1,
+        collective_timeout_seconds=300,
+        plan="warn",
+        tokenizer=training.run_dir() / "tokenizer",
+    )
     assert "changed: --eval-tokens: the run started with 1024, this launch has 512" in outcome.out
-    assert outcome.out.count("changed: ") == 14 and "changed: --save-every: the run started with" in outcome.out
+    assert (
+        outcome.out.count("changed: ") == 14
+        and "changed: --save-every: the run started with" in outcome.out
+    )
     assert f"settings: those in {training.run_dir() / 'config.json'}\nchanged: " in outcome.out
-    assert "params_total" not in outcome.out, "the settings themselves are printed only when a run starts"
+    assert "params_total" not in outcome.out, (
+        "the settings themselves are printed only when a run starts"
+    )
     assert digests() == reference["digests"] and losses() == reference["losses"]
     ours, theirs = state_of(final()), reference["final"]
     assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]
 
 
-# ---- wandb ----------------------------------------------------------------------------------------------------------
+# ---- wandb
+# ----------------------------------------------------------------------------------------------------------
+
 
 class Wandb(types.ModuleType):
     """A stand-in: a run has the given id, or a new one."""
@@ -295,7 +380,9 @@ class Wandb(types.ModuleType):
 
     def init(self, *, id, **kwargs):
         self.given.append(id)
-        return types.SimpleNamespace(id=id or f"new-{os.getpid()}", log=json.dumps, finish=lambda: None)
+        return types.SimpleNamespace(
+            id=id or f"new-{os.getpid()}", log=json.dumps, finish=lambda: None
+        )
 
 
 def with_wandb(hook):
@@ -304,7 +391,9 @@ def with_wandb(hook):
 
 
 def test_the_id_of_the_wandb_run_survives_a_launch_that_saved_nothing(monkeypatch):
-    start(hook=partial(with_wandb, partial(die_after_step, 1)), run="name", save_every=-1).wait_for_death()
+    start(
+        hook=partial(with_wandb, partial(die_after_step, 1)), run="name", save_every=-1
+    ).wait_for_death()
     [first] = [event["id"] for event in events("wandb")]
     assert first.startswith("new-") and checkpoints() == []
     fake = Wandb()
@@ -324,13 +413,18 @@ def test_wandb_offline_continues_the_same_run():
     for num_iterations in (2, 3):
         outcome = succeed(run="name", num_iterations=num_iterations, save_every=-1)
         assert "without it" not in outcome.err
-    [wandb_id] = {load_checkpoint(final()).trainer_state["wandb_id"], *(e["id"] for e in events("wandb"))}
+    [wandb_id] = {
+        load_checkpoint(final()).trainer_state["wandb_id"],
+        *(e["id"] for e in events("wandb")),
+    }
     assert wandb_id
     assert len(list((training.run_dir() / "wandb").glob("offline-run-*/*.wandb"))) == 2
     assert len(read_log(training.log_file())) > 3
 
 
-# ---- a save precedes everything that can fail at the same step ------------------------------------------------------
+# ---- a save precedes everything that can fail at the same step
+# ------------------------------------------------------
+
 
 def out_of_memory(*args, **kwargs):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
@@ -339,22 +433,34 @@ def out_of_memory(*args, **kwargs):
 def test_a_run_killed_in_its_last_evaluation_keeps_its_weights_and_repeats_the_evaluation():
     settings = {**SHORT, "eval_every": 2}
     succeed(model_tag="whole", **settings)
-    start(hook=partial(before, "nanochat.evaluations.evaluate_buckets", 3, die), **settings).wait_for_death()
+    start(
+        hook=partial(before, "nanochat.evaluations.evaluate_buckets", 3, die), **settings
+    ).wait_for_death()
     assert checkpoints() == ["final"] and load_checkpoint(final()).step == 4
-    assert [event["step"] for event in events("val")] == [0, 2] and status.main(["run", "--exit-code"]) == 1
+    assert [event["step"] for event in events("val")] == [0, 2] and status.main(
+        ["run", "--exit-code"]
+    ) == 1
     succeed(**settings)
-    assert [event["bpb"] for event in events("val")] == [event["bpb"] for event in events("val", "whole")]
+    assert [event["bpb"] for event in events("val")] == [
+        event["bpb"] for event in events("val", "whole")
+    ]
     assert len(digests()) == 4 and status.main(["run", "--exit-code"]) == 0
     outcome = succeed(data_path="mistyped", **settings)
     assert "nothing to do" in outcome.out and len(events("val")) == 3
     assert "warning: ignored settings: --data-path: the run started with " in outcome.out
 
 
-@pytest.mark.parametrize(("function", "flags", "what", "failures"), [
-    ("nanochat.evaluations.evaluate_buckets", {"eval_every": 2}, "evaluation", [0, 2, 4]),
-    ("nanochat.evaluations.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
-    ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples", [4])])
-def test_a_failed_evaluation_is_logged_and_the_run_completes(monkeypatch, function, flags, what, failures):
+@pytest.mark.parametrize(
+    ("function", "flags", "what", "failures"),
+    [
+        ("nanochat.evaluations.evaluate_buckets", {"eval_every": 2}, "evaluation", [0, 2, 4]),
+        ("nanochat.evaluations.read_bundle", {"core_metric_every": 4}, "CORE", [4]),
+        ("nanochat.engine.Engine.generate_batch", {"sample_every": 4}, "samples", [4]),
+    ],
+)
+def test_a_failed_evaluation_is_logged_and_the_run_completes(
+    monkeypatch, function, flags, what, failures
+):
     """Every call fails once the run has started."""
     monkeypatch.setattr(start_run, "read_bundle", lambda *args: [])
     fails = partial(monkeypatch.setattr, function, out_of_memory)
@@ -378,10 +484,16 @@ def a_save_is_always_due():
     trainer.SAVE_EVERY_S = 0.0
 
 
-@pytest.mark.parametrize(("flags", "kept"), [
-    ({}, ["checkpoint-4", "checkpoint-5"]), ({"save_every": 0}, []), ({"save_every": 4}, ["checkpoint-4"]),
-    ({"keep_last_k": 1}, ["checkpoint-5"]),
-    ({"keep_milestone_every": 2}, ["checkpoint-2", "checkpoint-4", "checkpoint-5"])])
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ({}, ["checkpoint-4", "checkpoint-5"]),
+        ({"save_every": 0}, []),
+        ({"save_every": 4}, ["checkpoint-4"]),
+        ({"keep_last_k": 1}, ["checkpoint-5"]),
+        ({"keep_milestone_every": 2}, ["checkpoint-2", "checkpoint-4", "checkpoint-5"]),
+    ],
+)
 def test_saves_by_time_are_the_default_and_keep_the_newest_two(monkeypatch, flags, kept):
     monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
     succeed(**{"num_iterations": 6, "save_every": -1, **flags})
@@ -411,7 +523,9 @@ def test_all_ranks_save_when_a_save_is_due_on_one():
     assert checkpoints() == ["checkpoint-1", "checkpoint-2", "checkpoint-3", "final"]
 
 
-@pytest.mark.parametrize("function", ["nanochat.optim.MuonAdamW.step", "nanochat.gpt.GPT.init_weights"])
+@pytest.mark.parametrize(
+    "function", ["nanochat.optim.MuonAdamW.step", "nanochat.gpt.GPT.init_weights"]
+)
 def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypatch, function):
     """In a step, or while the model is built."""
     succeed(**{**SHORT, "num_iterations": 2})
@@ -419,8 +533,11 @@ def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypa
         patch.setattr(function, out_of_memory)
         patch.setattr(start_run, "peak_memory", lambda device: 7_000_000_000, raising=False)
         error = refuse(**SHORT)
-    assert re.search(r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB; final is kept.*"
-                     r"--device-batch-size \(now 4\).*--activation-checkpointing", error), error
+    assert re.search(
+        r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB; final is kept.*"
+        r"--device-batch-size \(now 4\).*--activation-checkpointing",
+        error,
+    ), error
     assert state()["reason"] == error
     succeed(**SHORT)
 
@@ -438,5 +555,8 @@ def test_weights_that_do_not_fit_an_edited_model_are_one_sentence(monkeypatch, f
 
     monkeypatch.setattr(gpt.MLP, "__init__", make_wider)
     error = training.refuse(**{**settings, "num_iterations": 2, **flags})
-    assert "its weights do not fit the model of this code: transformer.h.0.mlp.c_fc.weight is (96, 24)" in error
+    assert (
+        "its weights do not fit the model of this code: transformer.h.0.mlp.c_fc.weight is (96, 24)"
+        in error
+    )
     assert "start a new run with --model-tag=NAME" in error and "Traceback" not in error

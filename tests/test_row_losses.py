@@ -23,13 +23,17 @@ def losses(tag: str) -> RowLosses:
 
 
 def files(tag: str) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (training.run_dir(tag) / "logs" / "rows").iterdir()}
+    return {
+        path.name: path.read_bytes() for path in (training.run_dir(tag) / "logs" / "rows").iterdir()
+    }
 
 
 def test_losses_of_rows_are_right_and_equal_on_one_process_and_two_and_after_a_kill():
     training.succeed(model_tag="one")
     training.finish(2, model_tag="two")
-    assert training.start(model_tag="killed", hook=partial(training.die_after_step, 2)).wait() != [0]
+    assert training.start(model_tag="killed", hook=partial(training.die_after_step, 2)).wait() != [
+        0
+    ]
     training.finish(2, model_tag="killed")
     assert files("one") == files("two") == files("killed")
     data, config, settings = open_run(training.run_dir("one"))
@@ -49,14 +53,19 @@ def test_losses_of_rows_are_right_and_equal_on_one_process_and_two_and_after_a_k
         assert computed == pytest.approx(total, rel=1e-5)
     for step, logged in training.steps("one").items():
         nats, live = losses("one").read(step)
-        assert logged["loss"] == pytest.approx(float(nats.sum(dtype=np.float64)) / live.sum(), rel=1e-12)
+        assert logged["loss"] == pytest.approx(
+            float(nats.sum(dtype=np.float64)) / live.sum(), rel=1e-12
+        )
 
 
 def test_verify_checks_the_losses_of_every_logged_step(capsys):
     """Regression: verify took logs/rows for a folder of token files."""
     training.succeed()
     folder = training.run_dir() / "logs" / "rows"
-    assert verify.main(["run"]) == 0 and f"{folder}: row losses of {STEPS} steps OK" in capsys.readouterr().out
+    assert (
+        verify.main(["run"]) == 0
+        and f"{folder}: row losses of {STEPS} steps OK" in capsys.readouterr().out
+    )
     [file] = folder.iterdir()
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -72,11 +81,15 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
     kept = RowLosses(tmp_path, num_rows=3, T=70_000)
     for step in (0, 9_999, 10_001, 9_999):
         kept.write(step, [step, 0.5, 2.0], [70_000, 0, 1])
-    assert sorted(path.name for path in kept.folder.iterdir()) == ["step-00000000.bin", "step-00010000.bin"]
+    assert sorted(path.name for path in kept.folder.iterdir()) == [
+        "step-00000000.bin",
+        "step-00010000.bin",
+    ]
     for step in (0, 9_999, 10_001):
         nats, live = kept.read(step)
         assert nats.tolist() == [step, 0.5, 2.0] and live.tolist() == [70_000, 0, 1]
-    for step in (1, 10_000, 10_002, 30_000):  # between two records, before the first, after the last, no file
+    # between two records, before the first, after the last, no file
+    for step in (1, 10_000, 10_002, 30_000):
         with pytest.raises(FileNotFoundError, match=f"no row losses for step {step}: "):
             kept.read(step)
     file = kept.folder / "step-00010000.bin"
@@ -86,7 +99,7 @@ def test_records_are_read_by_step_and_damage_is_reported(tmp_path):
         kept.read(10_001)
     kept.write(10_001, [1.0, 2.0, 3.0], [1, 2, 3])
     assert kept.read(10_001)[0].tolist() == [1.0, 2.0, 3.0]
-    file.write_bytes(data[kept.size:] * 3)  # a valid record of another step
+    file.write_bytes(data[kept.size :] * 3)  # a valid record of another step
     with pytest.raises(ValueError, match="row losses for step 10000 are corrupt"):
         kept.read(10_000)
 
@@ -97,6 +110,8 @@ def test_an_older_run_without_row_losses_resumes_and_records_them_from_there():
     write_json(config, {**read_json(config), "row_losses": False, "log_every": 10})
     shutil.rmtree(training.run_dir("old") / "logs" / "rows")
     training.succeed(model_tag="old", config=config)
-    with pytest.raises(FileNotFoundError, match=r"no row losses for step 1: .* with --no-row-losses"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no row losses for step 1: .* with --no-row-losses"
+    ):
         losses("old").read(1)
     assert losses("old").read(2)[1].sum() > 0

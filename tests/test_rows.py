@@ -43,19 +43,26 @@ def test_what_a_window_repeats_is_off_and_its_bos_is_not():
 
 def test_what_a_cut_window_still_repeats_is_off():
     window = Document(ids(BOS, *range(1, 20)), context=12)
-    assert put([("a", 8, 8, 2)], window) == ([BOS, 8, 9, 10, 11, 12, 13, 14], [1, 0, 0, 0, 0, 0, 1, 1])
+    assert put([("a", 8, 8, 2)], window) == (
+        [BOS, 8, 9, 10, 11, 12, 13, 14],
+        [1, 0, 0, 0, 0, 0, 1, 1],
+    )
 
 
 def test_a_silent_document_is_off_and_so_is_the_token_after_it():
     silent, heard = Document(ids(BOS, 1, 2), silent=True), Document(ids(BOS, 3, 4, 5, 6))
     assert put([("a", 0, 3, 0), ("b", 0, 5, 0)], silent, heard) == (
-        [BOS, 1, 2, BOS, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1, 1, 1])
+        [BOS, 1, 2, BOS, 3, 4, 5, 6],
+        [0, 0, 0, 0, 1, 1, 1, 1],
+    )
 
 
 def test_stored_entries_are_used_as_they_are_and_padding_is_off():
     a, b = Document(ids(1, 2, BOS)), Document(ids(3, 4, BOS))
     assert put([("a", 0, 3, 0), ("b", 0, 3, 0)], a, b, framed=False, own_bos=False) == (
-        [1, 2, BOS, 3, 4, BOS, BOS, BOS], [1, 1, 1, 0, 1, 1, 0, 0]), "EOD does not predict the next entry"
+        [1, 2, BOS, 3, 4, BOS, BOS, BOS],
+        [1, 1, 1, 0, 1, 1, 0, 0],
+    ), "EOD does not predict the next entry"
 
 
 def test_a_placement_without_its_document_is_an_error():
@@ -74,13 +81,16 @@ def test_with_split_every_token_but_bos_is_a_target_exactly_once(lengths, overla
     targets = []
     while packer.ready:
         placed = packer.next_row()
-        tokens, live = assemble(placed, [documents[key] for key, *_ in placed], T=T, bos=BOS, framed=True,
-                                own_bos=True)
+        tokens, live = assemble(
+            placed, [documents[key] for key, *_ in placed], T=T, bos=BOS, framed=True, own_bos=True
+        )
         targets += tokens.tolist() if live is None else tokens[live == 1].tolist()
     targets = [token for token in targets if token != BOS]
     assert len(targets) == len(set(targets)), "no token twice"
     waiting = packer.waiting().values()
-    pending = sum(piece.length - packer._context(piece.start) - (piece.start == 0) for piece in waiting)
+    pending = sum(
+        piece.length - packer._context(piece.start) - (piece.start == 0) for piece in waiting
+    )
     assert len(targets) + pending == first - 1, "none is lost"
 
 

@@ -33,11 +33,16 @@ def test_runs_are_found_by_tag_and_path(tmp_path, monkeypatch):
 
 
 def test_a_missing_or_corrupt_config_json_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json: missing, so .* is not a run directory"):
+    with pytest.raises(
+        FileNotFoundError, match=r"config\.json: missing, so .* is not a run directory"
+    ):
         rd.read_config(tmp_path)
     (tmp_path / "checkpoints" / "final").mkdir(parents=True)
     assert rd.is_run_dir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"missing, so the settings of final are unknown; restore it.*--force"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"missing, so the settings of final are unknown; restore it.*--force",
+    ):
         rd.read_config(tmp_path)
     for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
@@ -45,7 +50,9 @@ def test_a_missing_or_corrupt_config_json_is_named(tmp_path):
             rd.read_config(tmp_path)
 
 
-# ---- the log ----------------------------------------------------------------------------------------
+# ---- the log
+# ----------------------------------------------------------------------------------------
+
 
 def digests(path):
     return {r["step"]: r["digest"] for r in rd.iter_log(path) if rd.is_step(r)}
@@ -61,10 +68,17 @@ def test_the_last_line_of_a_step_counts_and_events_are_kept(tmp_path):
         assert [train_log.digest_of(step) for step in (1, 3, 4)] == [None, f"{3:016x}", None]
         train_log.write(event="resumed", step=2)
         train_log.write(step=3, loss=-3.0, digest="f" * 16)
-        assert train_log.digest_of(3) == f"{3:016x}", "a repeated step is checked against the older digest"
+        assert train_log.digest_of(3) == f"{3:016x}", (
+            "a repeated step is checked against the older digest"
+        )
     records = rd.read_log(path)
     assert [(r.get("event"), r["step"], r.get("loss")) for r in records] == [
-        (None, 1, 1.0), (None, 2, 2.0), ("eval", 2, None), ("resumed", 2, None), (None, 3, -3.0)]
+        (None, 1, 1.0),
+        (None, 2, 2.0),
+        ("eval", 2, None),
+        ("resumed", 2, None),
+        (None, 3, -3.0),
+    ]
     assert records[2]["bpb"] is None
     assert digests(path) == {1: f"{1:016x}", 2: f"{2:016x}", 3: "f" * 16}
     assert rd.read_log(tmp_path / "none") == []
@@ -72,10 +86,13 @@ def test_the_last_line_of_a_step_counts_and_events_are_kept(tmp_path):
 
 def test_a_log_truncated_at_any_byte_keeps_its_complete_lines_and_takes_new_ones(tmp_path):
     path = tmp_path / "train.jsonl"
-    lines = b"".join(json.dumps({"step": s, "digest": f"é{s}"}, ensure_ascii=False).encode() + b"\n" for s in (1, 2, 3))
+    lines = b"".join(
+        json.dumps({"step": s, "digest": f"é{s}"}, ensure_ascii=False).encode() + b"\n"
+        for s in (1, 2, 3)
+    )
     for size in range(len(lines) + 1):
         path.write_bytes(lines[:size])
-        complete = lines[:size].count(b"\n") + (lines[size:size + 1] == b"\n")
+        complete = lines[:size].count(b"\n") + (lines[size : size + 1] == b"\n")
         assert list(digests(path)) == [1, 2, 3][:complete]
         with closing(rd.TrainLog(path)) as train_log:
             train_log.write(step=9, digest="x")
@@ -85,8 +102,8 @@ def test_a_log_truncated_at_any_byte_keeps_its_complete_lines_and_takes_new_ones
 
 
 def test_lines_wait_in_memory_while_the_disk_is_full(tmp_path, caplog):
-    """Regression: a disk that was full for ten seconds ended the run. A nearly full one takes a part of a line, which
-    readers skip."""
+    """Regression: a disk that was full for ten seconds ended the run. A nearly full one takes a
+    part of a line, which readers skip."""
     path, room = tmp_path / "train.jsonl", iter([7])
     with closing(rd.TrainLog(path)) as train_log:
         train_log.write(step=1, digest="a")
@@ -118,9 +135,13 @@ def test_what_waits_is_bounded(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("failures, lost", [(3, 0), (10**9, 2)])
-def test_the_end_of_a_run_waits_for_a_full_disk_and_names_what_is_lost(tmp_path, monkeypatch, caplog, failures, lost):
+def test_the_end_of_a_run_waits_for_a_full_disk_and_names_what_is_lost(
+    tmp_path, monkeypatch, caplog, failures, lost
+):
     monkeypatch.setattr(rd, "FLUSH_S", 1.0 if lost else 600.0)
-    backlog, written, errors = rd.Backlog(tmp_path / "log", "lines"), [], iter(range(failures))
+    backlog = rd.Backlog(tmp_path / "log", "lines")
+    written = []
+    errors = iter(range(failures))
 
     def write(number):
         if next(errors, None) is not None:
@@ -131,7 +152,9 @@ def test_the_end_of_a_run_waits_for_a_full_disk_and_names_what_is_lost(tmp_path,
         backlog.write(5, partial(write, number))
     backlog.flush()
     assert written == ([] if lost else [1, 2])
-    assert ("log: 2 lines could not be written and are lost (Disk quota exceeded)" in caplog.text) == bool(lost)
+    assert (
+        "log: 2 lines could not be written and are lost (Disk quota exceeded)" in caplog.text
+    ) == bool(lost)
 
 
 def test_a_log_that_is_removed_while_the_run_trains_starts_over_with_a_warning(tmp_path, caplog):
@@ -146,7 +169,9 @@ def test_a_log_that_is_removed_while_the_run_trains_starts_over_with_a_warning(t
         assert [r["step"] for r in rd.iter_log(run / "logs" / "train.jsonl")] == [2, 3]
         assert caplog.text.count("train.jsonl was removed while the run was training") == 1
         shutil.rmtree(run)
-        with pytest.raises(OSError, match=f"^{run}: removed while the run was training, so the run ends"):
+        with pytest.raises(
+            OSError, match=f"^{run}: removed while the run was training, so the run ends"
+        ):
             train_log.write(step=4)
     assert not run.exists()
 
@@ -176,13 +201,23 @@ def test_a_log_is_never_written_through_a_link_nor_after_another_launch_took_the
     assert [r["step"] for r in rd.iter_log(path)] == [1]
 
 
-# ---- rename and open --------------------------------------------------------------------------------
+# ---- rename and open
+# --------------------------------------------------------------------------------
+
 
 def fill(run):
     """A run directory with files of a run, and notes of the user."""
     rd.open_folders(run)
-    for name in ("config.json", "logs/train.jsonl", "logs/cursors/step-00000007.json.gz", "tokenizer/tokenizer.json",
-                 "checkpoints/checkpoint-7/a/b", "checkpoints/mine/c", "logs/notes.txt", ".mine.tmp"):
+    for name in (
+        "config.json",
+        "logs/train.jsonl",
+        "logs/cursors/step-00000007.json.gz",
+        "tokenizer/tokenizer.json",
+        "checkpoints/checkpoint-7/a/b",
+        "checkpoints/mine/c",
+        "logs/notes.txt",
+        ".mine.tmp",
+    ):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("{}")
     return run
@@ -201,8 +236,12 @@ def test_a_run_is_renamed_with_everything_in_it(tmp_path, caplog):
 
 def test_opening_a_run_removes_only_leftovers_of_crashes(tmp_path):
     before = tree(fill(tmp_path))
-    for name in (".config.json.0123abcd.tmp", "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
-                 "checkpoints/.del-checkpoint-5-77/x", "checkpoints/.tmp-checkpoint-6-shutdown-77/y"):
+    for name in (
+        ".config.json.0123abcd.tmp",
+        "logs/cursors/.step-00000009.json.gz.ffff0000.tmp",
+        "checkpoints/.del-checkpoint-5-77/x",
+        "checkpoints/.tmp-checkpoint-6-shutdown-77/y",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("half")
     rd.open_folders(tmp_path)

@@ -47,15 +47,23 @@ def texts_of(source, group, rows, keep=0):
 
 def all_texts(source, unit_size=4):
     """[texts of each group], read unit after unit, with `keep` at the end of the group."""
-    return [[text for at in range(0, n, unit_size) for text in
-             texts_of(source, g, range(at, min(at + unit_size, n)), n)] for g, n in enumerate(source.groups.tolist())]
+    return [
+        [
+            text
+            for at in range(0, n, unit_size)
+            for text in texts_of(source, g, range(at, min(at + unit_size, n)), n)
+        ]
+        for g, n in enumerate(source.groups.tolist())
+    ]
 
 
 def grouped(texts, size=GROUP):
-    return [texts[i:i + size] for i in range(0, len(texts), size)]
+    return [texts[i : i + size] for i in range(0, len(texts), size)]
 
 
-# ---- manifest -------------------------------------------------------------------------------------------------------
+# ---- manifest
+# -------------------------------------------------------------------------------------------------------
+
 
 def test_manifest_and_fingerprint_survive_a_move_and_follow_the_contents(folder, tmp_path):
     manifest, elsewhere = scan(folder), tmp_path / "elsewhere"
@@ -77,15 +85,24 @@ def same_size(path):
 PLAIN = {"compression": "none", "use_dictionary": False}
 
 
-@pytest.mark.parametrize("damage, what", [
-    (lambda path: path.write_bytes(path.read_bytes()[:-20]), "truncated or not a parquet file"),
-    (lambda path: path.write_bytes(b"PAR1"), "truncated or not a parquet file"),
-    (lambda path: write_parquet(path, some_texts(20, seed=1), 5), r"it has changed since this run began \("),
-    (same_size, r"it has changed since this run began \(hash"),
-    (lambda path: path.unlink(), ".*does not exist.*--model-tag")])
+@pytest.mark.parametrize(
+    "damage, what",
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "truncated or not a parquet file"),
+        (lambda path: path.write_bytes(b"PAR1"), "truncated or not a parquet file"),
+        (
+            lambda path: write_parquet(path, some_texts(20, seed=1), 5),
+            r"it has changed since this run began \(",
+        ),
+        (same_size, r"it has changed since this run began \(hash"),
+        (lambda path: path.unlink(), ".*does not exist.*--model-tag"),
+    ],
+)
 def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     path = write_parquet(folder / "s1.parquet", some_texts(20, seed=1), GROUP, **PLAIN)
-    manifest, source, size = scan(folder), open_source(folder), path.stat().st_size
+    manifest = scan(folder)
+    source = open_source(folder)
+    size = path.stat().st_size
     damage(path)
     assert damage != same_size or path.stat().st_size == size
     with pytest.raises((ValueError, FileNotFoundError), match=rf"s1\.parquet: {what}"):
@@ -97,14 +114,19 @@ def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     assert check(manifest) == manifest
 
 
-# ---- refused files --------------------------------------------------------------------------------------------------
+# ---- refused files
+# --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("table, what", [
-    ({"content": ["a", "b"]}, "no `text` column.*content"),
-    ({"text": [1, 2]}, "type int64, expected string"),
-    ({"text": pa.array([], pa.string())}, r"the parquet file is empty \(0 rows\)"),
-    (pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), "2 columns named `text`"),
-])
+
+@pytest.mark.parametrize(
+    "table, what",
+    [
+        ({"content": ["a", "b"]}, "no `text` column.*content"),
+        ({"text": [1, 2]}, "type int64, expected string"),
+        ({"text": pa.array([], pa.string())}, r"the parquet file is empty \(0 rows\)"),
+        (pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"]), "2 columns named `text`"),
+    ],
+)
 def test_bad_parquet_is_named(tmp_path, table, what):
     write_parquet(tmp_path / "good.parquet", ["a"])
     pq.write_table(pa.table(table), tmp_path / "bad.parquet")
@@ -112,10 +134,24 @@ def test_bad_parquet_is_named(tmp_path, table, what):
         scan(tmp_path)
 
 
-@pytest.mark.parametrize("column, how, what", [
-    (pa.array([b"fine", b"\xed\xa0\x80"], pa.binary()).cast(pa.string(), safe=False), {}, "row group 0.*UTF-?8"),
-    (some_texts(200), {"compression": "none", "use_dictionary": False, "write_page_checksum": True}, "")])
-def test_damage_that_the_footer_does_not_show_is_an_error_when_it_is_read(tmp_path, column, how, what):
+@pytest.mark.parametrize(
+    "column, how, what",
+    [
+        (
+            pa.array([b"fine", b"\xed\xa0\x80"], pa.binary()).cast(pa.string(), safe=False),
+            {},
+            "row group 0.*UTF-?8",
+        ),
+        (
+            some_texts(200),
+            {"compression": "none", "use_dictionary": False, "write_page_checksum": True},
+            "",
+        ),
+    ],
+)
+def test_damage_that_the_footer_does_not_show_is_an_error_when_it_is_read(
+    tmp_path, column, how, what
+):
     """A surrogate in UTF-8, a corrupt page."""
     path = tmp_path / "bad.parquet"
     pq.write_table(pa.table({"text": column}), path, **how)
@@ -130,21 +166,32 @@ def test_damage_that_the_footer_does_not_show_is_an_error_when_it_is_read(tmp_pa
 
 def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
     """Parquet numbers leaf columns, so a struct in front of `text` shifts its number."""
-    table = pa.table({"meta": pa.array([{"a": None, "b": None}, {"a": 1, "b": None}]), "text": ["x", "y"]})
+    table = pa.table(
+        {"meta": pa.array([{"a": None, "b": None}, {"a": 1, "b": None}]), "text": ["x", "y"]}
+    )
     pq.write_table(table, tmp_path / "s.parquet")
     assert all_texts(open_source(tmp_path)) == [["x", "y"]]
     pq.write_table(table.set_column(1, "text", [["x", None]]), tmp_path / "s.parquet")
     assert text.read_footer(tmp_path / "s.parquet").nulls == 1
 
 
-# ---- parquet --------------------------------------------------------------------------------------------------------
+# ---- parquet
+# --------------------------------------------------------------------------------------------------------
+
 
 def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(tmp_path):
     texts = some_texts(300)
     table = pa.table({"id": list(range(300)), "text": pa.array(texts, pa.large_string())})
     pq.write_table(table, tmp_path / "large.parquet", row_group_size=100)
-    pq.write_table(table, tmp_path / "pages.parquet", row_group_size=100, data_page_size=256, write_batch_size=3,
-                   compression="none", dictionary_pagesize_limit=512)
+    pq.write_table(
+        table,
+        tmp_path / "pages.parquet",
+        row_group_size=100,
+        data_page_size=256,
+        write_batch_size=3,
+        compression="none",
+        dictionary_pagesize_limit=512,
+    )
     with pq.ParquetWriter(tmp_path / "gaps.parquet", table.schema) as writer:
         for start in (0, 100, 100, 200):
             writer.write_table(table.slice(start, 100))
@@ -154,10 +201,16 @@ def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(t
     assert all_texts(open_source(tmp_path / "large.parquet"), 7) == expected
     assert all_texts(open_source(tmp_path / "pages.parquet"), 7) == expected
     gaps = open_source(tmp_path / "gaps.parquet")
-    assert [t for t in all_texts(gaps, 7) if t] == [expected[0], expected[1], expected[1], expected[2]]
+    assert [t for t in all_texts(gaps, 7) if t] == [
+        expected[0],
+        expected[1],
+        expected[1],
+        expected[2],
+    ]
 
 
-EXPECTED = [group for i in range(3) for group in grouped(some_texts(20, seed=i))]  # what `folder` holds
+# what `folder` holds
+EXPECTED = [group for i in range(3) for group in grouped(some_texts(20, seed=i))]
 
 
 @pytest.mark.parametrize("small_tokens", [sources.SMALL_TOKENS, -1])
@@ -181,20 +234,27 @@ def test_any_order_of_reads_gives_the_texts_that_were_written(folder, monkeypatc
 def decoded(monkeypatch):
     """The groups that are decoded."""
     calls = []
-    monkeypatch.setattr(parquet_source, "read_batches", lambda *args, **kwargs: calls.append(args[1:]) or
-                        text.read_batches(*args, **kwargs))
+    monkeypatch.setattr(
+        parquet_source,
+        "read_batches",
+        lambda *args, **kwargs: calls.append(args[1:]) or text.read_batches(*args, **kwargs),
+    )
     return calls
 
 
 @pytest.mark.parametrize("unit_size", [1, 2, 3, 8])
-def test_a_group_of_a_large_bucket_is_decoded_once_if_reads_say_what_to_keep(folder, monkeypatch, decoded, unit_size):
+def test_a_group_of_a_large_bucket_is_decoded_once_if_reads_say_what_to_keep(
+    folder, monkeypatch, decoded, unit_size
+):
     monkeypatch.setattr(sources, "SMALL_TOKENS", -1)
     source = open_source(folder)
     assert all_texts(source, unit_size) == EXPECTED
     assert len(decoded) == len(set(decoded)) == len(source.groups)
     assert not source._kept, "units that were read are not kept"
     texts_of(source, 0, [0])
-    assert len(decoded) == len(source.groups) + 1 and not source._kept, "nor are units that no read asked to keep"
+    assert len(decoded) == len(source.groups) + 1 and not source._kept, (
+        "nor are units that no read asked to keep"
+    )
 
 
 def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
@@ -202,18 +262,26 @@ def test_a_small_bucket_is_decoded_once_in_any_order_of_reads(folder, decoded):
     order = [(g, row) for g, group in enumerate(EXPECTED) for row in range(len(group))] * 3
     random.Random(0).shuffle(order)
     with ThreadPoolExecutor(4) as pool:
-        for (group, row), [document] in zip(order, pool.map(lambda at: texts_of(source, at[0], [at[1]]), order)):
+        for (group, row), [document] in zip(
+            order, pool.map(lambda at: texts_of(source, at[0], [at[1]]), order)
+        ):
             assert document == EXPECTED[group][row]
     assert len(decoded) == len(set(decoded)) == len(source.groups)
 
 
-# ---- other text------------------------------------------------------------------------------------------------------
+# ---- other
+# text------------------------------------------------------------------------------------------------------
 
-def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_again_when_they_changed(tmp_path):
+
+def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_again_when_they_changed(
+    tmp_path,
+):
     documents = some_texts(5, seed=4)
     write_jsonl(tmp_path / "data" / "a.jsonl.zst", documents[:2])
     for i, document in enumerate(documents[2:]):
-        (tmp_path / "data" / f"b{i}.txt").write_bytes(b"\xef\xbb\xbf" * (i == 1) + document.encode())
+        (tmp_path / "data" / f"b{i}.txt").write_bytes(
+            b"\xef\xbb\xbf" * (i == 1) + document.encode()
+        )
     source = open_source(tmp_path / "data")
     assert all_texts(source) == [documents[:2], *([document] for document in documents[2:])]
     assert source.locate(2) == ("b1.txt", 0)
@@ -228,12 +296,18 @@ def test_a_txt_file_is_a_document_among_other_kinds_and_files_are_converted_agai
 
 @pytest.mark.parametrize("field", ["body", "meta.body"])
 def test_the_text_field_may_have_another_name_even_inside_a_struct(tmp_path, field):
-    """Each kind gives the same documents and pins. Another field of the same file is different data."""
+    """Each kind gives the same documents and pins. Another field of the same file is different
+    data."""
     documents = ["one", "two", "three"]
-    rows = [{"text": "other", "pad": 1, "body": t, "meta": {"n": 1, "body": t, "tail": "x"}} for t in documents]
+    rows = [
+        {"text": "other", "pad": 1, "body": t, "meta": {"n": 1, "body": t, "tail": "x"}}
+        for t in documents
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=2)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifests = [scan(tmp_path / name, selection=text.Selection(field)) for name in ("a.parquet", "b.jsonl")]
+    manifests = [
+        scan(tmp_path / name, selection=text.Selection(field)) for name in ("a.parquet", "b.jsonl")
+    ]
     opened = [ParquetSource(manifest, ByteTokenizer()) for manifest in manifests]
     assert [all_texts(source) for source in opened] == [[["one", "two"], ["three"]], [documents]]
     assert [check(manifest) for manifest in manifests] == manifests
@@ -247,10 +321,18 @@ def test_the_text_field_may_have_another_name_even_inside_a_struct(tmp_path, fie
     assert all_texts(ParquetSource(manifest, ByteTokenizer())) == [["x"]]
 
 
-BROKEN = [b'{"text": "one"}', b"{broken", b'{"text": "two"}', b'{"text": "\xff"}', b'{"text": "three"}']
+BROKEN = [
+    b'{"text": "one"}',
+    b"{broken",
+    b'{"text": "two"}',
+    b'{"text": "\xff"}',
+    b'{"text": "three"}',
+]
 
 
-def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(tmp_path, base_dir, caplog):
+def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(
+    tmp_path, base_dir, caplog
+):
     path, strict = tmp_path / "s.jsonl.gz", text.Selection(strict=True)
     path.write_bytes(gzip.compress(b"\n".join(BROKEN)))
 
@@ -259,13 +341,20 @@ def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(tm
             read()
 
     refused(lambda: scan(path, selection=strict))
-    assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), "nothing half-written"
+    assert not list(base_dir.rglob("*.parquet")) and not list(base_dir.rglob("*.tmp")), (
+        "nothing half-written"
+    )
     for _ in range(2):
         caplog.clear()
         text_kinds._warn_of_skipped.cache_clear()  # as in a new process
         with caplog.at_level(logging.WARNING):
-            assert [all_texts(open_source(path)) for _ in range(2)] == [[["one", "two", "three"]]] * 2
-        assert caplog.text.count("s.jsonl.gz: 2 broken lines skipped; the first is line 2: not JSON") == 1
+            assert [all_texts(open_source(path)) for _ in range(2)] == [
+                [["one", "two", "three"]]
+            ] * 2
+        assert (
+            caplog.text.count("s.jsonl.gz: 2 broken lines skipped; the first is line 2: not JSON")
+            == 1
+        )
     manifest = scan(path)
     refused(lambda: scan(path, selection=strict))  # even after a conversion
     refused(lambda: check(manifest, strict=True))
@@ -273,12 +362,26 @@ def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(tm
     assert scan(path, selection=strict) == scan(path), "strict changes nothing else"
 
 
-@pytest.mark.parametrize("name, content, message", [
-    ("s.jsonl", b"broken\n\n", "no document"), ("s.jsonl.gz", b'{"text": "plain"}\n', "truncated or not a gzip file"),
-    ("s.jsonl.gz", compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9], "truncated or not a gzip file"),
-    ("s.jsonl.zst", b'{"text": "plain"}\n', "truncated or not a zstd file"),
-    ("s.jsonl.zst", compressed(b'{"text": "a"}\n' * 99, ".zst")[:-9], "truncated or not a zstd file"),
-    ("s.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"), ("s.txt", "wide".encode("utf-16"), "not UTF-8")])
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("s.jsonl", b"broken\n\n", "no document"),
+        ("s.jsonl.gz", b'{"text": "plain"}\n', "truncated or not a gzip file"),
+        (
+            "s.jsonl.gz",
+            compressed(b'{"text": "a"}\n' * 99, ".gz")[:-9],
+            "truncated or not a gzip file",
+        ),
+        ("s.jsonl.zst", b'{"text": "plain"}\n', "truncated or not a zstd file"),
+        (
+            "s.jsonl.zst",
+            compressed(b'{"text": "a"}\n' * 99, ".zst")[:-9],
+            "truncated or not a zstd file",
+        ),
+        ("s.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"),
+        ("s.txt", "wide".encode("utf-16"), "not UTF-8"),
+    ],
+)
 def test_unusable_text_is_named_and_leaves_no_files(tmp_path, base_dir, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=rf"{tmp_path}/{name}: .*{message}"):

@@ -1,4 +1,5 @@
-"""Clipped and skipped steps are the same on any number of processes, and in a run that is killed and moved."""
+"""Clipped and skipped steps are the same on any number of processes, and in a run that is killed
+and moved."""
 
 import math
 import os
@@ -14,9 +15,21 @@ from tests import training
 from tests.test_bitwise import differences
 from tests.training import die_after_step
 
-BEFORE, SPIKE, AFTER = 13, 1, 3  # steps of prose, of noise, of prose again
-RUN = {**training.SMALL, "leaves": 4, "save_every": 3, "skip_spikes": 6.0, "max_grad_norm": 0.4,
-       "matrix_lr": 0.16, "embedding_lr": 2.4, "unembedding_lr": 0.06, "num_iterations": None}
+# steps of prose, of noise, of prose again
+BEFORE = 13
+SPIKE = 1
+AFTER = 3
+RUN = {
+    **training.SMALL,
+    "leaves": 4,
+    "save_every": 3,
+    "skip_spikes": 6.0,
+    "max_grad_norm": 0.4,
+    "matrix_lr": 0.16,
+    "embedding_lr": 2.4,
+    "unembedding_lr": 0.06,
+    "num_iterations": None,
+}
 
 
 def small_window():
@@ -33,8 +46,10 @@ def corpus(tmp_path_factory):
             for j in range(3):
                 documents = noise if bucket == "noise" else training.texts(60, seed=j)
                 training.write_shard(path / "text" / bucket / f"{j}.parquet", documents)
-        phases = "".join(f"- {{duration_tokens: {steps * training.STEP}, mix: {{{bucket}: 1}}}}\n"
-                         for steps, bucket in ((BEFORE, "prose"), (SPIKE, "noise"), (AFTER, "prose")))
+        phases = "".join(
+            f"- {{duration_tokens: {steps * training.STEP}, mix: {{{bucket}: 1}}}}\n"
+            for steps, bucket in ((BEFORE, "prose"), (SPIKE, "noise"), (AFTER, "prose"))
+        )
         (path / "mix.yaml").write_text(f"curriculum:\n{phases}max_epochs: {{prose: 9, noise: 9}}\n")
         flags = {**RUN, "plan": "warn", "data_path": path / "text", "curriculum": path / "mix.yaml"}
         training.finish(hook=small_window, **flags, model_tag="straight")
@@ -49,7 +64,9 @@ def test_the_planted_step_is_skipped_logged_and_counted(corpus):
     [event], steps = training.events("skipped", "straight"), training.steps("straight")
     assert event["step"] == BEFORE and event["digest"] == steps[BEFORE]["digest"]
     assert len(steps) == BEFORE + SPIKE + AFTER and training.state("straight")["skipped"] == 1
-    assert max(step["grad_norm"] for step in steps.values()) > RUN["max_grad_norm"], "something was clipped"
+    assert max(step["grad_norm"] for step in steps.values()) > RUN["max_grad_norm"], (
+        "something was clipped"
+    )
 
 
 def killed(after):
@@ -60,7 +77,9 @@ def killed(after):
 def test_killed_around_the_spike_and_moved_to_four_processes_it_ends_with_the_same_bits(corpus):
     """The last save is before the spike, so every launch repeats it."""
     for after in (BEFORE - 1, BEFORE + 1):
-        training.start(1, hook=partial(killed, after), **corpus, model_tag="killed", sync_save=True).wait_for_death()
+        training.start(
+            1, hook=partial(killed, after), **corpus, model_tag="killed", sync_save=True
+        ).wait_for_death()
     assert f"checkpoint-{BEFORE - 1}" in training.checkpoints("killed")
     training.finish(4, hook=small_window, **corpus, model_tag="killed")
     assert differences("straight", "killed") == set() and skipped("killed") == {BEFORE}
@@ -79,7 +98,9 @@ def test_a_rank_that_skips_a_spike_alone_is_detected(corpus):
 
 
 def test_ten_spikes_in_a_row_end_the_run_with_advice(corpus):
-    with mock.patch.object(trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)):
+    with mock.patch.object(
+        trainer, "limits", lambda window, _: (0.0 if len(window) == 4 else math.inf, math.inf)
+    ):
         outcome = training.run(**corpus, model_tag="diverged")
     assert outcome.code == 1 and "step 13: 10 steps in a row were skipped as spikes" in outcome.err
     assert "--init-from" in outcome.err and "is kept" in outcome.err
@@ -94,7 +115,9 @@ def test_limits_are_robust():
     assert len(window) == spikes.WINDOW
     before = spikes.limits(window, 5.0)
     assert before == pytest.approx((3.03 + 5 * 1.4826 * 0.02, 1.1 + 5 * 1.4826 * 0.1))
-    assert spikes.limits(spikes.remember(window, 99.0, 99.0), 5.0) == pytest.approx(before, rel=0.01)
+    assert spikes.limits(spikes.remember(window, 99.0, 99.0), 5.0) == pytest.approx(
+        before, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -107,7 +130,9 @@ def test_z_loss_changes_gradients_and_not_the_loss(reduction, chunk):
     for z_loss in (0.0, 0.1):
         model = GPT(config, z_loss=z_loss)
         model.init_weights(seed=1, compute_dtype=torch.float32)
-        torch.nn.init.normal_(model.lm_head.weight, std=0.1, generator=torch.Generator().manual_seed(2))
+        torch.nn.init.normal_(
+            model.lm_head.weight, std=0.1, generator=torch.Generator().manual_seed(2)
+        )
         with mock.patch("nanochat.gpt.LOSS_CHUNK", chunk):
             loss = model(tokens[:, :-1], targets, loss_reduction=reduction)
             loss.sum().backward()
@@ -115,7 +140,11 @@ def test_z_loss_changes_gradients_and_not_the_loss(reduction, chunk):
     (plain, before), (with_z_loss, after) = results
     assert torch.equal(plain, with_z_loss)
     logits = model(tokens[:, :-1])
-    z = 0.1 * logits.logsumexp(-1).square()[targets >= 0].sum() / (1 if reduction != "mean" else (targets >= 0).sum())
+    z = (
+        0.1
+        * logits.logsumexp(-1).square()[targets >= 0].sum()
+        / (1 if reduction != "mean" else (targets >= 0).sum())
+    )
     model.zero_grad()
     z.backward()
     assert before is not None and after is not None and model.lm_head.weight.grad is not None

@@ -40,7 +40,9 @@ def folder(tmp_path):
 def decoded(monkeypatch):
     """The groups that are decoded."""
     calls, decode = [], spill.decode_group
-    monkeypatch.setattr(parquet_source, "decode_group", lambda *args: calls.append(args[:2]) or decode(*args))
+    monkeypatch.setattr(
+        parquet_source, "decode_group", lambda *args: calls.append(args[:2]) or decode(*args)
+    )
     return calls
 
 
@@ -49,7 +51,10 @@ def open_source(path):
 
 
 def texts_of(source, group, rows, keep=0):
-    return [ByteTokenizer().decode(document.ids) for document in source.read(group, np.array(rows), keep)]
+    return [
+        ByteTokenizer().decode(document.ids)
+        for document in source.read(group, np.array(rows), keep)
+    ]
 
 
 @APART
@@ -58,7 +63,7 @@ def test_documents_are_those_that_were_written(folder, monkeypatch, apart):
         monkeypatch.setattr(spill, "APART_BYTES", 0)
     source = open_source(folder)
     for group in (0, 2, 1):
-        expected = TEXTS[8 * group:8 * group + 8]
+        expected = TEXTS[8 * group : 8 * group + 8]
         assert [*source.texts(group)] == expected
         rows = random.Random(group).sample(range(len(expected)), len(expected))
         assert texts_of(source, group, rows) == [expected[row] for row in rows]
@@ -69,8 +74,14 @@ def test_lanes_that_read_one_group_decode_it_once(folder, decoded):
     lanes = [range(0, 3), range(3, 5), range(5, 8)]
     with ThreadPoolExecutor(3) as pool:
         for step in range(3):  # each lane reads one document at a time
-            reads = [pool.submit(texts_of, source, 0, [lane[step]], lane.stop) for lane in lanes if step < len(lane)]
-            assert [read.result() for read in reads] == [[TEXTS[lane[step]]] for lane in lanes if step < len(lane)]
+            reads = [
+                pool.submit(texts_of, source, 0, [lane[step]], lane.stop)
+                for lane in lanes
+                if step < len(lane)
+            ]
+            assert [read.result() for read in reads] == [
+                [TEXTS[lane[step]]] for lane in lanes if step < len(lane)
+            ]
     assert len(decoded) == 1
 
 
@@ -90,7 +101,9 @@ def test_any_texts_are_read_back_in_any_order(tmp_path_factory, texts, data):
     pq.write_table(pa.table({"text": texts}), path)
     rows = data.draw(st.lists(st.integers(0, len(texts) - 1), min_size=1))
     decoded = spill.decode_group(path, 0, "text", 0)
-    assert decoded.read(np.array(rows)) == [texts[row] for row in rows] and decoded.num_documents == len(texts)
+    assert decoded.read(np.array(rows)) == [
+        texts[row] for row in rows
+    ] and decoded.num_documents == len(texts)
     decoded.close()
 
 
@@ -99,8 +112,13 @@ def test_damage_is_named(tmp_path, monkeypatch, apart):
     if apart:
         monkeypatch.setattr(spill, "APART_BYTES", 0)
     path = tmp_path / "bad.parquet"
-    pq.write_table(pa.table({"text": some_texts(200)}), path, compression="none", use_dictionary=False,
-                   write_page_checksum=True)
+    pq.write_table(
+        pa.table({"text": some_texts(200)}),
+        path,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
     source = open_source(tmp_path)
     patch(path, 40, bytes(360))
     with pytest.raises(ValueError, match=r"bad\.parquet: row group 0 cannot be read"):
@@ -110,7 +128,9 @@ def test_damage_is_named(tmp_path, monkeypatch, apart):
 def test_a_group_that_has_become_shorter_is_named(folder):
     source = open_source(folder)
     write_parquet(folder / "a.parquet", TEXTS[:5], 8)
-    with pytest.raises(ValueError, match=r"a\.parquet: row group 0 ends at row 5, so the file has changed"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet: row group 0 ends at row 5, so the file has changed"
+    ):
         texts_of(source, 0, [7])
 
 
@@ -120,7 +140,9 @@ def test_a_base_directory_without_room_is_named(folder, monkeypatch, apart, base
         monkeypatch.setattr(spill, "APART_BYTES", 0)
     monkeypatch.setattr(spill.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
     source = open_source(folder)
-    with pytest.raises(OSError, match=r"cannot be decoded there \(No space left on device\); make room") as e:
+    with pytest.raises(
+        OSError, match=r"cannot be decoded there \(No space left on device\); make room"
+    ) as e:
         texts_of(source, 0, [0])
     assert e.value.errno == errno.ENOSPC and str(base_dir) in str(e.value)
 
@@ -134,7 +156,9 @@ def test_a_stop_ends_the_wait_for_a_child(folder, monkeypatch):
 
 def test_two_groups_are_never_decoded_at_once(folder, monkeypatch):
     """Each may take gigabytes."""
-    active, counts, decode = [], [], spill.decode_group
+    active = []
+    counts = []
+    decode = spill.decode_group
 
     def counted(*args):
         active.append(args)

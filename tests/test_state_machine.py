@@ -1,4 +1,5 @@
-"""The life of a run as a state machine: whatever happens to it, it ends with the bits of an undisturbed run.
+"""The life of a run as a state machine: whatever happens to it, it ends with the bits of an
+undisturbed run.
 
     launched, on one process or on several --+-- to its end, or stopped by a signal, the flag file or its walltime
                                              +-- killed, or cut from power, at any change that it makes to the disk
@@ -6,8 +7,8 @@
                                              +-- while another launch is paused, or begins at the same instant
     between launches:  damaged checkpoints, leftovers of crashes, a changed log, a longer horizon, a restart
 
-After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours; dev/torture.py does
-the same with kills at random times."""
+After each of them, `inspect` checks what must hold. `--hypothesis-profile=thorough` runs for hours;
+dev/torture.py does the same with kills at random times."""
 
 import functools
 import os
@@ -29,32 +30,68 @@ from nanochat.stream import ledger
 from tests import faults, training
 from tests.toy import examples
 
-FIRST, LONGER, LONGEST = 8, 4, 24  # steps of a new run, of an extension, and of the longest run
-SETTINGS = {  # rates do not depend on the horizon; at least as many leaves as processes, so all bits are equal
-    **training.SMALL, "leaves": 4, "device_batch_size": 2, "buffer_size": 8, "long_docs": "split", "warmup_steps": 6,
-    "warmdown_ratio": 0, "weight_decay": 0, "save_every": 2, "eval_every": LONGER, "eval_tokens": training.T * 8}
+# steps of a new run, of an extension, and of the longest run
+FIRST = 8
+LONGER = 4
+LONGEST = 24
+# rates do not depend on the horizon; at least as many leaves as processes, so all bits are equal
+SETTINGS = {
+    **training.SMALL,
+    "leaves": 4,
+    "device_batch_size": 2,
+    "buffer_size": 8,
+    "long_docs": "split",
+    "warmup_steps": 6,
+    "warmdown_ratio": 0,
+    "weight_decay": 0,
+    "save_every": 2,
+    "eval_every": LONGER,
+    "eval_tokens": training.T * 8,
+}
 VALIDATED = ("val_bpb", "first_val_bpb", "min_val_bpb")  # fields of a run's progress
 EXACT = ("digest", "loss", "grad_norm", "smooth_loss", "tokens", "lr")  # fields of a step's line
 
 WORLD_SIZES = st.sampled_from([1, 1, 2] if settings.default.max_examples < 100 else [1, 1, 2, 4])
-HOW = st.fixed_dictionaries({}, optional={  # what a launch may change
-    "sync_save": st.just(True), "save_every": st.integers(1, 5), "keep_last_k": st.integers(1, 2),
-    "keep_milestone_every": st.just(4), "tokenizer_threads": st.just(2)})
+HOW = st.fixed_dictionaries(
+    {},
+    optional={  # what a launch may change
+        "sync_save": st.just(True),
+        "save_every": st.integers(1, 5),
+        "keep_last_k": st.integers(1, 2),
+        "keep_milestone_every": st.just(4),
+        "tokenizer_threads": st.just(2),
+    },
+)
 MOMENTS = st.one_of(
     st.tuples(st.just("nanochat.optim.MuonAdamW.step"), st.integers(1, 6)),
-    st.sampled_from([
-        ("nanochat.gpt.GPT.init_weights", 1), ("nanochat.dataloader.DataLoader.__next__", 1),
-        ("nanochat.evaluations.evaluate_buckets", 1), ("nanochat.engine.Engine.generate_batch", 1),
-        ("nanochat.trainer.to_host", 1), ("nanochat.checkpoint.save_plain", 2)]))
+    st.sampled_from(
+        [
+            ("nanochat.gpt.GPT.init_weights", 1),
+            ("nanochat.dataloader.DataLoader.__next__", 1),
+            ("nanochat.evaluations.evaluate_buckets", 1),
+            ("nanochat.engine.Engine.generate_batch", 1),
+            ("nanochat.trainer.to_host", 1),
+            ("nanochat.checkpoint.save_plain", 2),
+        ]
+    ),
+)
 
 
-# ---- the undisturbed run ---------------------------------------------------------------------------------------------
+# ---- the undisturbed run
+# ---------------------------------------------------------------------------------------------
+
 
 def bits(path):
     """All of a good checkpoint that must depend on its step alone."""
     seal = checkpoint.verify_checkpoint(path)
-    kept = [name for name in seal["files"] if not name.startswith(("rng/", checkpoint.SCHEDULER_NAME))]
-    progress = {name: value for name, value in seal["progress"].items() if name not in ("train_time_s", *VALIDATED)}
+    kept = [
+        name for name in seal["files"] if not name.startswith(("rng/", checkpoint.SCHEDULER_NAME))
+    ]
+    progress = {
+        name: value
+        for name, value in seal["progress"].items()
+        if name not in ("train_time_s", *VALIDATED)
+    }
     return {**{name: seal["files"][name]["blake2b"] for name in kept}, **progress, "K": seal["K"]}
 
 
@@ -65,34 +102,50 @@ def undisturbed():
         training.succeed(num_iterations=LONGEST, save_every=1)
         run = training.run_dir()
         optimizer = checkpoint.load_checkpoint(training.final()).optimizer_state()
-        assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"} and optimizer["step"] == LONGEST
-        saved = {checkpoint.read_seal(path)["step"]: bits(path) for path in checkpoint.list_checkpoints(run)}
+        assert {group["kind"] for group in optimizer["groups"]} == {"muon", "adamw"} and optimizer[
+            "step"
+        ] == LONGEST
+        saved = {
+            checkpoint.read_seal(path)["step"]: bits(path)
+            for path in checkpoint.list_checkpoints(run)
+        }
         vals = {event["step"]: event["bpb"] for event in training.events("val")}
         for _, cursors in map(run_dir.read_cursors, run_dir.cursor_files(run).values()):
             for account in ledger(cursors, training.T).values():
                 assert account["read"] + account["bos"] + account["repeated"] == (
-                    account["emitted"] + account["cropped"] + account["pending"])
-        return {name: {step: line[name] for step, line in training.steps().items()} for name in EXACT}, saved, vals
+                    account["emitted"] + account["cropped"] + account["pending"]
+                )
+        return (
+            {name: {step: line[name] for step, line in training.steps().items()} for name in EXACT},
+            saved,
+            vals,
+        )
 
 
 def validated(progress, vals):
-    """Whether a checkpoint records the validations up to its step. A repeated step may already have the validation that
-    first came right after the save."""
+    """Whether a checkpoint records the validations up to its step. A repeated step may already have
+    the validation that first came right after the save."""
     step = progress["step"]
     before = [[bpb for at, bpb in vals.items() if at <= last] for last in (step - 1, step)]
     return [progress[name] for name in VALIDATED] in [
-        [known[-1], known[0], min(known)] for known in before if known]
+        [known[-1], known[0], min(known)] for known in before if known
+    ]
 
 
-# ---- what must hold --------------------------------------------------------------------------------------------------
+# ---- what must hold
+# --------------------------------------------------------------------------------------------------
+
 
 def inspect(run, damaged):
-    """{name: step} of the good checkpoints of a run. Only checkpoints in `damaged` may be corrupt."""
+    """{name: step} of the good checkpoints of a run. Only checkpoints in `damaged` may be
+    corrupt."""
     lines, saved, vals = undisturbed()
     records = list(run_dir.iter_log(run / "logs" / "train.jsonl"))
     for record in records:
         if run_dir.is_step(record):
-            assert {name: record[name] for name in EXACT} == {name: lines[name][record["step"]] for name in EXACT}
+            assert {name: record[name] for name in EXACT} == {
+                name: lines[name][record["step"]] for name in EXACT
+            }
         elif record["event"] == "val":
             assert record["bpb"] == vals[record["step"]]
     steps = sorted({record["step"] for record in records if run_dir.is_step(record)})
@@ -124,13 +177,18 @@ def check_kept(before, after, how):
 
 def files(run):
     """All files of a run except its owner's record and its state."""
-    return {name: value for name, value in training.fingerprint(run).items() if not name.startswith(".")}
+    return {
+        name: value for name, value in training.fingerprint(run).items() if not name.startswith(".")
+    }
 
 
-# ---- hooks inside a launch -------------------------------------------------------------------------------------------
+# ---- hooks inside a launch
+# -------------------------------------------------------------------------------------------
+
 
 def pause(heartbeat):
-    """Wait for SIGCONT. Without a heartbeat, only a log line or a save can notice that another launch took the run."""
+    """Wait for SIGCONT. Without a heartbeat, only a log line or a save can notice that another
+    launch took the run."""
     if not heartbeat:
         run_owner.RunState.refresh = lambda self: ""
     training.send(signal.SIGSTOP)
@@ -147,11 +205,14 @@ def request_stop(what):
     (run.parent / "steps_at_request").write_text(str(len(training.steps())))
 
 
-# ---- the machine -----------------------------------------------------------------------------------------------------
+# ---- the machine
+# -----------------------------------------------------------------------------------------------------
+
 
 class Life(RuleBasedStateMachine):
-    """`good`: {name: step} of the run's good checkpoints; `damaged`: names of the others; `over`: it has reported that
-    it is completed. Draws do not depend on a launch's results, because these depend on the timing of its threads."""
+    """`good`: {name: step} of the run's good checkpoints; `damaged`: names of the others; `over`:
+    it has reported that it is completed. Draws do not depend on a launch's results, because these
+    depend on the timing of its threads."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +221,10 @@ class Life(RuleBasedStateMachine):
         self.workplace = training.workplace(Path(self.folder.name), **SETTINGS)
         self.workplace.__enter__()
         self.run, self.suspended = training.run_dir(), []
-        self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
+        self.horizon = FIRST
+        self.good = {}
+        self.damaged = set()
+        self.over = False
 
     def teardown(self):
         """Whatever happened, the same command trains to the end."""
@@ -182,13 +246,14 @@ class Life(RuleBasedStateMachine):
             self.is_restarted()
 
     def launch_here(self, **how):
-        """Launch the run in this process, as if it had begun now, so that an existing flag is a leftover."""
+        """Launch the run in this process, as if it had begun now, so that an existing flag is a
+        leftover."""
         run_stop.StopWatch.ended = run_stop.uptime_s()
         return training.run(**how)
 
     def launch(self, world_size=1, how=None, hook=None, codes=(0,)):
-        """Launch the run, check what must hold, and return its exit code and output. Without a hook, one process means
-        this one."""
+        """Launch the run, check what must hold, and return its exit code and output. Without a
+        hook, one process means this one."""
         how = how or {}
         before, newest = training.fingerprint(self.run), max(self.good.values(), default=0)
         launches = len(training.events("started"))
@@ -241,16 +306,30 @@ class Life(RuleBasedStateMachine):
     @rule(world_size=WORLD_SIZES, how=HOW, at=st.integers(0, 200))
     def is_killed_at_a_change_to_the_disk(self, world_size, how, at):
         self.make_unfinished()
-        self.launch(world_size, how, partial(faults.dying_at, at, below=self.run), codes=(0, -signal.SIGKILL))
+        self.launch(
+            world_size,
+            how,
+            partial(faults.dying_at, at, below=self.run),
+            codes=(0, -signal.SIGKILL),
+        )
 
-    @rule(world_size=WORLD_SIZES, how=HOW, first=st.integers(0, 9), every=st.integers(12, 20),
-          number=st.integers(0, 50))
+    @rule(
+        world_size=WORLD_SIZES,
+        how=HOW,
+        first=st.integers(0, 9),
+        every=st.integers(12, 20),
+        number=st.integers(0, 50),
+    )
     def is_cut_from_power_at_many_changes(self, world_size, how, first, every, number):
         """All copies are checked, and the run resumes from one of them."""
         self.make_unfinished()
-        copies, good, damaged = Path(self.folder.name) / "copies", self.good, {*self.damaged}
+        copies = Path(self.folder.name) / "copies"
+        good = self.good
+        damaged = {*self.damaged}
         copies.mkdir()
-        self.launch(world_size, how, partial(faults.copying_at, first, every, below=self.run, into=copies))
+        self.launch(
+            world_size, how, partial(faults.copying_at, first, every, below=self.run, into=copies)
+        )
         cuts = sorted(copies.iterdir())
         for cut in cuts:
             after = inspect(cut, damaged)
@@ -259,12 +338,19 @@ class Life(RuleBasedStateMachine):
         if cuts:
             shutil.rmtree(self.run)
             cuts[number % len(cuts)].rename(self.run)
-            self.good, self.damaged, self.over = {}, damaged, False
+            self.good = {}
+            self.damaged = damaged
+            self.over = False
             self.update()
         shutil.rmtree(copies)
 
-    @rule(world_size=WORLD_SIZES, how=HOW, moment=MOMENTS, rank=st.integers(0, 3),
-          what=st.sampled_from([*(number.name for number in run_stop.SIGNALS), "flag"]))
+    @rule(
+        world_size=WORLD_SIZES,
+        how=HOW,
+        moment=MOMENTS,
+        rank=st.integers(0, 3),
+        what=st.sampled_from([*(number.name for number in run_stop.SIGNALS), "flag"]),
+    )
     def is_asked_to_stop(self, world_size, how, moment, rank, what):
         self.make_unfinished()
         steps_at_request, rank = self.run.parent / "steps_at_request", rank % world_size
@@ -279,9 +365,17 @@ class Life(RuleBasedStateMachine):
         if steps_at_request.exists() and not self.over:
             state = training.state()
             assert state["status"] == "stopped" and state["reason"].startswith(reason), output
-            assert state["step"] <= max(began, int(steps_at_request.read_text())) + 2, "it stopped late"
-            assert self.good.get(state["checkpoint"], 0) == state["step"] == max(self.good.values(), default=0)
-            assert state["step"] == began or not moment[0].endswith("init_weights"), "it took a step after its set-up"
+            assert state["step"] <= max(began, int(steps_at_request.read_text())) + 2, (
+                "it stopped late"
+            )
+            assert (
+                self.good.get(state["checkpoint"], 0)
+                == state["step"]
+                == max(self.good.values(), default=0)
+            )
+            assert state["step"] == began or not moment[0].endswith("init_weights"), (
+                "it took a step after its set-up"
+            )
         else:
             assert self.over, output
 
@@ -289,26 +383,38 @@ class Life(RuleBasedStateMachine):
     def reaches_its_walltime(self, world_size, how, seconds):
         self.make_unfinished()
         flags = {"max_runtime_seconds": seconds + 0.5, "walltime_reserve_seconds": 0}
-        _, output = self.launch(world_size, {**how, **flags}, partial(training.a_step_is_a_second, seconds + 0.5))
-        assert self.over or (training.state()["status"] == "stopped" and "stopped: walltime: " in output)
+        _, output = self.launch(
+            world_size, {**how, **flags}, partial(training.a_step_is_a_second, seconds + 0.5)
+        )
+        assert self.over or (
+            training.state()["status"] == "stopped" and "stopped: walltime: " in output
+        )
         assert self.over or self.good[training.state()["checkpoint"]] == training.state()["step"]
 
     @rule(how=HOW, at=st.integers(0, 100), number=st.integers(1, 60))
     def finds_the_disk_full_for_a_while(self, how, at, number):
         self.make_unfinished()
-        code, output = self.launch(1, how, partial(faults.filling_at, at, number, below=self.run), codes=(0, 1))
-        assert self.over if code == 0 else output.count("error: ") == 1 and "No space left" in output, output
+        code, output = self.launch(
+            1, how, partial(faults.filling_at, at, number, below=self.run), codes=(0, 1)
+        )
+        assert (
+            self.over if code == 0 else output.count("error: ") == 1 and "No space left" in output
+        ), output
         assert "Traceback" not in output, output
 
     @rule(how=HOW, steps=st.integers(1, 6), resumes=st.booleans())
     def is_launched_twice(self, how, steps, resumes):
-        """The second launch comes while the first one is paused, which then resumes or is killed."""
+        """The second launch comes while the first one is paused, which then resumes or is
+        killed."""
         first, pid = self.paused(how, steps)
         if pid:
             before = files(self.run)
             second = self.launch_here(num_iterations=self.horizon)
-            assert second.code == 1 and re.search(rf"error: .*another launch owns this run: host .*, pid {pid}, since.*"
-                                                  r" scripts\.stop .*--model-tag", second.err), second.err
+            assert second.code == 1 and re.search(
+                rf"error: .*another launch owns this run: host .*, pid {pid}, since.*"
+                r" scripts\.stop .*--model-tag",
+                second.err,
+            ), second.err
             assert files(self.run) == before
             os.kill(pid, signal.SIGCONT if resumes else signal.SIGKILL)
         assert first.wait() == [0 if resumes or not pid else -signal.SIGKILL], first.text()
@@ -316,8 +422,11 @@ class Life(RuleBasedStateMachine):
 
     @rule(world_size=WORLD_SIZES, how=HOW, steps=st.integers(1, 6), replaced=st.booleans())
     def is_moved_away_while_it_trains(self, world_size, how, steps, replaced):
-        """All processes exit with one error, and do not touch a new run in its place, even without a heartbeat."""
-        first, pid = self.paused({**how, "sync_save": True}, steps, world_size, heartbeat=not replaced)
+        """All processes exit with one error, and do not touch a new run in its place, even without
+        a heartbeat."""
+        first, pid = self.paused(
+            {**how, "sync_save": True}, steps, world_size, heartbeat=not replaced
+        )
         if pid:
             away = self.run.rename(self.run.with_name("away"))
             if replaced:
@@ -325,7 +434,10 @@ class Life(RuleBasedStateMachine):
             before = training.fingerprint(self.run) if replaced else {}
             os.kill(pid, signal.SIGCONT)
             assert first.wait() == [1] * world_size, first.text()
-            assert first.text().count("error: ") == 1 and "this launch no longer owns the run" in first.text()
+            assert (
+                first.text().count("error: ") == 1
+                and "this launch no longer owns the run" in first.text()
+            )
             assert "Traceback" not in first.text()
             assert self.run.exists() == replaced and training.fingerprint(self.run) == before
             shutil.rmtree(self.run, ignore_errors=True)
@@ -335,10 +447,15 @@ class Life(RuleBasedStateMachine):
         self.update(how, completed=not pid)
 
     def paused(self, how, steps, world_size=1, heartbeat=True):
-        """(a launch whose rank 0 paused itself after so many steps, its pid); the pid is None if it ended before."""
+        """(a launch whose rank 0 paused itself after so many steps, its pid); the pid is None if it
+        ended before."""
         self.make_unfinished()
-        hook = partial(training.before, "nanochat.optim.MuonAdamW.step", steps, partial(pause, heartbeat))
-        group = training.start(world_size, hook=partial(faults.on_rank, 0, hook), num_iterations=self.horizon, **how)
+        hook = partial(
+            training.before, "nanochat.optim.MuonAdamW.step", steps, partial(pause, heartbeat)
+        )
+        group = training.start(
+            world_size, hook=partial(faults.on_rank, 0, hook), num_iterations=self.horizon, **how
+        )
         self.suspended.append(group)
         process = group.processes[0]
         training.wait_for(lambda: process.exitcode is not None or faults.is_suspended(process.pid))
@@ -351,15 +468,20 @@ class Life(RuleBasedStateMachine):
         groups = [training.start(1, num_iterations=self.horizon, **how) for _ in range(2)]
         codes = [group.wait()[0] for group in groups]
         outputs = [group.text() for group in groups]
-        assert sorted(codes) == [0, 1] or any("nothing to do" in output for output in outputs), outputs
+        assert sorted(codes) == [0, 1] or any("nothing to do" in output for output in outputs), (
+            outputs
+        )
         assert sum("completed: " in output for output in outputs) == 1
         assert len(training.events("started")) == started + 1
         self.update(how, completed=True)
 
     # ---- between launches
 
-    @rule(which=st.sampled_from([-1, -1, -2, 0]), number=st.integers(0, 7),
-          how=st.sampled_from(["truncated", "empty", "missing", "flipped"]))
+    @rule(
+        which=st.sampled_from([-1, -1, -2, 0]),
+        number=st.integers(0, 7),
+        how=st.sampled_from(["truncated", "empty", "missing", "flipped"]),
+    )
     def has_a_checkpoint_damaged(self, which, number, how):
         if not self.good:
             return
@@ -372,12 +494,21 @@ class Life(RuleBasedStateMachine):
         if how == "missing":
             file.unlink()
         else:
-            file.write_bytes({"empty": b"", "truncated": content[:middle],
-                              "flipped": content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1:]}[how])
+            file.write_bytes(
+                {
+                    "empty": b"",
+                    "truncated": content[:middle],
+                    "flipped": content[:middle]
+                    + bytes([content[middle] ^ 4])
+                    + content[middle + 1 :],
+                }[how]
+            )
         if len(self.good) == 1:
             before = training.fingerprint(self.run)
             outcome = self.launch_here(num_iterations=self.horizon)
-            assert outcome.code == 1 and "--resume=scratch --force" in outcome.err, "the run started over by itself"
+            assert outcome.code == 1 and "--resume=scratch --force" in outcome.err, (
+                "the run started over by itself"
+            )
             assert training.fingerprint(self.run) == before
             file.write_bytes(content)
             return
@@ -393,8 +524,12 @@ class Life(RuleBasedStateMachine):
             return
         with open(self.run / "logs" / "train.jsonl", "ab") as log:
             log.write(b'{"step": 1, "digest": "00')
-        for name in (".config.json.0123abcd.tmp", "logs/cursors/.step-00000002.json.gz.0123abcd.tmp",
-                     "checkpoints/.tmp-checkpoint-2-7/optimizer.bin", "checkpoints/.del-checkpoint-2-7/optimizer.bin"):
+        for name in (
+            ".config.json.0123abcd.tmp",
+            "logs/cursors/.step-00000002.json.gz.0123abcd.tmp",
+            "checkpoints/.tmp-checkpoint-2-7/optimizer.bin",
+            "checkpoints/.del-checkpoint-2-7/optimizer.bin",
+        ):
             (self.run / name).parent.mkdir(parents=True, exist_ok=True)
             (self.run / name).write_bytes(b"half")
         (self.run / run_stop.FLAG_NAME).touch()
@@ -402,7 +537,8 @@ class Life(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, LONGEST))
     def has_another_digest_in_its_log(self, number):
-        """A repeated step has another digest than its line in the log, so the run ends before it trains."""
+        """A repeated step has another digest than its line in the log, so the run ends before it
+        trains."""
         repeated = range(max(self.good.values(), default=0), len(training.steps()))
         if not repeated:
             return
@@ -411,7 +547,9 @@ class Life(RuleBasedStateMachine):
         log.write_text(log.read_text().replace(digest, "0" * 16))
         outcome = self.launch_here(num_iterations=self.horizon)
         log.write_text(log.read_text().replace("0" * 16, digest))
-        assert outcome.code == 1 and re.search(rf"error: step {step}: .*{digest}.*{'0' * 16}", outcome.err), outcome.err
+        assert outcome.code == 1 and re.search(
+            rf"error: step {step}: .*{digest}.*{'0' * 16}", outcome.err
+        ), outcome.err
         self.update()
 
     @rule()
@@ -421,11 +559,20 @@ class Life(RuleBasedStateMachine):
             return
         before = files(self.run)
         outcome = self.launch_here(num_iterations=self.horizon, resume="scratch")
-        assert outcome.code == 1 and re.search("--resume=scratch: .*--force.*--model-tag", outcome.err), outcome.err
+        assert outcome.code == 1 and re.search(
+            "--resume=scratch: .*--force.*--model-tag", outcome.err
+        ), outcome.err
         assert files(self.run) == before
-        self.horizon, self.good, self.damaged, self.over = FIRST, {}, set(), False
-        training.start(hook=partial(training.die_after_step, 3), num_iterations=FIRST, resume="scratch",
-                       force=True).wait_for_death()
+        self.horizon = FIRST
+        self.good = {}
+        self.damaged = set()
+        self.over = False
+        training.start(
+            hook=partial(training.die_after_step, 3),
+            num_iterations=FIRST,
+            resume="scratch",
+            force=True,
+        ).wait_for_death()
         old = self.run.with_name("run.old-1")
         assert files(old) == before
         shutil.rmtree(old)
@@ -439,6 +586,13 @@ def checkpoint_number(name):
 
 
 def test_whatever_happens_to_a_run_it_ends_with_the_bits_of_an_undisturbed_one():
-    run_state_machine_as_test(Life, settings=settings(
-        max_examples=examples(0.5), stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.reuse, Phase.generate]))
+    run_state_machine_as_test(
+        Life,
+        settings=settings(
+            max_examples=examples(0.5),
+            stateful_step_count=10,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.explicit, Phase.reuse, Phase.generate],
+        ),
+    )

@@ -1,4 +1,5 @@
-"""scripts.tok_shards writes the same bytes with any number of workers and tasks, and after it was killed anywhere."""
+"""scripts.tok_shards writes the same bytes with any number of workers and tasks, and after it was
+killed anywhere."""
 
 import functools
 import os
@@ -37,13 +38,26 @@ def raw(tmp_path):
     for n, ending in enumerate((".jsonl", ".jsonl.gz", ".jsonl")):
         write_jsonl(tmp_path / "raw" / "web" / f"{n}{ending}", some_texts(30 + 10 * n, seed=n))
     for n in range(2):
-        write_parquet(tmp_path / "raw" / "code" / "deep" / f"{n}.parquet", some_texts(25, seed=10 + n))
+        write_parquet(
+            tmp_path / "raw" / "code" / "deep" / f"{n}.parquet", some_texts(25, seed=10 + n)
+        )
     return tmp_path / "raw"
 
 
 def arguments(raw, out, tokenizer, *more):
-    return ["--input-dir", str(raw), "--output-dir", str(out), "--tokenizer", str(tokenizer), "--max-length", "32",
-            "--overlap-size", "8", *map(str, more)]
+    return [
+        "--input-dir",
+        str(raw),
+        "--output-dir",
+        str(out),
+        "--tokenizer",
+        str(tokenizer),
+        "--max-length",
+        "32",
+        "--overlap-size",
+        "8",
+        *map(str, more),
+    ]
 
 
 def run(raw, out, tokenizer, *more, num_workers=1):
@@ -60,7 +74,9 @@ def check_state(out):
             assert hash_file(path.parent / f"{name}.idx") == shard["idx_hash"]
 
 
-# ---- what comes out -------------------------------------------------------------------------------------------------
+# ---- what comes out
+# -------------------------------------------------------------------------------------------------
+
 
 def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     out, real = tmp_path / "out", [path.read_text() for path in sorted(ROOT.glob("nanochat/*.py"))]
@@ -70,15 +86,27 @@ def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
     assert run(raw, out, tokenizer) == 0
     loaded = RustBPETokenizer.from_directory(out / "tokenizer")
     assert loaded.fingerprint == RustBPETokenizer.from_directory(tokenizer).fingerprint
-    for shard, texts in {"train/web/0": some_texts(30), "train/web/1": some_texts(40, seed=1),
-                         "val/web/2": some_texts(50, seed=2), "train/code/deep__0": some_texts(25, seed=10),
-                         "val/code/deep__1": some_texts(25, seed=11), "train/real/0": odd, "val/real/1": odd}.items():
+    for shard, texts in {
+        "train/web/0": some_texts(30),
+        "train/web/1": some_texts(40, seed=1),
+        "val/web/2": some_texts(50, seed=2),
+        "train/code/deep__0": some_texts(25, seed=10),
+        "val/code/deep__1": some_texts(25, seed=11),
+        "train/real/0": odd,
+        "val/real/1": odd,
+    }.items():
         pair, manifest = open_tokens(out / f"{shard}.bin"), read_manifest((out / shard).parent)
         record = manifest["shards"][Path(shard).name]
         each_alone = [[*loaded.encode(text), loaded.get_bos_token_id()] for text in texts]
         assert fresh_ids(pair) == [t for ids in each_alone for t in ids]
-        assert (record["documents"], record["entries"], record["tokens"]) == (len(texts), len(pair), pair.num_tokens)
-        assert len(pair) > len(texts) and pair.lengths(0, len(pair)).max() in (32, 33), "nothing was cut"
+        assert (record["documents"], record["entries"], record["tokens"]) == (
+            len(texts),
+            len(pair),
+            pair.num_tokens,
+        )
+        assert len(pair) > len(texts) and pair.lengths(0, len(pair)).max() in (32, 33), (
+            "nothing was cut"
+        )
         assert manifest["tokenizer"]["fingerprint"] == loaded.fingerprint
     check_state(out)
     assert f"7 of 7 shards finished: {170 + 2 * len(odd)} documents" in capsys.readouterr().out
@@ -104,7 +132,9 @@ def test_megatron_pairs_do_not_mix_with_shards(raw, tmp_path, tokenizer, capsys)
     out, megatron = tmp_path / "out", ("--format=megatron", "--max-length=0")
     assert run(raw, out, tokenizer, *megatron) == 0
     assert read_manifest(out / "train" / "web")["data_format"] == "megatron"
-    with pytest.raises(ValueError, match=r"data_format megatron \(now default\); name another --output-dir"):
+    with pytest.raises(
+        ValueError, match=r"data_format megatron \(now default\); name another --output-dir"
+    ):
         run(raw, out, tokenizer, "--max-length=0")
     capsys.readouterr()
     assert run(raw, out, tokenizer, *megatron) == 0
@@ -125,9 +155,13 @@ def test_workers_and_tasks_on_one_folder_give_the_same_bytes(raw, tmp_path, toke
     assert tree(out) == tree(tmp_path / "one")
 
 
-# ---- failures -------------------------------------------------------------------------------------------------------
+# ---- failures
+# -------------------------------------------------------------------------------------------------------
 
-def test_a_corrupt_input_fails_alone_and_the_next_command_completes_it(raw, tmp_path, tokenizer, capsys):
+
+def test_a_corrupt_input_fails_alone_and_the_next_command_completes_it(
+    raw, tmp_path, tokenizer, capsys
+):
     path, out = raw / "web" / "1.jsonl.gz", tmp_path / "out"
     whole = path.read_bytes()
     path.write_bytes(whole[:-40])
@@ -137,7 +171,10 @@ def test_a_corrupt_input_fails_alone_and_the_next_command_completes_it(raw, tmp_
     assert "no manifest in train/web" in output.err and "4 of 5 shards finished" in output.out
     left = tree(out)
     assert not [name for name in left if name.startswith("train/web/1") or name.endswith(".tmp")]
-    assert "train/web/manifest.json" not in left and {"train/code/manifest.json", "val/web/manifest.json"} < {*left}
+    assert "train/web/manifest.json" not in left and {
+        "train/code/manifest.json",
+        "val/web/manifest.json",
+    } < {*left}
     path.write_bytes(whole)
     assert run(raw, out, tokenizer) == run(raw, tmp_path / "good", tokenizer) == 0
     assert tree(out) == tree(tmp_path / "good")
@@ -153,10 +190,14 @@ def test_broken_lines_are_reported_or_with_strict_refused(raw, tmp_path, tokeniz
     assert run(raw, out, tokenizer, "--strict") == 1
     assert "0.jsonl: line 31: not JSON" in capsys.readouterr().err
     assert not (out / "train/web/0.idx").exists() and not (out / "train/web/manifest.json").exists()
-    assert (out / "train/code/manifest.json").exists(), "the old pair and its manifest are deleted first"
+    assert (out / "train/code/manifest.json").exists(), (
+        "the old pair and its manifest are deleted first"
+    )
 
 
-def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(raw, tmp_path, tokenizer, caplog):
+def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(
+    raw, tmp_path, tokenizer, caplog
+):
     """As in gpt-simple. Regression: it was an error without a reason."""
     assert run(raw, tmp_path / "clamped", tokenizer, "--overlap-size", 17) == 0
     assert "--overlap-size 17: more than half of --max-length 32, so 16 is used" in caplog.text
@@ -164,10 +205,14 @@ def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(raw, tmp_pa
     assert tree(tmp_path / "clamped") == tree(tmp_path / "half")
 
 
-# ---- killed ---------------------------------------------------------------------------------------------------------
+# ---- killed
+# ---------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("remake", [False, True], ids=["first run", "made again"])
-def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(tmp_path, tokenizer, remake, monkeypatch):
+def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(
+    tmp_path, tokenizer, remake, monkeypatch
+):
     monkeypatch.setattr(common.remove_leftovers, "__kwdefaults__", {"fresh_s": 0})
     raw = tmp_path / "raw"  # jsonl only: parquet would start threads before the fork
     if remake:  # the inputs have changed since then
@@ -178,7 +223,9 @@ def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(tmp_p
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(6, seed=n))
     assert run(raw, tmp_path / "whole", tokenizer) == 0
     expected = tree(tmp_path / "whole")
-    states, number, killed = set(), 0, True
+    states = set()
+    number = 0
+    killed = True
     while killed:
         out = tmp_path / "out"
         if remake:
@@ -199,10 +246,21 @@ def test_killed_before_any_change_to_the_disk_it_resumes_to_the_same_bytes(tmp_p
 
 
 def start_slow(raw, out, tokenizer, num_workers):
-    """The command in its own process group, while it converts the inputs whose name begins with `slow`."""
+    """The command in its own process group, while it converts the inputs whose name begins with
+    `slow`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests._tok_worker", *arguments(raw, out, tokenizer, f"--num-workers={num_workers}")],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        [
+            sys.executable,
+            "-m",
+            "tests._tok_worker",
+            *arguments(raw, out, tokenizer, f"--num-workers={num_workers}"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     wait_for(lambda: len(list(out.glob("busy-*"))) == num_workers or process.poll() is not None)
     return process
 
@@ -215,12 +273,20 @@ def has_ended(pid):
         return True
 
 
-@pytest.mark.parametrize("num_workers, signum, target, code, words", [
-    (1, signal.SIGTERM, "command", 130, "interrupted"), (2, signal.SIGINT, "all", 130, "interrupted"),
-    (2, signal.SIGKILL, "command", -9, ""),
-    (2, signal.SIGKILL, "worker", 1, "failed: a/slow0.jsonl: a worker process was killed")])
-def test_signals_end_it_and_it_resumes(tmp_path, tokenizer, num_workers, signum, target, code, words):
-    """`target` "all": the whole process group gets the signal, as from a terminal or a scheduler."""
+@pytest.mark.parametrize(
+    "num_workers, signum, target, code, words",
+    [
+        (1, signal.SIGTERM, "command", 130, "interrupted"),
+        (2, signal.SIGINT, "all", 130, "interrupted"),
+        (2, signal.SIGKILL, "command", -9, ""),
+        (2, signal.SIGKILL, "worker", 1, "failed: a/slow0.jsonl: a worker process was killed"),
+    ],
+)
+def test_signals_end_it_and_it_resumes(
+    tmp_path, tokenizer, num_workers, signum, target, code, words
+):
+    """`target` "all": the whole process group gets the signal, as from a terminal or a
+    scheduler."""
     raw, out = tmp_path / "raw", tmp_path / "out"
     for name, copies in (("a/quick", 3), ("a/slow0", 1), ("b/slow1", 1)):  # the largest comes first
         write_jsonl(raw / f"{name}.jsonl", some_texts(50, seed=copies) * copies)
@@ -252,33 +318,65 @@ def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
     for n in range(6):
         write_jsonl(raw / "web" / f"{n}.jsonl", some_texts(60, seed=n))
     assert run(raw, tmp_path / "alone", tokenizer) == 0
-    command = [sys.executable, "-m", "scripts.tok_shards", *arguments(raw, out, tokenizer, "--num-workers=1")]
-    processes = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-                 for _ in range(3)]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.tok_shards",
+        *arguments(raw, out, tokenizer, "--num-workers=1"),
+    ]
+    processes = [
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
     errors = [process.communicate(timeout=PATIENCE_S)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * 3, errors
     assert tree(out) == tree(tmp_path / "alone")
 
 
-# ---- several machines -----------------------------------------------------------------------------------------------
+# ---- several machines
+# -----------------------------------------------------------------------------------------------
+
 
 def test_the_slurm_script_submits_all_tasks_then_the_end_with_valid_flags(tmp_path):
-    for name, lines in ((".venv/bin/python", 'printf "%s\\n" "$@"'), ("bin/sbatch", 'echo "$*" >> submitted; echo 17')):
+    for name, lines in (
+        (".venv/bin/python", 'printf "%s\\n" "$@"'),
+        ("bin/sbatch", 'echo "$*" >> submitted; echo 17'),
+    ):
         path = tmp_path / name  # fakes that print their arguments
         path.parent.mkdir(parents=True)
         path.write_text(f"#!/bin/sh\n{lines}\n")
         path.chmod(0o755)
 
     def sbatch(*args, **more):
-        settings = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RAW": "in put", "OUT": "out", "TOKENIZER": "gpt2",
-                    "NUM_TASKS": "3", **more}
-        return subprocess.run(["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args], cwd=tmp_path, env=settings,
-                              capture_output=True, text=True)
+        settings = {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "RAW": "in put",
+            "OUT": "out",
+            "TOKENIZER": "gpt2",
+            "NUM_TASKS": "3",
+            **more,
+        }
+        return subprocess.run(
+            ["bash", str(ROOT / "dev/slurm/tok_shards.sbatch"), *args],
+            cwd=tmp_path,
+            env=settings,
+            capture_output=True,
+            text=True,
+        )
 
     assert sbatch().returncode == 0 and sbatch(RAW="").returncode != 0
     array, end = (tmp_path / "submitted").read_text().splitlines()
-    assert "--array=0-2" in array and "--dependency=afterany:17" in end and end.endswith("tok_shards.sbatch --finish")
-    for more, known in (((), {"task_index": 2, "num_tasks": 3, "num_workers": 16}), (("--finish",), {"finish": True})):
+    assert (
+        "--array=0-2" in array
+        and "--dependency=afterany:17" in end
+        and end.endswith("tok_shards.sbatch --finish")
+    )
+    for more, known in (
+        ((), {"task_index": 2, "num_tasks": 3, "num_workers": 16}),
+        (("--finish",), {"finish": True}),
+    ):
         result = sbatch(*more, SLURM_JOB_ID="5", SLURM_ARRAY_TASK_ID="2", SLURM_CPUS_PER_TASK="16")
         module, *flags = result.stdout.splitlines()[1:]
         args = vars(tok_shards.parse_args(flags))

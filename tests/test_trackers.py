@@ -43,9 +43,13 @@ def test_a_terminal_has_a_bar_below_the_log(plain, monkeypatch):
     assert losses("bar") == plain["losses"]
     assert re.search(r"<bar 4/4, loss \S+, bits per byte \S+ at step \S+, \S+ tok/s, eta 0", text)
     lines = [line for line in re.split(r"[\r\n]", text) if line.startswith("step ")]
-    assert [line[:10] for line in lines if " | loss" in line] == [f"step 0000{step}" for step in range(4)]
+    assert [line[:10] for line in lines if " | loss" in line] == [
+        f"step 0000{step}" for step in range(4)
+    ]
     assert all("<bar" not in line for line in lines), "the bar does not share a line"
-    assert text.rstrip("\r").endswith(" ") and LAUNCH.aside is nullcontext, "the bar is gone at the end"
+    assert text.rstrip("\r").endswith(" ") and LAUNCH.aside is nullcontext, (
+        "the bar is gone at the end"
+    )
 
 
 def test_without_a_terminal_lines_are_plain(plain):
@@ -61,20 +65,40 @@ def test_tensorboard_has_the_values_of_the_log_and_a_profile_is_written(plain, c
     assert state_of(final("seen")) == plain["state"], "trackers change nothing"
     board = EventAccumulator(str(run_dir("seen") / "tensorboard"))
     board.Reload()
-    assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(losses("seen"), rel=1e-6)
+    assert [event.value for event in board.Scalars("train/loss")] == pytest.approx(
+        losses("seen"), rel=1e-6
+    )
     assert [event.step for event in board.Scalars("val/bpb")] == [0, 2, 4]
     assert not (run_dir("seen") / "wandb").exists(), "wandb needs --run"
-    assert "SyncActivityProfiler" not in capfd.readouterr().err, "the profiler's library must not print"
-    trace = json.loads(gzip.decompress((run_dir("seen") / "profile" / "steps-1-3.json.gz").read_bytes()))
+    assert "SyncActivityProfiler" not in capfd.readouterr().err, (
+        "the profiler's library must not print"
+    )
+    trace = json.loads(
+        gzip.decompress((run_dir("seen") / "profile" / "steps-1-3.json.gz").read_bytes())
+    )
     names = {event.get("name") for event in trace["traceEvents"]}
     assert "aten::mm" in names and len(trace["traceEvents"]) > 100
     [samples] = training.events("samples", "seen")
-    assert samples["step"] == 4 and samples["texts"] and all(isinstance(text, str) for text in samples["texts"])
+    assert (
+        samples["step"] == 4
+        and samples["texts"]
+        and all(isinstance(text, str) for text in samples["texts"])
+    )
 
 
-@pytest.mark.parametrize("name, fail_at", [
-    ("wandb", "init"), ("wandb", "log"), ("wandb", "finish"), ("wandb", "nothing"), ("trackio", "nothing")])
-def test_a_tracker_gets_the_values_of_the_log_and_its_failure_never_stops_the_run(plain, monkeypatch, name, fail_at):
+@pytest.mark.parametrize(
+    "name, fail_at",
+    [
+        ("wandb", "init"),
+        ("wandb", "log"),
+        ("wandb", "finish"),
+        ("wandb", "nothing"),
+        ("trackio", "nothing"),
+    ],
+)
+def test_a_tracker_gets_the_values_of_the_log_and_its_failure_never_stops_the_run(
+    plain, monkeypatch, name, fail_at
+):
     """tests/test_resume.py checks that a resumed run has the same wandb run."""
     fake, calls = types.ModuleType(name), []
 
@@ -84,35 +108,56 @@ def test_a_tracker_gets_the_values_of_the_log_and_its_failure_never_stops_the_ru
             raise RuntimeError(f"no {method} today")
         return fake
 
-    fake.__dict__.update(id="id", **{method: partial(call, method) for method in ("init", "log", "finish")})
+    fake.__dict__.update(
+        id="id", **{method: partial(call, method) for method in ("init", "log", "finish")}
+    )
     fake.__spec__ = ModuleSpec(name, None)
     monkeypatch.setitem(sys.modules, name, fake)
     tag = f"{name}-{fail_at}"
     outcome = succeed(model_tag=tag, run="curve", log_to=name, **SHORT)
-    assert losses(tag) == plain["losses"] and state_of(final(tag)) == plain["state"], "the same bits"
+    assert losses(tag) == plain["losses"] and state_of(final(tag)) == plain["state"], (
+        "the same bits"
+    )
     warnings = [line for line in outcome.err.splitlines() if "continuing without it" in line]
-    assert len(warnings) == (fail_at != "nothing") and all(f"no {fail_at} today" in line for line in warnings)
+    assert len(warnings) == (fail_at != "nothing") and all(
+        f"no {fail_at} today" in line for line in warnings
+    )
     assert [method for method, *_ in calls] == {"init": ["init"], "log": ["init", "log"]}.get(
-        fail_at, ["init", *["log"] * (len(calls) - 2), "finish"])
+        fail_at, ["init", *["log"] * (len(calls) - 2), "finish"]
+    )
     wandb_id = load_checkpoint(final(tag)).trainer_state["wandb_id"]
     assert wandb_id == ("id" if name == "wandb" and fail_at != "init" else None)
     if fail_at == "nothing":
         settings = calls[0][1]
         steps = [(more.get("step", values.get("step")), values) for _, values, more in calls[1:-1]]
-        assert (settings["project"], settings["resume"], settings.get("id")) == ("nanochat", "allow", None)
-        assert settings["name"] == ("curve" if name == "wandb" else tag) and settings["config"]["lanes"] == 4
-        assert {step: values["train/loss"] for step, values in steps if "train/loss" in values} == dict(
-            enumerate(losses(tag)))
+        assert (settings["project"], settings["resume"], settings.get("id")) == (
+            "nanochat",
+            "allow",
+            None,
+        )
+        assert (
+            settings["name"] == ("curve" if name == "wandb" else tag)
+            and settings["config"]["lanes"] == 4
+        )
+        assert {
+            step: values["train/loss"] for step, values in steps if "train/loss" in values
+        } == dict(enumerate(losses(tag)))
         assert [step for step, values in steps if "val/bpb" in values] == [0, 2, 4]
-        assert name == "wandb" or all(type(value) in (int, float) for _, values in steps for value in values.values())
+        assert name == "wandb" or all(
+            type(value) in (int, float) for _, values in steps for value in values.values()
+        )
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio"])
 def test_a_tracker_that_is_not_installed_is_one_sentence(name, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None if module == name else find(module))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda module: None if module == name else find(module)
+    )
     message = refuse(model_tag="none", log_to=f"wandb,{name}")
-    assert message.startswith(f"--log-to={name}: ") and message.endswith(f"pip install -e '.[{name}]'")
+    assert message.startswith(f"--log-to={name}: ") and message.endswith(
+        f"pip install -e '.[{name}]'"
+    )
     assert not run_dir("none").exists()
 
 

@@ -1,8 +1,10 @@
-"""A whole step on the meta device, which has shapes but no values: the host waits for the device once, in `fetch`.
+"""A whole step on the meta device, which has shapes but no values: the host waits for the device
+once, in `fetch`.
 
-The step is the real one: forward and backward passes, leaves, reduction, optimizer. On the meta device, an operator
-that hands a value to the host, such as `.item()`, has nothing to hand over. `Waits` answers in its place, and notes
-which of our functions asked. A GPU would wait there until it has done all of its work.
+The step is the real one: forward and backward passes, leaves, reduction, optimizer. On the meta
+device, an operator that hands a value to the host, such as `.item()`, has nothing to hand over.
+`Waits` answers in its place, and notes which of our functions asked. A GPU would wait there until
+it has done all of its work.
 """
 
 import traceback
@@ -28,7 +30,8 @@ PACKAGE = str(Path(trainer.__file__).parent)
 
 
 class Waits(TorchDispatchMode):
-    """Lists, in `seen`, the innermost function of our package behind each operator that waits for the meta device."""
+    """Lists, in `seen`, the innermost function of our package behind each operator that waits for
+    the meta device."""
 
     def __init__(self):
         super().__init__()
@@ -37,13 +40,20 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         on_meta = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_meta]
-        if on_meta and func is torch.ops.aten._local_scalar_dense.default:  # item(), bool(), int(), an index
+        # item(), bool(), int(), an index
+        if on_meta and func is torch.ops.aten._local_scalar_dense.default:
             self.note()
             return 1.0
-        if on_meta and func is torch.ops.aten._to_copy.default and kwargs.get("device", META) != META:  # to(), cpu()
+        # to(), cpu()
+        if (
+            on_meta
+            and func is torch.ops.aten._to_copy.default
+            and kwargs.get("device", META) != META
+        ):
             self.note()
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if on_meta and func is torch.ops.aten.copy_.default and not args[0].is_meta:  # host.copy_(ours)
+        # host.copy_(ours)
+        if on_meta and func is torch.ops.aten.copy_.default and not args[0].is_meta:
             self.note()
             return args[0]
         return func(*args, **kwargs)
@@ -59,13 +69,17 @@ class Batches:
     def __init__(self, settings):
         self.layout = StepLayout(4, settings.total_batch_size // T, B, num_leaves=settings.leaves)
         self.micro_batches_per_step = settings.leaves * self.layout.micro_batches_per_leaf
-        self.device, self.buckets, self.digest = META, ["a", "b"], 2**64 - 1
+        self.device = META
+        self.buckets = ["a", "b"]
+        self.digest = 2**64 - 1
         self.with_doc_ids = settings.attention_mode != "causal"
 
     def __next__(self):
         tokens = torch.empty(B, T, dtype=torch.int64, device=META)
         doc_ids = torch.empty(B, T, dtype=torch.int32, device=META) if self.with_doc_ids else None
-        return MicroBatch(tokens, tokens, doc_ids, 3, torch.empty(B, dtype=torch.int64, device=META))
+        return MicroBatch(
+            tokens, tokens, doc_ids, 3, torch.empty(B, dtype=torch.int64, device=META)
+        )
 
     def dropped(self):
         return dict.fromkeys(self.buckets, 0)
@@ -73,18 +87,38 @@ class Batches:
 
 def waits_of_a_step(**changed):
     """The functions that wait for the device in one step of a run with these settings."""
-    flags = {"depth": 2, "aspect_ratio": 16, "head_dim": 16, "window_pattern": "SL", "max_seq_len": T,
-             "vocab_size": 320, "total_batch_size": 4 * T, "leaves": 2}
+    flags = {
+        "depth": 2,
+        "aspect_ratio": 16,
+        "head_dim": 16,
+        "window_pattern": "SL",
+        "max_seq_len": T,
+        "vocab_size": 320,
+        "total_batch_size": 4 * T,
+        "leaves": 2,
+    }
     settings = Settings(**{**flags, **changed})
     model = build_model(settings)
-    model.set_compute_dtype(getattr(torch, settings.dtype if settings.dtype != "auto" else "float32"))
+    model.set_compute_dtype(
+        getattr(torch, settings.dtype if settings.dtype != "auto" else "float32")
+    )
     loader = Batches(settings)
-    leaves = LeafAccumulator(model.parameters(), settings.leaves,
-                             micro_batches_per_leaf=loader.layout.micro_batches_per_leaf)
+    leaves = LeafAccumulator(
+        model.parameters(),
+        settings.leaves,
+        micro_batches_per_leaf=loader.layout.micro_batches_per_leaf,
+    )
     run = SimpleNamespace(
-        settings=settings, model=model, compiled=model, optimizer=model.setup_optimizer(), leaves=leaves,
-        loader=loader, schedule=Schedule.of(settings, 100, peak_weight_decay=0.1), dog=mock.Mock(),
-        progress=trainer.Progress(step=20, window=[(2.0, 1.0)] * 20))
+        settings=settings,
+        model=model,
+        compiled=model,
+        optimizer=model.setup_optimizer(),
+        leaves=leaves,
+        loader=loader,
+        schedule=Schedule.of(settings, 100, peak_weight_decay=0.1),
+        dog=mock.Mock(),
+        progress=trainer.Progress(step=20, window=[(2.0, 1.0)] * 20),
+    )
     with Waits() as waits:
         rows, complete, _ = forward_backward(run)
         trainer.take_step(run, rows, dry=not complete, stop=False, unsaved=False, save=False)
@@ -92,9 +126,16 @@ def waits_of_a_step(**changed):
     return waits.seen
 
 
-@pytest.mark.parametrize("changed", [
-    {}, {"skip_spikes": 5.0, "max_grad_norm": 1.0, "leaves": 1}, {"activation_checkpointing": True, "z_loss": 1e-4},
-    {"attention_mode": "varlen", "dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"skip_spikes": 5.0, "max_grad_norm": 1.0, "leaves": 1},
+        {"activation_checkpointing": True, "z_loss": 1e-4},
+        {"attention_mode": "varlen", "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
 def test_the_host_waits_once_in_a_step(changed):
     assert waits_of_a_step(**changed) == ["fetch"]
 
@@ -111,11 +152,19 @@ def planted(owner, name, wait):
     return mock.patch.object(owner, name, waits)
 
 
-PLACES = {"the forward pass": (gpt, "apply_rotary"), "the leaves": (reduce, "merge"),
-          "the message of a step": (trainer, "grad_scale"), "the optimizer": (optim, "adamw_rates")}
-WAYS = {"item": lambda tensor: tensor[0].item(), "cpu": lambda tensor: tensor.cpu(),
-        "tolist": lambda tensor: tensor.tolist(), "if": lambda tensor: bool(tensor[0] > 0),
-        "copy": lambda tensor: torch.empty(3).copy_(tensor)}
+PLACES = {
+    "the forward pass": (gpt, "apply_rotary"),
+    "the leaves": (reduce, "merge"),
+    "the message of a step": (trainer, "grad_scale"),
+    "the optimizer": (optim, "adamw_rates"),
+}
+WAYS = {
+    "item": lambda tensor: tensor[0].item(),
+    "cpu": lambda tensor: tensor.cpu(),
+    "tolist": lambda tensor: tensor.tolist(),
+    "if": lambda tensor: bool(tensor[0] > 0),
+    "copy": lambda tensor: torch.empty(3).copy_(tensor),
+}
 
 
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)

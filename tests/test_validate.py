@@ -1,5 +1,5 @@
-"""validate reports before the first step whether a run can reach its last one, and writes nothing; base_train uses the
-same plan."""
+"""validate reports before the first step whether a run can reach its last one, and writes nothing;
+base_train uses the same plan."""
 
 import json
 import re
@@ -18,9 +18,20 @@ from tests.finished import command
 from tests.training import fingerprint, flags, run_dir
 
 T, STEP = 16, 16 * 32
-SMALL = {"max_seq_len": T, "total_batch_size": STEP, "lanes": 4, "device_batch_size": 8, "depth": 1,
-         "num_iterations": None, "buffer_size": 8, "long_docs": "split", "overlap": 8,
-         "data_format": "shards", "warmup_steps": 0, "save_every": -1}
+SMALL = {
+    "max_seq_len": T,
+    "total_batch_size": STEP,
+    "lanes": 4,
+    "device_batch_size": 8,
+    "depth": 1,
+    "num_iterations": None,
+    "buffer_size": 8,
+    "long_docs": "split",
+    "overlap": 8,
+    "data_format": "shards",
+    "warmup_steps": 0,
+    "save_every": -1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +53,14 @@ def workplace(tmp_path, data_folder):
 
 def mix(base, steps, tiny, **more):
     path = base / "mix.yaml"
-    path.write_text("curriculum:\n" + "".join(
-        f"- duration_tokens: {steps * STEP}\n  mix: {{big: 1, tiny: {weight}}}\n" for weight in (0, tiny))
-        + "".join(f"{k}: {v}\n" for k, v in more.items()))
+    path.write_text(
+        "curriculum:\n"
+        + "".join(
+            f"- duration_tokens: {steps * STEP}\n  mix: {{big: 1, tiny: {weight}}}\n"
+            for weight in (0, tiny)
+        )
+        + "".join(f"{k}: {v}\n" for k, v in more.items())
+    )
     return path
 
 
@@ -66,7 +82,10 @@ def test_the_plan_of_a_run_that_can_reach_its_end(workplace):
     code, out, _ = checked()
     assert code == 0 and "a new run" in out and "error" not in out
     assert "memory per GPU" not in out, "it runs on a CPU"
-    assert "default name" not in out and "runs/d1 (the default name): a new run" in checked(model_tag=None)[1]
+    assert (
+        "default name" not in out
+        and "runs/d1 (the default name): a new run" in checked(model_tag=None)[1]
+    )
     assert "plan: 10 steps of 512 tokens from 4 lanes" in out
     table = [line.split() for line in out.splitlines() if line.startswith("  ")]
     assert table[0][:1] == ["phase"] and table[1][:4] == ["1", "0", "2,560", "100.0%"]
@@ -79,11 +98,18 @@ def test_the_step_at_which_a_bucket_runs_dry_is_the_one_at_which_training_halts(
     error = out.split("error: ")[1]
     assert code == 1 and "runs dry at step" in out and "--allow-bucket-exhaustion" in error
     message = training.refuse(**given(workplace))
-    assert error.strip() in message and not run_dir().exists(), "a refused run leaves nothing behind"
+    assert error.strip() in message and not run_dir().exists(), (
+        "a refused run leaves nothing behind"
+    )
     assert training.run(**given(workplace, plan="warn")).code == 3
-    halted, = (r for r in read_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted")
+    (halted,) = (
+        r for r in read_log(run_dir() / "logs" / "train.jsonl") if r.get("event") == "halted"
+    )
     assert f"the run halts before step {halted['step']} of 40: lane" in error
-    assert halted["reason"].split(" has")[0] == f"step {halted['step']}: " + error.split(": ")[1].split(" has")[0]
+    assert (
+        halted["reason"].split(" has")[0]
+        == f"step {halted['step']}: " + error.split(": ")[1].split(" has")[0]
+    )
     code, out, _ = checked(plan="warn")
     assert code == 1 and "resumes from" in out and "note: " in out and "halted (" in out
     code, out, _ = checked(allow_bucket_exhaustion=True)
@@ -96,7 +122,11 @@ def test_the_plan_is_kept_and_read_at_a_restart(workplace, monkeypatch):
     training.succeed(**given(workplace, save_every=3))
     stored = read_json(run_dir() / PLAN_NAME)
     kept = Plan.from_json(stored)
-    assert kept.steps == 10 and kept.buckets["tiny"].exact and json.loads(json.dumps(kept.to_json())) == stored
+    assert (
+        kept.steps == 10
+        and kept.buckets["tiny"].exact
+        and json.loads(json.dumps(kept.to_json())) == stored
+    )
     shutil.rmtree(run_dir() / "checkpoints" / "final")
     monkeypatch.setattr(plan_module, "make_plan", None)
     outcome = training.succeed(**given(workplace, save_every=3))
@@ -114,27 +144,49 @@ def test_the_verdict_on_an_estimate_agrees_with_its_warning_that_the_run_would_h
     code, out, _ = checked(data_path=workplace / "text", data_format="text")
     assert "estimated from a sample" in out and "warning: bucket 'tiny' probably runs dry" in out
     assert code == 1 and "the run would halt" in out and "ok: training can start" not in out
-    assert out.rstrip().endswith("error: training can start, but by this estimate it halts before its last step")
+    assert out.rstrip().endswith(
+        "error: training can start, but by this estimate it halts before its last step"
+    )
 
 
 def test_text_that_suffices_by_an_estimate_is_no_error(workplace):
-    code, out, _ = checked(data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3)
+    code, out, _ = checked(
+        data_path=workplace / "text", data_format="text", curriculum=None, num_iterations=3
+    )
     assert code == 0 and "estimated from a sample" in out and "warning" not in out
 
 
 @pytest.mark.parametrize("data_format", ["text", "shards"])
-def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures(workplace, data_format):
-    plain = {"curriculum": None, "data_path": workplace / data_format, "data_format": data_format,
-             "long_docs": "crop", "num_iterations": 40, "plan": "warn"}
-    words = r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
+def test_without_a_curriculum_training_keeps_no_plan_but_prints_the_same_figures(
+    workplace, data_format
+):
+    plain = {
+        "curriculum": None,
+        "data_path": workplace / data_format,
+        "data_format": data_format,
+        "long_docs": "crop",
+        "num_iterations": 40,
+        "plan": "warn",
+    }
+    words = (
+        r"(the run reads its data) (?:about )?\d+\.\d times|(of the tokens of its data are cropped)"
+    )
     out = checked(**plain)[1]
     validated, tokens = re.findall(words, out), out.split("figures")[1].split()[5]
     outcome = training.succeed(**given(workplace, **plain))
     if data_format == "text":  # the same estimate
         assert f"data: about {tokens} tokens; " in outcome.out
-        assert [line.partition("warning: ")[2] in out for line in outcome.err.splitlines()] == [True] * 2, outcome.err
-    assert re.findall(words, outcome.err) == validated and len(validated) == 2 and not (run_dir() / PLAN_NAME).exists()
-    assert "reads its data" not in training.succeed(**given(workplace, **plain)).err, "only when it starts"
+        assert [line.partition("warning: ")[2] in out for line in outcome.err.splitlines()] == [
+            True
+        ] * 2, outcome.err
+    assert (
+        re.findall(words, outcome.err) == validated
+        and len(validated) == 2
+        and not (run_dir() / PLAN_NAME).exists()
+    )
+    assert "reads its data" not in training.succeed(**given(workplace, **plain)).err, (
+        "only when it starts"
+    )
     few = {**plain, "num_iterations": 1, "long_docs": "split", "model_tag": "few"}
     assert "its data" not in training.succeed(**given(workplace, **few)).err
 
@@ -151,8 +203,12 @@ def test_a_run_with_other_settings_is_refused_as_in_training(workplace):
     mix(workplace, 5, 0.01)
     training.succeed(**given(workplace))
     code, out, _ = checked(seed=7)
-    assert code == 1 and "config.json: the run was" in out and "--model-tag" in out and "--seed" in out
-    assert "plan: 10 steps" in out and "run directory" not in out, "the plan of a new run is shown anyway"
+    assert (
+        code == 1 and "config.json: the run was" in out and "--model-tag" in out and "--seed" in out
+    )
+    assert "plan: 10 steps" in out and "run directory" not in out, (
+        "the plan of a new run is shown anyway"
+    )
 
 
 def test_the_plot_is_a_picture_or_an_error_that_names_the_extra(workplace, monkeypatch):
@@ -172,7 +228,9 @@ BOOKS = {"curriculum": None, "data_format": "text", "long_docs": "crop", "num_it
 @pytest.fixture
 def books(workplace):
     """A folder with documents of a hundred rows."""
-    training.write_shard(workplace / "books" / "0.parquet", [" ".join(training.texts(8, seed=s)) for s in range(6)])
+    training.write_shard(
+        workplace / "books" / "0.parquet", [" ".join(training.texts(8, seed=s)) for s in range(6)]
+    )
     training.write_shard(workplace / "books" / "1.parquet", training.texts(8, seed=9))
     return workplace / "books"
 
@@ -182,7 +240,9 @@ def test_books_that_would_train_on_their_title_pages_are_refused_with_the_flag_t
     settings = given(books, **BOOKS, data_path=books)
     sentence = r"--long-docs=crop: about 9\d% of the tokens of its data would be cropped.* use --long-docs=split, or"
     code, out, _ = checked(**settings)
-    assert code == 1 and re.search("error: " + sentence, out) and "ok: training can start" not in out
+    assert (
+        code == 1 and re.search("error: " + sentence, out) and "ok: training can start" not in out
+    )
     assert re.search(sentence, training.refuse(**settings)) and not run_dir().exists()
     assert "cropped" not in checked(**settings | {"long_docs": "split"})[1].split("figures")[1]
 
@@ -196,4 +256,7 @@ def test_with_plan_warn_books_are_cropped_and_the_run_resumes(books):
 
 def test_many_passes_are_the_last_line_before_the_verdict(books):
     lines = checked(**given(books, **BOOKS, data_path=books, plan="warn"))[1].splitlines()
-    assert lines[-1] == "ok: training can start" and "warning: the run reads its data about" in lines[-2]
+    assert (
+        lines[-1] == "ok: training can start"
+        and "warning: the run reads its data about" in lines[-2]
+    )

@@ -1,4 +1,5 @@
-"""If a rank hangs, stops, dies or fails, all ranks end and the error names it. Real processes, real gloo."""
+"""If a rank hangs, stops, dies or fails, all ranks end and the error names it. Real processes, real
+gloo."""
 
 import json
 import os
@@ -24,7 +25,9 @@ BAD_STEP = 5
 PATIENCE_S = 5.0  # timeout of ranks that work: a busy machine delays a beat by seconds
 
 
-# ---- a launch --------------------------------------------------------------------------------------------------------
+# ---- a launch
+# --------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
@@ -59,10 +62,19 @@ def rank_main(how, bad, run_dir, argv):
     state, more = None, {}
     if rank == 0:
         state = RunState(acquire(run_dir), [identify()], status="running")
-        more = {"refresh": partial(stall, state) if how == "disk" else state.refresh,  # its heartbeat hangs, too
-                "on_failure": lambda verdict: state.close("failed", verdict)}
-    with Watchdog(open_store(3), gather_all(identify()), rank=rank, timeout_s=timeout_s, first_timeout_s=timeout_s,
-                  **more) as dog:
+        # its heartbeat hangs, too
+        more = {
+            "refresh": partial(stall, state) if how == "disk" else state.refresh,
+            "on_failure": lambda verdict: state.close("failed", verdict),
+        }
+    with Watchdog(
+        open_store(3),
+        gather_all(identify()),
+        rank=rank,
+        timeout_s=timeout_s,
+        first_timeout_s=timeout_s,
+        **more,
+    ) as dog:
         for step in range(10):
             dog.beat(step)
             time.sleep(0.05)
@@ -98,8 +110,10 @@ def test_slow_work_a_slow_save_and_a_slow_exit_end_no_launch(tmp_path):
 def test_a_rank_that_hangs_is_named_with_its_stack_and_all_ranks_end(tmp_path):
     group = start(tmp_path, "sleep")
     assert group.wait() == [1, 1, 1]
-    verdict = (f"{who(group, 2)} was last seen at step {BAD_STEP}; waiting at step {BAD_STEP} (reduction): 2 other "
-               "ranks; no progress for ")
+    verdict = (
+        f"{who(group, 2)} was last seen at step {BAD_STEP}; waiting at step {BAD_STEP} (reduction): 2 other "
+        "ranks; no progress for "
+    )
     state, outputs = read_state(tmp_path / "run"), [path.read_text() for path in group.outputs]
     assert state["status"] == "failed" and state["reason"].startswith(verdict)
     assert verdict in outputs[0] and verdict in outputs[2]
@@ -109,9 +123,9 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_all_ranks_end(tmp_path):
 @pytest.mark.parametrize("how", ["stop", "disk"])
 def test_if_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
     group = start(tmp_path, how, bad=0)
-    for process in group.processes[how == "stop":]:
+    for process in group.processes[how == "stop" :]:
         process.join(training.PATIENCE_S)
-    codes = [process.exitcode for process in group.processes[how == "stop":]]
+    codes = [process.exitcode for process in group.processes[how == "stop" :]]
     group.kill()
     assert codes == [1] * len(codes)
     outputs, rank_0 = [path.read_text() for path in group.outputs], re.escape(who(group, 0))
@@ -119,14 +133,20 @@ def test_if_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
     if how == "disk":
         assert re.search(f"error: {rank_0} {waited}", outputs[0]) and "in misbehave" in outputs[0]
     else:
-        assert all(re.search(f"error: {re.escape(who(group, rank))} {waited}", outputs[rank]) for rank in (1, 2))
+        assert all(
+            re.search(f"error: {re.escape(who(group, rank))} {waited}", outputs[rank])
+            for rank in (1, 2)
+        )
     assert read_state(tmp_path / "run")["status"] == ("running" if how == "stop" else "failed")
 
 
-# ---- verdicts, without processes -------------------------------------------------------------------------------------
+# ---- verdicts, without processes
+# -------------------------------------------------------------------------------------
+
 
 class SilentStore(dist.HashStore):
     """A store that does not answer once it is `silent`."""
+
     silent = False
 
     def _answer(self, call, *args):
@@ -157,15 +177,34 @@ def record(count=10, *, late=True, left=False):
 
 
 JUDGED = {  # rank 0 has waited too long at step 9: the records of ranks 1 and 2, and its verdict
-    "fewest beats": (record(), record(9), "rank 2 on host node2 (pid 102) was last seen at step 8; waiting at step 9: "
-                                          "2 other ranks; no progress for 700 s"),
+    "fewest beats": (
+        record(),
+        record(9),
+        "rank 2 on host node2 (pid 102) was last seen at step 8; waiting at step 9: "
+        "2 other ranks; no progress for 700 s",
+    ),
     "behind, and works": (record(), record(9, late=False), ""),
-    "silent": ("silent", record(), "rank 1 on host node1 (pid 101) was last seen at step 9, and its process does not "
-                                   "answer; waiting at step 9: 2 other ranks"),
-    "has left": (record(), record(4, left=True),
-                 "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; waiting at step 9: 2"),
-    "all at one point": (record(), record(), "all 3 ranks have been at step 9 for 700 s: the network between them"),
-    "never published": (record(), None, "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does"),
+    "silent": (
+        "silent",
+        record(),
+        "rank 1 on host node1 (pid 101) was last seen at step 9, and its process does not "
+        "answer; waiting at step 9: 2 other ranks",
+    ),
+    "has left": (
+        record(),
+        record(4, left=True),
+        "rank 2 on host node2 (pid 102) was last seen at step 3, and has left; waiting at step 9: 2",
+    ),
+    "all at one point": (
+        record(),
+        record(),
+        "all 3 ranks have been at step 9 for 700 s: the network between them",
+    ),
+    "never published": (
+        record(),
+        None,
+        "rank 2 on host node2 (pid 102) was last seen at set-up, and its process does",
+    ),
 }
 
 
@@ -179,7 +218,9 @@ def test_who_is_to_blame(case, monkeypatch):
     dog._published[0] = record(), now
     for rank, other in enumerate(others, 1):
         if other is not None:
-            dog._published[rank] = (record(), now - dog.silence_s - 1) if other == "silent" else (other, now - 5)
+            dog._published[rank] = (
+                (record(), now - dog.silence_s - 1) if other == "silent" else (other, now - 5)
+            )
     monkeypatch.setattr(dog, "_idle", lambda: 700.0)
     verdict = dog._judge()
     assert verdict.startswith(expected) and bool(verdict) == bool(expected)
@@ -188,11 +229,20 @@ def test_who_is_to_blame(case, monkeypatch):
 
 
 def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatch):
-    """Records published before the limit blame no rank, and all ranks leave with the same verdict."""
-    store, ended, began = dist.HashStore(), [], time.monotonic()
+    """Records published before the limit blame no rank, and all ranks leave with the same
+    verdict."""
+    store = dist.HashStore()
+    ended = []
+    began = time.monotonic()
     store.set("rank/1", json.dumps(record(1)))
-    dog = watcher(0, 2, store, timeout_s=0.1, first_timeout_s=0, on_failure=lambda verdict: (
-        ended.append((verdict, time.monotonic() - began))))
+    dog = watcher(
+        0,
+        2,
+        store,
+        timeout_s=0.1,
+        first_timeout_s=0,
+        on_failure=lambda verdict: ended.append((verdict, time.monotonic() - began)),
+    )
     monkeypatch.setattr(watchdog, "LATE_S", 0.1)  # rank 1 never leaves
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: dog._over.set())
     with dog:
@@ -208,9 +258,13 @@ def test_rank_0_listens_before_it_judges_and_the_first_verdict_counts(monkeypatc
 
 
 def leave_with(error, rank, verdict=""):
-    """The exception and the verdict of a watchdog whose main thread fails, perhaps after another rank's verdict."""
+    """The exception and the verdict of a watchdog whose main thread fails, perhaps after another
+    rank's verdict."""
     store, verdicts = dist.HashStore(), []
-    with pytest.raises(BaseException) as caught, watcher(rank, 2, store, timeout_s=1, on_failure=verdicts.append):
+    with (
+        pytest.raises(BaseException) as caught,
+        watcher(rank, 2, store, timeout_s=1, on_failure=verdicts.append),
+    ):
         if verdict:
             store.set(watchdog.VERDICT, verdict)
         raise error
@@ -219,20 +273,37 @@ def leave_with(error, rank, verdict=""):
 
 
 def test_an_exception_becomes_the_verdict(capfd):
-    bad, bug, broken = FileNotFoundError("x.bin: gone"), KeyError("bug"), RuntimeError("connection closed")
-    for error, rank, text in ((bad, 0, "x.bin: gone"), (bug, 0, "KeyError: 'bug'"), (bad, 1, "x.bin: gone"),
-                              (bug, 1, "KeyError: 'bug'"), (broken, 1, "RuntimeError: connection closed")):
+    bad = FileNotFoundError("x.bin: gone")
+    bug = KeyError("bug")
+    broken = RuntimeError("connection closed")
+    for error, rank, text in (
+        (bad, 0, "x.bin: gone"),
+        (bug, 0, "KeyError: 'bug'"),
+        (bad, 1, "x.bin: gone"),
+        (bug, 1, "KeyError: 'bug'"),
+        (broken, 1, "RuntimeError: connection closed"),
+    ):
         raised, verdict = leave_with(error, rank)
-        assert verdict == ("rank 1 on host node1 (pid 101) failed at set-up: " if rank else "") + text
-        assert raised is error if error is not bad else isinstance(raised, SystemExit) and raised.code == 1
+        assert (
+            verdict == ("rank 1 on host node1 (pid 101) failed at set-up: " if rank else "") + text
+        )
+        assert (
+            raised is error
+            if error is not bad
+            else isinstance(raised, SystemExit) and raised.code == 1
+        )
         assert capfd.readouterr().err == ("" if rank else f"error: {text}\n"), "rank 0 prints it"
-        silent, _ = leave_with(error, rank, "rank 7 on host b (pid 1) failed at step 2: x.bin: gone")
+        silent, _ = leave_with(
+            error, rank, "rank 7 on host b (pid 1) failed at step 2: x.bin: gone"
+        )
         assert isinstance(silent, SystemExit) and silent.code == 1
         capfd.readouterr()
 
 
 @pytest.mark.parametrize("error", [ValueError("x.bin: gone"), None])
-def test_a_rank_whose_store_does_not_answer_prints_its_own_error_and_ends_at_once(capfd, monkeypatch, error):
+def test_a_rank_whose_store_does_not_answer_prints_its_own_error_and_ends_at_once(
+    capfd, monkeypatch, error
+):
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
     store, began = SilentStore(), time.monotonic()
     with pytest.raises(SystemExit) if error else nullcontext(), watcher(1, 2, store, timeout_s=1):
@@ -240,14 +311,17 @@ def test_a_rank_whose_store_does_not_answer_prints_its_own_error_and_ends_at_onc
         if error:
             raise error
     assert capfd.readouterr().err == (
-        "error: rank 1 on host node1 (pid 101) failed at set-up: x.bin: gone\n" if error else "")
+        "error: rank 1 on host node1 (pid 101) failed at set-up: x.bin: gone\n" if error else ""
+    )
     assert time.monotonic() - began < watchdog.LATE_S
     store.silent = False
 
 
 def test_the_time_in_which_a_process_was_paused_does_not_count(monkeypatch):
     monkeypatch.setattr(watchdog, "PAUSED_S", 0.2)
-    dog, ended, waits = Watchdog(None, [identify()], timeout_s=0.5, first_timeout_s=0.5), [], []
+    dog = Watchdog(None, [identify()], timeout_s=0.5, first_timeout_s=0.5)
+    ended = []
+    waits = []
     monkeypatch.setattr(dog, "_end", ended.append)
     dog.silence_s = 0.0
     wait = dog._over.wait
@@ -276,7 +350,9 @@ def test_a_single_process_needs_no_store_and_ends_when_it_hangs():
     assert open_store(1) is None
     group = training.launch(hang_alone, [[]], [{}])
     assert group.wait() == [1]
-    verdict = r"error: rank 0 on host .* was last seen at step 4 \(forward\); no progress for \d s\n"
+    verdict = (
+        r"error: rank 0 on host .* was last seen at step 4 \(forward\); no progress for \d s\n"
+    )
     assert re.search(verdict, group.text())
     assert "in hang_alone" in group.text()
 

@@ -1,4 +1,5 @@
-"""Shared by tests of token files: small pairs of both formats, folders with a manifest.json, and damage."""
+"""Shared by tests of token files: small pairs of both formats, folders with a manifest.json, and
+damage."""
 
 import os
 from collections.abc import Sequence
@@ -30,39 +31,66 @@ class Tokenizer(ByteTokenizer):
         return self.vocab_size
 
 
-def write_pair(prefix: Path, entries: Sequence[Sequence[int]], prefixes: Sequence[int] | None = None,
-               vocab_size: int = BOS + 1) -> dict[str, Any]:
+def write_pair(
+    prefix: Path,
+    entries: Sequence[Sequence[int]],
+    prefixes: Sequence[int] | None = None,
+    vocab_size: int = BOS + 1,
+) -> dict[str, Any]:
     """Write a GPTS pair."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with ShardWriter(prefix, vocab_size=vocab_size) as writer:
         ids = np.array([i for entry in entries for i in entry], np.int64)
-        writer.add(ids, np.array([len(e) for e in entries]), np.array(prefixes or [0] * len(entries)))
+        writer.add(
+            ids, np.array([len(e) for e in entries]), np.array(prefixes or [0] * len(entries))
+        )
     return writer.written
 
 
-def write_megatron(prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2") -> dict[str, Any]:
+def write_megatron(
+    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "<u2"
+) -> dict[str, Any]:
     """Write a Megatron pair; each document is a list of sequences."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with MegatronWriter(prefix, dtype=dtype) as writer:
         for document in documents:
-            writer.append(np.array([i for s in document for i in s], np.int64), [len(s) for s in document])
+            writer.append(
+                np.array([i for s in document for i in s], np.int64), [len(s) for s in document]
+            )
             writer.end_documents([len(document)])
     return writer.written
 
 
-def write_manifest(folder: Path, pairs: Pairs, written: dict[str, dict[str, Any]], *, max_length: int = 0,
-                   overlap_size: int = 0, data_format: str = "shards", groups: list[int] | None = None,
-                   fingerprint: str = "bytes") -> None:
+def write_manifest(
+    folder: Path,
+    pairs: Pairs,
+    written: dict[str, dict[str, Any]],
+    *,
+    max_length: int = 0,
+    overlap_size: int = 0,
+    data_format: str = "shards",
+    groups: list[int] | None = None,
+    fingerprint: str = "bytes",
+) -> None:
     """Write the manifest.json of these pairs."""
     records: dict[str, Any] = {}
     for name, (entries, prefixes) in pairs.items():
         followers = [*(prefixes or [0] * len(entries))[1:], 0]
-        documents = sum(entry[-1:] == [E] and not prefix for entry, prefix in zip(entries, followers))
-        records[name] = {"input": {"name": f"{name}.jsonl"}, **written[name], "documents": documents,
-                         "skipped": {"count": 0, "lines": []}, **({"groups": groups} if groups else {})}
+        documents = sum(
+            entry[-1:] == [E] and not prefix for entry, prefix in zip(entries, followers)
+        )
+        records[name] = {
+            "input": {"name": f"{name}.jsonl"},
+            **written[name],
+            "documents": documents,
+            "skipped": {"count": 0, "lines": []},
+            **({"groups": groups} if groups else {}),
+        }
     about = {"fingerprint": fingerprint, "eod": E, "vocab_size": BOS + 1, "name": "toy"}
     arguments = {"max_length": max_length, "overlap_size": overlap_size}
-    write_json(folder / "manifest.json", new_manifest(about, arguments, records, data_format=data_format))
+    write_json(
+        folder / "manifest.json", new_manifest(about, arguments, records, data_format=data_format)
+    )
 
 
 def write_folder(folder: Path, pairs: Pairs, **arguments: Any) -> None:
@@ -78,7 +106,11 @@ def entries_of(pair: TokenFile) -> list[list[int]]:
 
 def fresh_ids(pair: TokenFile) -> list[int]:
     """The ids of a pair outside prefixes."""
-    return [t for ids, prefix in zip(entries_of(pair), pair.prefixes(0, len(pair)).tolist()) for t in ids[prefix:]]
+    return [
+        t
+        for ids, prefix in zip(entries_of(pair), pair.prefixes(0, len(pair)).tolist())
+        for t in ids[prefix:]
+    ]
 
 
 @st.composite

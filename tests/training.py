@@ -1,8 +1,9 @@
-"""Shared by the tests of the training job: a small corpus with its tokenizer, and ways to run the job.
+"""Shared by the tests of the training job: a small corpus with its tokenizer, and ways to run the
+job.
 
-    run      in this process, as the command line does: exit code, output, errors
-    start    in child processes, one per rank, which can be killed; a server that has imported torch once forks them, so
-             a process costs a fraction of a second
+run      in this process, as the command line does: exit code, output, errors
+start    in child processes, one per rank, which can be killed; a server that has imported torch once forks them, so
+         a process costs a fraction of a second
 """
 
 import contextlib
@@ -44,23 +45,46 @@ from tests.faults import die
 from tests.toy import write_parquet
 
 VOCAB_SIZE = 320
-PATIENCE_S = 600  # a child that takes longer hangs, even on a machine that is ten times slower than an idle one
+# a child that takes longer hangs, even on a machine that is ten times slower than an idle one
+PATIENCE_S = 600
 
-SETTINGS: dict[str, Any] = {  # a run of two seconds: sliding windows, value embeddings, cut documents
-    "depth": 2, "aspect_ratio": 12, "head_dim": 12, "window_pattern": "SL", "max_seq_len": 160, "device_type": "cpu",
-    "total_batch_size": 160 * 8, "device_batch_size": 4, "lanes": 4, "buffer_size": 16, "overlap": 32,
-    "tokenizer_threads": 1, "num_iterations": 24, "warmup_steps": 2, "eval_every": -1, "eval_tokens": 160 * 16,
-    "sample_every": -1, "save_every": 4, "model_tag": "run",
+# a run of two seconds: sliding windows, value embeddings, cut documents
+SETTINGS: dict[str, Any] = {
+    "depth": 2,
+    "aspect_ratio": 12,
+    "head_dim": 12,
+    "window_pattern": "SL",
+    "max_seq_len": 160,
+    "device_type": "cpu",
+    "total_batch_size": 160 * 8,
+    "device_batch_size": 4,
+    "lanes": 4,
+    "buffer_size": 16,
+    "overlap": 32,
+    "tokenizer_threads": 1,
+    "num_iterations": 24,
+    "warmup_steps": 2,
+    "eval_every": -1,
+    "eval_tokens": 160 * 16,
+    "sample_every": -1,
+    "save_every": 4,
+    "model_tag": "run",
 }
 T = 64
 STEP = T * 8
 SMALL: dict[str, Any] = {  # a third of the cost: one layer, rows of T tokens, STEP tokens per step
-    "depth": 1, "aspect_ratio": 24, "max_seq_len": T, "total_batch_size": STEP, "overlap": 16, "eval_tokens": T * 16}
+    "depth": 1,
+    "aspect_ratio": 24,
+    "max_seq_len": T,
+    "total_batch_size": STEP,
+    "overlap": 16,
+    "eval_tokens": T * 16,
+}
 
 
 def skipped_on_meta(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Skip the initial values of modules on the meta device, which have none. A run builds five models only to count
-    their parameters, and this took a tenth of a short run."""
+    """Skip the initial values of modules on the meta device, which have none. A run builds five
+    models only to count their parameters, and this took a tenth of a short run."""
     return lambda module: None if module.weight.is_meta else reset(module)
 
 
@@ -68,14 +92,16 @@ for kind in (torch.nn.Linear, torch.nn.Embedding):
     kind.reset_parameters = skipped_on_meta(kind.reset_parameters)  # type: ignore[method-assign]
 
 
-# ---- corpus, tokenizer and settings ----------------------------------------------------------------------------------
+# ---- corpus, tokenizer and settings
+# ----------------------------------------------------------------------------------
+
 
 def texts(num: int, *, seed: int) -> list[str]:
     """Pieces of English prose, 20 to 1,500 characters, the same on every call."""
     prose = "\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
     rng = random.Random(seed)
     starts = [rng.randrange(len(prose) - 1500) for _ in range(num)]
-    return [prose[at:at + rng.choice((20, 100, 200, 400, 1500))] for at in starts]
+    return [prose[at : at + rng.choice((20, 100, 200, 400, 1500))] for at in starts]
 
 
 def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
@@ -83,15 +109,28 @@ def write_shard(path: Path, documents: list[Any], **kwargs: Any) -> Path:
 
 
 def write_buckets(folder: Path, buckets: dict[str, int], **shards: int) -> None:
-    """Write text/BUCKET with two files of `num` documents for training and one for validation. `shards`: {folder: the
-    largest length of an entry (0: any)}, where the same text goes as shards."""
+    """Write text/BUCKET with two files of `num` documents for training and one for validation.
+    `shards`: {folder: the largest length of an entry (0: any)}, where the same text goes as
+    shards."""
     for k, (bucket, num) in enumerate(buckets.items()):
         for i, documents in enumerate((num, num, 8)):
-            write_shard(folder / "text" / bucket / f"{i}.parquet", texts(documents, seed=10 * k + i))
+            write_shard(
+                folder / "text" / bucket / f"{i}.parquet", texts(documents, seed=10 * k + i)
+            )
     for name, length in shards.items():
-        assert tok_shards.main([
-            f"--input-dir={folder / 'text'}", f"--output-dir={folder / name}", "--num-workers=1",
-            f"--tokenizer={folder / 'tokenizer'}", f"--max-length={length}", "--overlap-size=2"]) == 0
+        assert (
+            tok_shards.main(
+                [
+                    f"--input-dir={folder / 'text'}",
+                    f"--output-dir={folder / name}",
+                    "--num-workers=1",
+                    f"--tokenizer={folder / 'tokenizer'}",
+                    f"--max-length={length}",
+                    "--overlap-size=2",
+                ]
+            )
+            == 0
+        )
 
 
 @functools.cache
@@ -100,21 +139,33 @@ def _assets() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="training-assets-")
     for i in range(4):
         write_shard(Path(folder.name) / "data" / f"shard_{i}.parquet", texts(96, seed=i))
-    RustBPETokenizer.train_from_iterator(texts(200, seed=99), VOCAB_SIZE).save(Path(folder.name) / "tokenizer")
+    RustBPETokenizer.train_from_iterator(texts(200, seed=99), VOCAB_SIZE).save(
+        Path(folder.name) / "tokenizer"
+    )
     return folder
 
 
 @contextlib.contextmanager
 def workplace(path: Path, **changed: Any) -> Iterator[Path]:
-    """A base directory with data/ and tokenizer/, for the code inside the block; one CPU thread, and none of torchrun's
-    variables in the environment. `changed`: settings of runs inside the block."""
+    """A base directory with data/ and tokenizer/, for the code inside the block; one CPU thread,
+    and none of torchrun's variables in the environment. `changed`: settings of runs inside the
+    block."""
     shutil.copytree(_assets().name, path, dirs_exist_ok=True)
     wandb = ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "XDG_CACHE_HOME")
-    environment = {"NANOCHAT_BASE_DIR": str(path), "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline",
-                   "WANDB_SILENT": "true", **dict.fromkeys(wandb, str(path / "wandb"))}
+    environment = {
+        "NANOCHAT_BASE_DIR": str(path),
+        "OMP_NUM_THREADS": "1",
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        **dict.fromkeys(wandb, str(path / "wandb")),
+    }
     threads = torch.get_num_threads()
     without_retries = mock.patch.object(checkpoint_module, "RETRY_S", 0.0)
-    with mock.patch.dict(os.environ, environment), mock.patch.dict(SETTINGS, changed), without_retries:
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch.dict(SETTINGS, changed),
+        without_retries,
+    ):
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
         torch.set_num_threads(1)
@@ -126,6 +177,7 @@ def workplace(path: Path, **changed: Any) -> Iterator[Path]:
 
 def in_workplace(**changed: Any) -> Any:
     """A fixture for most modules of runs: each test has its own workplace."""
+
     @pytest.fixture(autouse=True, name="workplace")
     def fixture(tmp_path: Path) -> Iterator[Path]:
         with workplace(tmp_path, **changed) as path:
@@ -136,32 +188,42 @@ def in_workplace(**changed: Any) -> Any:
 
 def flags(**changed: Any) -> list[str]:
     """The command line of `SETTINGS` with some changed (None omits one, True is a bare flag)."""
-    return as_flags({"data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "data", **SETTINGS, **changed})
+    return as_flags(
+        {"data_path": Path(os.environ["NANOCHAT_BASE_DIR"]) / "data", **SETTINGS, **changed}
+    )
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:
     """Settings as a command line."""
-    named = [(name.replace("_", "-"), value) for name, value in settings.items() if value is not None]
-    return [("--" if value else "--no-") + name if isinstance(value, bool) else f"--{name}={value}"
-            for name, value in named]
+    named = [
+        (name.replace("_", "-"), value) for name, value in settings.items() if value is not None
+    ]
+    return [
+        ("--" if value else "--no-") + name if isinstance(value, bool) else f"--{name}={value}"
+        for name, value in named
+    ]
 
 
 def run_dir(tag: str = "run") -> Path:
     return Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / tag
 
 
-# ---- in this process -------------------------------------------------------------------------------------------------
+# ---- in this process
+# -------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of a command. `err` has the log's lines and the error."""
+
     code: int
     out: str
     err: str
 
 
 def run(**changed: Any) -> Outcome:
-    """Run the job in this process. An exception other than those for bad input is a bug, and is raised here."""
+    """Run the job in this process. An exception other than those for bad input is a bug, and is
+    raised here."""
     out, err = io.StringIO(), io.StringIO()
     handler, root = logging.StreamHandler(err), logging.getLogger()
     before = set(threading.enumerate())
@@ -171,7 +233,11 @@ def run(**changed: Any) -> Outcome:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             run_main(lambda: base_train.main(flags(**changed)))
     except SystemExit as e:
-        left = [thread.name for thread in set(threading.enumerate()) - before if thread.name == "prefetch"]
+        left = [
+            thread.name
+            for thread in set(threading.enumerate()) - before
+            if thread.name == "prefetch"
+        ]
         assert not left, "the loader was not closed"
         return Outcome(int(e.code or 0), out.getvalue(), err.getvalue())
     finally:
@@ -192,24 +258,33 @@ def refuse(**changed: Any) -> str:
     outcome = run(**changed)
     errors = [line for line in outcome.err.splitlines() if line.startswith("error: ")]
     assert outcome.code == 1 and len(errors) == 1 and "Traceback" not in outcome.err, outcome.err
-    return outcome.err[outcome.err.index("error: ") + len("error: "):].strip()
+    return outcome.err[outcome.err.index("error: ") + len("error: ") :].strip()
 
 
-# ---- in processes of their own ---------------------------------------------------------------------------------------
+# ---- in processes of their own
+# ---------------------------------------------------------------------------------------
+
 
 @functools.cache
 def server() -> Any:
-    """The context whose processes are forked from a server that has loaded torch and this module, and has run a short
-    job (tests/warm.py). All tests share one server, so start it only from here."""
+    """The context whose processes are forked from a server that has loaded torch and this module,
+    and has run a short job (tests/warm.py). All tests share one server, so start it only from
+    here."""
     context = multiprocessing.get_context("forkserver")
     lazy = ["torch._dynamo", "numpy.random"]  # torch.optim and NumPy load them on first use
     context.set_forkserver_preload(["pytest", "hypothesis", "tests.training", *lazy, "tests.warm"])
     return context
 
 
-def _child(main: Callable[[list[str]], int | None], argv: list[str], env: dict[str, str],
-           hook: Callable[[], None] | None, output: str) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process started in the background ignores SIGINT
+def _child(
+    main: Callable[[list[str]], int | None],
+    argv: list[str],
+    env: dict[str, str],
+    hook: Callable[[], None] | None,
+    output: str,
+) -> None:
+    # a process started in the background ignores SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -228,11 +303,13 @@ def _child(main: Callable[[list[str]], int | None], argv: list[str], env: dict[s
 @dataclass
 class Group:
     """The processes of one command."""
+
     processes: list[Any]
     outputs: list[Path]
 
     def wait(self) -> list[int]:
-        """Wait until all ranks have ended, and return their exit codes. A rank that hangs fails the test."""
+        """Wait until all ranks have ended, and return their exit codes. A rank that hangs fails the
+        test."""
         deadline = time.monotonic() + PATIENCE_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -242,8 +319,10 @@ class Group:
         return [process.exitcode for process in self.processes]
 
     def wait_or_kill(self) -> int:
-        """Wait until all ranks have ended, or one has killed itself (see the hooks below); then kill the others, as
-        torchrun does. The exit code of the launch: SIGKILL's after a kill, otherwise the common one."""
+        """Wait until all ranks have ended, or one has killed itself (see the hooks below); then
+        kill the others, as torchrun does. The exit code of the launch: SIGKILL's after a kill,
+        otherwise the common one."""
+
         def codes() -> list[int | None]:
             return [process.exitcode for process in self.processes]
 
@@ -269,22 +348,36 @@ class Group:
         return "".join(path.read_text() for path in self.outputs if path.exists())
 
 
-def launch(main: Callable[[list[str]], int | None], argvs: list[list[str]], envs: list[dict[str, str]],
-           hook: Callable[[], None] | None = None) -> Group:
-    """Run a script's `main` in one process per argv, with `envs` added to their environments; several processes get
-    torchrun's variables. `hook`, which must be picklable, is called first in each."""
+def launch(
+    main: Callable[[list[str]], int | None],
+    argvs: list[list[str]],
+    envs: list[dict[str, str]],
+    hook: Callable[[], None] | None = None,
+) -> Group:
+    """Run a script's `main` in one process per argv, with `envs` added to their environments;
+    several processes get torchrun's variables. `hook`, which must be picklable, is called first in
+    each."""
     common = dict(os.environ)
     if len(argvs) > 1:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
-            common.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(s.getsockname()[1]), WORLD_SIZE=str(len(argvs)))
+            common.update(
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(s.getsockname()[1]),
+                WORLD_SIZE=str(len(argvs)),
+            )
     base = Path(os.environ["NANOCHAT_BASE_DIR"])
     outputs = [base / f"output-{time.monotonic_ns()}-{rank}.txt" for rank in range(len(argvs))]
     processes = []
     for rank, (argv, env, output) in enumerate(zip(argvs, envs, outputs, strict=True)):
         ranked = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if len(argvs) > 1 else {}
-        processes.append(server().Process(target=_child, daemon=True,
-                                          args=(main, argv, {**common, **ranked, **env}, hook, str(output))))
+        processes.append(
+            server().Process(
+                target=_child,
+                daemon=True,
+                args=(main, argv, {**common, **ranked, **env}, hook, str(output)),
+            )
+        )
         processes[-1].start()
     return Group(processes, outputs)
 
@@ -301,10 +394,13 @@ def finish(world_size: int = 1, **changed: Any) -> str:
     return group.text()
 
 
-# ---- hooks, which act inside a process -------------------------------------------------------------------------------
+# ---- hooks, which act inside a process
+# -------------------------------------------------------------------------------
+
 
 def a_step_is_a_second(total_s: float) -> None:
-    """Of a walltime of `total_s` seconds, one second passes each time the run checks it, however long steps take."""
+    """Of a walltime of `total_s` seconds, one second passes each time the run checks it, however
+    long steps take."""
     check = StopWatch.check
 
     def watched(self: Any, now: float | None = None) -> str:
@@ -327,7 +423,8 @@ def after_step(step: int, act: Callable[[], None]) -> None:
 
 
 def before(function: str, call: int, act: Callable[[], None] = die) -> None:
-    """Call `act` before call number `call` of a function, named like "nanochat.optim.MuonAdamW.step"."""
+    """Call `act` before call number `call` of a function, named like
+    "nanochat.optim.MuonAdamW.step"."""
     parent, name = function.rsplit(".", 1)
     owner = pkgutil.resolve_name(parent)
     original, calls = getattr(owner, name), iter(range(1, call + 1))
@@ -357,7 +454,9 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-# ---- the files of a run ----------------------------------------------------------------------------------------------
+# ---- the files of a run
+# ----------------------------------------------------------------------------------------------
+
 
 def final(tag: str = "run") -> Path:
     return run_dir(tag) / "checkpoints" / "final"
@@ -430,17 +529,30 @@ def checkpoints(tag: str = "run") -> list[str]:
 def state_of(checkpoint: Path) -> dict[str, Any]:
     """Everything in a checkpoint that must not depend on crashes, with tensors as bytes."""
     loaded = checkpoint_module.load_checkpoint(checkpoint)
-    kept = {k: v for k, v in loaded.trainer_state.items() if k not in ("wandb_id", "progress", "files", "checksum")}
+    kept = {
+        k: v
+        for k, v in loaded.trainer_state.items()
+        if k not in ("wandb_id", "progress", "files", "checksum")
+    }
     progress = {k: v for k, v in loaded.trainer_state["progress"].items() if k != "train_time_s"}
-    return {"model": as_bytes(loaded.model_state()), "optimizer": as_bytes(loaded.optimizer_state()),
-            "scheduler": loaded.load(checkpoint_module.SCHEDULER_NAME), "cursors": loaded.cursors, "trainer": kept,
-            "progress": progress}
+    return {
+        "model": as_bytes(loaded.model_state()),
+        "optimizer": as_bytes(loaded.optimizer_state()),
+        "scheduler": loaded.load(checkpoint_module.SCHEDULER_NAME),
+        "cursors": loaded.cursors,
+        "trainer": kept,
+        "progress": progress,
+    }
 
 
 def as_bytes(value: Any) -> Any:
     """A value with each tensor replaced by (dtype, shape, bytes), so that == compares bits."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, dict):
         return {k: as_bytes(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -450,5 +562,9 @@ def as_bytes(value: Any) -> Any:
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """{relative path: hash and modification time} of all files below a folder."""
-    return {str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
-            + f" {path.stat().st_mtime_ns}" for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
+        + f" {path.stat().st_mtime_ns}"
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -1,5 +1,6 @@
-"""Importing this runs a short job, so that the server of tests/training.py does first-time work before it forks: memory
-pages, specialized code, kernels, an encoder. It saves 0.15 s per forked process."""
+"""Importing this runs a short job, so that the server of tests/training.py does first-time work
+before it forks: memory pages, specialized code, kernels, an encoder. It saves 0.15 s per forked
+process."""
 
 import gc
 import logging

@@ -5,15 +5,17 @@ Checks that an export computes what the run's own model computes, before it is p
                                                                       apart by rounding only, or the export is refused
     the exported code, or nanochat's arithmetic, the same weights  /
 
-An export carries the weights, and a second program supplies the code: modeling_nanochat_exact.py for transformers,
-nanochat's own gpt.py for nanochat. Neither knows of a change to `gpt.py`, and the weights would load without an error.
-Both sides get the same random tokens, in float32 on the CPU, in rows that exceed the shortest window where possible.
+An export carries the weights, and a second program supplies the code: modeling_nanochat_exact.py
+for transformers, nanochat's own gpt.py for nanochat. Neither knows of a change to `gpt.py`, and the
+weights would load without an error. Both sides get the same random tokens, in float32 on the CPU,
+in rows that exceed the shortest window where possible.
 
-transformers need not be installed: stand-ins replace its base classes, which load, save and generate, but compute
-nothing. nanochat's module is not part of this repository, so `nanochat_logits` states its arithmetic a second time
-(commit 92d63d4); dev/compare_nanochat.py compares the real one. The checks cover logits of whole rows. They cover
-neither caches and padding, which dev/compare_hf.py checks, nor a change that these weights do not show (a new
-activation right after the start, while the MLPs' output matrices are zero).
+transformers need not be installed: stand-ins replace its base classes, which load, save and
+generate, but compute nothing. nanochat's module is not part of this repository, so
+`nanochat_logits` states its arithmetic a second time (commit 92d63d4); dev/compare_nanochat.py
+compares the real one. The checks cover logits of whole rows. They cover neither caches and padding,
+which dev/compare_hf.py checks, nor a change that these weights do not show (a new activation right
+after the start, while the MLPs' output matrices are zero).
 """
 
 import dataclasses
@@ -40,8 +42,8 @@ Weight = Callable[[str], Tensor]  # a tensor's name -> its values
 
 
 def check_same(model: GPT, other: Function, what: str, remedy: str) -> None:
-    """ValueError, which begins with `what` and ends with `remedy`, if `other` differs from a model in float32 by more
-    than rounding."""
+    """ValueError, which begins with `what` and ends with `remedy`, if `other` differs from a model
+    in float32 by more than rounding."""
     config = model.config
     beyond_window = min(config.window_sizes) + BEYOND_WINDOW
     length = max(2, min(config.sequence_len, beyond_window))
@@ -52,15 +54,19 @@ def check_same(model: GPT, other: Function, what: str, remedy: str) -> None:
         theirs = other(tokens)
     distance = (ours - theirs).norm()
     apart = float(distance / ours.norm())
-    # each layer adds sums of up to 4 * n_embd products, whose rounding errors grow with the square root
+    # each layer adds sums of up to 4 * n_embd products, whose rounding errors grow with the square
+    # root
     eps = torch.finfo(torch.float32).eps
     limit = eps * (config.n_layer + 1) * math.sqrt(4 * config.n_embd)
     if not apart <= limit:
-        raise ValueError(f"{what} computes other logits than nanochat/gpt.py from the same weights: they differ by "
-                         f"{apart:.1e} of their norm, and rounding explains {limit:.1e}; {remedy}")
+        raise ValueError(
+            f"{what} computes other logits than nanochat/gpt.py from the same weights: they differ by "
+            f"{apart:.1e} of their norm, and rounding explains {limit:.1e}; {remedy}"
+        )
 
 
 # ---- transformers --------------------------------------------------------------------------------
+
 
 class Config:
     """Stands in for transformers' PreTrainedConfig: it holds values."""
@@ -110,15 +116,22 @@ class Empty:
 
 
 STAND_INS: dict[str, dict[str, Any]] = {
-    "transformers": {"DynamicCache": Empty, "GenerationMixin": Empty, "PreTrainedConfig": Config,
-                     "PreTrainedModel": Model, "__version__": "5"},
+    "transformers": {
+        "DynamicCache": Empty,
+        "GenerationMixin": Empty,
+        "PreTrainedConfig": Config,
+        "PreTrainedModel": Model,
+        "__version__": "5",
+    },
     "transformers.cache_utils": {"Cache": Empty, "DynamicLayer": Empty},
     "transformers.modeling_layers": {"GradientCheckpointingLayer": Layer},
-    "transformers.modeling_outputs": {"CausalLMOutputWithPast": Output}}
+    "transformers.modeling_outputs": {"CausalLMOutputWithPast": Output},
+}
 
 
 def load_code(path: Path) -> ModuleType:
-    """The module in an exported file, with the stand-ins for transformers. ImportError if it imports more of it."""
+    """The module in an exported file, with the stand-ins for transformers. ImportError if it
+    imports more of it."""
     modules = {name: ModuleType(name) for name in STAND_INS}
     for name, members in STAND_INS.items():
         vars(modules[name]).update(members)
@@ -145,7 +158,8 @@ def short(error: Exception) -> str:
 
 
 def check_hf(model: GPT, path: Path, config: Mapping[str, Any]) -> None:
-    """ValueError if the exported code at `path`, with the values of config.json, differs from a model in float32."""
+    """ValueError if the exported code at `path`, with the values of config.json, differs from a
+    model in float32."""
     what = f"--to hf: {path.name}"
     remedy = f"make the same change to nanochat/integrations/{path.name}, the code that transformers runs"
     try:
@@ -154,7 +168,8 @@ def check_hf(model: GPT, path: Path, config: Mapping[str, Any]) -> None:
             exported_config = code.NanochatExactConfig(**config)
             exported = code.NanochatExactForCausalLM(exported_config).eval()
         exported.load_state_dict(model.state_dict(), assign=True)
-    except (ImportError, RuntimeError) as e:  # RuntimeError: tensors that are missing, unknown or different in shape
+    except (ImportError, RuntimeError) as e:
+        # RuntimeError: tensors that are missing, unknown or different in shape
         raise ValueError(f"{what} cannot load this model ({short(e)}); {remedy}") from e
 
     def logits_of(tokens: Tensor) -> Tensor:
@@ -165,14 +180,25 @@ def check_hf(model: GPT, path: Path, config: Mapping[str, Any]) -> None:
 
 # ---- nanochat ------------------------------------------------------------------------------------
 
-NANOCHAT_FIELDS = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern")
+NANOCHAT_FIELDS = (
+    "sequence_len",
+    "vocab_size",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "window_pattern",
+)
 
 
 def check_nanochat(model: GPT) -> None:
-    """ValueError if nanochat's GPT, given the weights and the configuration of a model in float32, would differ."""
+    """ValueError if nanochat's GPT, given the weights and the configuration of a model in float32,
+    would differ."""
     what = "--to nanochat: nanochat's gpt.py"
-    remedy = ("make the same change to gpt.py in nanochat and copy the checkpoint's files there yourself, or export "
-              "--to=hf")
+    remedy = (
+        "make the same change to gpt.py in nanochat and copy the checkpoint's files there yourself, or export "
+        "--to=hf"
+    )
     config = dataclasses.asdict(model.config)
     state = model.state_dict()
     unread = {*state, *config} - {*NANOCHAT_FIELDS}
@@ -193,7 +219,8 @@ def check_nanochat(model: GPT) -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Causal attention of q (B, T, H, D) to k and v (B, T, Hkv, D), each query to `window` earlier tokens."""
+    """Causal attention of q (B, T, H, D) to k and v (B, T, Hkv, D), each query to `window` earlier
+    tokens."""
     positions = torch.arange(q.size(1))
     back = positions[:, None] - positions
     visible = (back >= 0) & (back <= window)
@@ -229,7 +256,8 @@ def apply_linear(weight: Weight, name: str, x: Tensor) -> Tensor:
 
 
 def embed(weight: Weight, tokens: Tensor) -> Tensor:
-    """The embeddings (B, T, C) of tokens (B, T); each token's has some of the previous token's added."""
+    """The embeddings (B, T, C) of tokens (B, T); each token's has some of the previous token's
+    added."""
     x = norm(weight("transformer.wte.weight")[tokens])
     smear = apply_linear(weight, "smear_gate", x[:, 1:, :24]).sigmoid()
     gate = weight("smear_lambda") * smear
@@ -238,8 +266,9 @@ def embed(weight: Weight, tokens: Tensor) -> Tensor:
 
 
 def nanochat_logits(weight: Weight, config: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """The logits (B, T, vocab_size) that nanochat computes from tokens (B, T). weight: from a tensor's name to its
-    values, float32. config: the values of nanochat's GPTConfig. Nothing here comes from our gpt.py."""
+    """The logits (B, T, vocab_size) that nanochat computes from tokens (B, T). weight: from a
+    tensor's name to its values, float32. config: the values of nanochat's GPTConfig. Nothing here
+    comes from our gpt.py."""
     project = functools.partial(apply_linear, weight)
     num_layers = config["n_layer"]
     head_size = config["n_embd"] // config["n_head"]
@@ -277,5 +306,5 @@ def nanochat_logits(weight: Weight, config: Mapping[str, Any], tokens: Tensor) -
             middle = x
 
     x = norm(x - weight("backout_lambda") * middle)
-    logits = project("lm_head", x)[..., :config["vocab_size"]]
+    logits = project("lm_head", x)[..., : config["vocab_size"]]
     return 15 * torch.tanh(logits / 15)

@@ -1,6 +1,6 @@
-"""
-Megatron's pairs of files under megatron-core's names: read, written and merged. Your own code may import this module,
-and it can stand in for `megatron.core.datasets.indexed_dataset` (docs/megatron.md).
+"""Megatron's pairs of files under megatron-core's names: read, written and merged. Your own code
+may import this module, and it can stand in for `megatron.core.datasets.indexed_dataset`
+(docs/megatron.md).
 
     web.bin     t t t t E t t E t t t t E        IndexedDataset(prefix)[i], sequence i
     web.idx     lengths, pointers, documents     IndexedDataset(prefix).index, the tables
@@ -54,14 +54,15 @@ class DType(Enum):
 
     @staticmethod
     def optimal_dtype(cardinality: int | None) -> Any:
-        """The type for a vocabulary of `cardinality` ids: as in megatron-core, uint16 below 65,500, else int32."""
+        """The type for a vocabulary of `cardinality` ids: as in megatron-core, uint16 below 65,500,
+        else int32."""
         return np.uint16 if cardinality is not None and cardinality < 65500 else np.int32
 
 
 @dataclass(frozen=True)
 class ObjectStorageConfig:
-    """Settings for files in object storage: the folder for copies of .idx files, and the size of chunks, which has no
-    effect, because exactly the bytes of a sample are fetched."""
+    """Settings for files in object storage: the folder for copies of .idx files, and the size of
+    chunks, which has no effect, because exactly the bytes of a sample are fetched."""
 
     path_to_idx_cache: str
     bin_chunk_nbytes: int = 256 << 20
@@ -102,8 +103,8 @@ class Index(NamedTuple):
 
 
 class FileReader(Reader):
-    """Reads into new arrays. The file is opened for each read, so any number of files can be in use. Its size and
-    modification time must not change while the reader exists."""
+    """Reads into new arrays. The file is opened for each read, so any number of files can be in
+    use. Its size and modification time must not change while the reader exists."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -114,33 +115,51 @@ class FileReader(Reader):
         return stat.st_size, stat.st_mtime_ns
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        elements = np.fromfile(self.path, self.dtype, count=end - begin, offset=begin * self.dtype.itemsize)
+        elements = np.fromfile(
+            self.path, self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
+        )
         if len(elements) < end - begin or self._version() != self.version:
-            raise ValueError(f"{self.path}: the file was truncated or changed while it was in use; restore the old "
-                             f"file, or start a new run (--model-tag)")
+            raise ValueError(
+                f"{self.path}: the file was truncated or changed while it was in use; restore the old "
+                f"file, or start a new run (--model-tag)"
+            )
         elements.flags.writeable = False
         return elements
 
 
 class IndexedDataset:
-    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, a read-only array of `dtype`;
-    `dataset[a:b]` is a list of them. With `multimodal`, they are (sequence, its mode) and (list, modes). `mmap`: map
-    local files into memory instead of reading them. ValueError or FileNotFoundError names a bad or missing file."""
+    """The sequences of PATH_PREFIX.bin and .idx: `dataset[i]` is sequence i, a read-only array of
+    `dtype`; `dataset[a:b]` is a list of them. With `multimodal`, they are (sequence, its mode) and
+    (list, modes). `mmap`: map local files into memory instead of reading them. ValueError or
+    FileNotFoundError names a bad or missing file."""
 
-    def __init__(self, path_prefix: Path | str, multimodal: bool = False, mmap: bool = True,
-                 object_storage_config: ObjectStorageConfig | None = None):
+    def __init__(
+        self,
+        path_prefix: Path | str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: ObjectStorageConfig | None = None,
+    ):
         self.path_prefix, self.multimodal = str(path_prefix), multimodal
         if object_storage_config is not None and is_remote(path_prefix):
             LAUNCH.cache = object_storage_config.path_to_idx_cache
         if not self.exists(path_prefix):
-            missing = " and ".join(str(path) for path in pair_paths(path_prefix) if not path.is_file())
+            missing = " and ".join(
+                str(path) for path in pair_paths(path_prefix) if not path.is_file()
+            )
             raise FileNotFoundError(f"{path_prefix}: no such pair; missing: {missing}")
-        self.file = TokenFile(pair_paths(path_prefix)[0], open_local=MappedReader if mmap else FileReader)
+        self.file = TokenFile(
+            pair_paths(path_prefix)[0], open_local=MappedReader if mmap else FileReader
+        )
         if self.file.format != "megatron":
-            raise ValueError(f"{self.file.idx_path}: expected a pair in Megatron's format, got --data-format "
-                             f"{self.file.format}; convert it with python -m scripts.convert_shards")
+            raise ValueError(
+                f"{self.file.idx_path}: expected a pair in Megatron's format, got --data-format "
+                f"{self.file.format}; convert it with python -m scripts.convert_shards"
+            )
         if multimodal and "modes" not in self.file.tables:
-            raise ValueError(f"{self.file.idx_path}: its sequences have no modes; open it with multimodal=False")
+            raise ValueError(
+                f"{self.file.idx_path}: its sequences have no modes; open it with multimodal=False"
+            )
         self.dtype = self.file.dtype
         self.sequence_lengths = self.file.table("lengths")  # (n,) int32
         self.sequence_pointers = self.file.table("pointers")  # (n,) int64: bytes of the .bin
@@ -150,8 +169,14 @@ class IndexedDataset:
     @property
     def index(self) -> Index:
         """The tables."""
-        return Index(self.dtype.type, self.dtype.itemsize, self.sequence_lengths, self.sequence_pointers,
-                     self.document_indices, self.sequence_modes)
+        return Index(
+            self.dtype.type,
+            self.dtype.itemsize,
+            self.sequence_lengths,
+            self.sequence_pointers,
+            self.document_indices,
+            self.sequence_modes,
+        )
 
     def get_document_indices(self) -> np.ndarray:
         """`document_indices`, by megatron-core's older name."""
@@ -172,30 +197,39 @@ class IndexedDataset:
         return ids if self.sequence_modes is None else (ids, self.sequence_modes[which])
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
-        """`length` ids (default: all) of sequence `idx`, starting at `offset`; with `multimodal`, a pair with its
-        mode. IndexError for a number outside the data set, ValueError for ids outside the sequence."""
+        """`length` ids (default: all) of sequence `idx`, starting at `offset`; with `multimodal`, a
+        pair with its mode. IndexError for a number outside the data set, ValueError for ids outside
+        the sequence."""
         ids = self._read(idx, offset, length)
         return ids if self.sequence_modes is None else (ids, self.sequence_modes[idx])
 
     def _read(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         number = int(idx) + len(self) * (idx < 0)
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.path_prefix}: got sequence {idx:,}, but it has {len(self):,} of them")
+            raise IndexError(
+                f"{self.path_prefix}: got sequence {idx:,}, but it has {len(self):,} of them"
+            )
         one, size = slice(number, number + 1), int(self.sequence_lengths[number])
-        begin = int(self.file.places(np.array([number]), self.sequence_pointers[one], np.array([size]))[0])
+        begin = int(
+            self.file.places(np.array([number]), self.sequence_pointers[one], np.array([size]))[0]
+        )
         stop = size if length is None else offset + length
         if not 0 <= offset <= stop <= size:
-            raise ValueError(f"{self.path_prefix}: got ids {offset:,} to {stop:,} of sequence {number:,}, which has "
-                             f"{size:,} ids")
-        # samples are scattered over the file, so `read_many` fetches exactly these bytes from object storage
+            raise ValueError(
+                f"{self.path_prefix}: got ids {offset:,} to {stop:,} of sequence {number:,}, which has "
+                f"{size:,} ids"
+            )
+        # samples are scattered over the file, so `read_many` fetches exactly these bytes from
+        # object storage
         ids = self.file.reader.read_many([(begin + offset, begin + stop)])[0]
         self.file.check_ids(ids, [0, len(ids)], number, "sequence")
         return ids
 
 
 class IndexedDatasetBuilder:
-    """Writes a pair, sequence by sequence. `finalize` renames the files into place. With `multimodal`, each sequence
-    has a mode (default: 0). ValueError for ids that the type cannot hold; ids never wrap around."""
+    """Writes a pair, sequence by sequence. `finalize` renames the files into place. With
+    `multimodal`, each sequence has a mode (default: 0). ValueError for ids that the type cannot
+    hold; ids never wrap around."""
 
     def __init__(self, bin_path: Path | str, dtype: Any = np.int32, multimodal: bool = False):
         self._writer = MegatronWriter(str(bin_path).removesuffix(".bin"), dtype=dtype)
@@ -207,21 +241,30 @@ class IndexedDatasetBuilder:
         self._append(tensor, [len(tensor)], [mode])
         self._open += 1
 
-    def add_document(self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None) -> None:
+    def add_document(
+        self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
+    ) -> None:
         """Append a document: its ids, and the length and mode of each of its sequences."""
         self._append(tensor, lengths, [0] * len(lengths) if modes is None else modes)
         self._open += len(lengths)
         self.end_document()
 
     def add_index(self, path_prefix: Path | str) -> None:
-        """Append all documents of another pair. ValueError if its ids have another type, or if a document is open."""
+        """Append all documents of another pair. ValueError if its ids have another type, or if a
+        document is open."""
         other = IndexedDataset(path_prefix, multimodal=self._writer.modes is not None)
         if other.dtype != self._writer.dtype:
-            raise ValueError(f"{other.file.path}: its ids are {other.dtype.name}, but the pair that it is added to has "
-                             f"{self._writer.dtype.name}; tokenize both with the same tokenizer")
+            raise ValueError(
+                f"{other.file.path}: its ids are {other.dtype.name}, but the pair that it is added to has "
+                f"{self._writer.dtype.name}; tokenize both with the same tokenizer"
+            )
         if self._open:
-            raise ValueError(f"{other.file.path}: the document before it has not ended; call end_document() first")
-        modes = np.zeros(len(other), np.int8) if other.sequence_modes is None else other.sequence_modes
+            raise ValueError(
+                f"{other.file.path}: the document before it has not ended; call end_document() first"
+            )
+        modes = (
+            np.zeros(len(other), np.int8) if other.sequence_modes is None else other.sequence_modes
+        )
         first, ids = 0, 0
         for number, length in enumerate(other.sequence_lengths.tolist(), 1):
             ids += length
@@ -232,11 +275,15 @@ class IndexedDatasetBuilder:
                 first, ids = number, 0
         self._writer.end_documents(np.diff(other.document_indices).tolist())
 
-    def _append(self, ids: Any, lengths: Sequence[int] | np.ndarray, modes: Sequence[int] | np.ndarray) -> None:
+    def _append(
+        self, ids: Any, lengths: Sequence[int] | np.ndarray, modes: Sequence[int] | np.ndarray
+    ) -> None:
         numbers = np.asarray(modes, np.int64)
         if len(numbers) != len(lengths) or not np.array_equal(numbers, numbers.astype(np.int8)):
-            raise ValueError(f"{self._writer.bin_path}: got {len(numbers):,} modes for {len(lengths):,} sequences, "
-                             f"expected one for each, in -128 .. 127")
+            raise ValueError(
+                f"{self._writer.bin_path}: got {len(numbers):,} modes for {len(lengths):,} sequences, "
+                f"expected one for each, in -128 .. 127"
+            )
         self._writer.append(ids, lengths)
         if self._writer.modes is not None:
             self._writer.modes.frombytes(numbers.astype(np.int8).tobytes())
@@ -247,8 +294,8 @@ class IndexedDatasetBuilder:
         self._open = 0
 
     def finalize(self, idx_path: Path | str) -> None:
-        """Write the index and rename both files into place. ValueError if a document is still open, or `idx_path` is
-        not beside the .bin."""
+        """Write the index and rename both files into place. ValueError if a document is still open,
+        or `idx_path` is not beside the .bin."""
         if Path(idx_path) != self._writer.idx_path:
             raise ValueError(f"{idx_path}: expected {self._writer.idx_path}, beside the .bin")
         self._writer.commit()

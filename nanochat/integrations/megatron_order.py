@@ -1,6 +1,6 @@
-"""
-A run in Megatron's order: it trains on the samples of a blend of Megatron's data sets. With --order=megatron,
-a run opens a `SampleStream` from this module, and `MegatronOrder` tells it what the settings mean.
+"""A run in Megatron's order: it trains on the samples of a blend of Megatron's data sets. With
+--order=megatron, a run opens a `SampleStream` from this module, and `MegatronOrder` tells it what
+the settings mean.
 
 Row i of the run is sample i of the blend:
 
@@ -14,15 +14,18 @@ Row i of the run is sample i of the blend:
 
     step s: R rows = samples sR .. sR + R - 1; lane l of V has n = R / V of them, starting at sR + ln
 
-So the rows do not depend on the number of processes or lanes, or on the micro-batch. A lane has no data of its own and
-no buffer; its cursor holds how many samples the run has read, and how many rows of each bucket the lane has emitted.
-The shuffles cover as many epochs as the run's samples need, so a different number of samples gives a different order.
+So the rows do not depend on the number of processes or lanes, or on the micro-batch. A lane has no
+data of its own and no buffer; its cursor holds how many samples the run has read, and how many rows
+of each bucket the lane has emitted. The shuffles cover as many epochs as the run's samples need, so
+a different number of samples gives a different order.
 
-**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T count as `read`; the last
-one is also the first of sample k + 1 and counts as `repeated`. `epoch` is the number of tokens read, divided by those
-of one pass: epochs are shuffled together, so none has an end.
+**Accounts.** Sample k of a prefix is tokens kT .. kT + T of its stream of epochs. The first T count
+as `read`; the last one is also the first of sample k + 1 and counts as `repeated`. `epoch` is the
+number of tokens read, divided by those of one pass: epochs are shuffled together, so none has an
+end.
 
-Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the number of samples.
+Rejected: cutting the valid split into samples as well. Its bits per byte would then depend on the
+number of samples.
 """
 
 import functools
@@ -40,7 +43,14 @@ from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote
 from nanochat.config import Settings
 from nanochat.curriculum import Mixer
 from nanochat.files import check_format, data_folder, find_files, is_folder
-from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig, Part, Split, normalize, split_matrix
+from nanochat.integrations.megatron import (
+    GPTDataset,
+    GPTDatasetConfig,
+    Part,
+    Split,
+    normalize,
+    split_matrix,
+)
 from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.rows import Row
 from nanochat.schedule import Horizon
@@ -52,18 +62,26 @@ from nanochat.tokens import TokenFile, to_offsets
 if TYPE_CHECKING:
     import torch
 
-SPLIT, WHOLE = "969,30,1", "1,0,0"  # the default --split, Megatron's; and the one used if validation has its own files
+# the default --split, Megatron's; and the one used if validation has its own files
+SPLIT, WHOLE = "969,30,1", "1,0,0"
 
 
-# ---- blends ---------------------------------------------------------------------------------------------------------
+# ---- blends
+# ---------------------------------------------------------------------------------------------------------
+
 
 class BlendedDataset:
-    """A mix of several data sets: `size` samples in the proportions of `weights`; or, if `size` is None, all samples,
-    and `weights` are the number of samples in each data set. `dataset[i]` is a dict of tensors and `dataset_id`.
-    ValueError if a data set has too few samples."""
+    """A mix of several data sets: `size` samples in the proportions of `weights`; or, if `size` is
+    None, all samples, and `weights` are the number of samples in each data set. `dataset[i]` is a
+    dict of tensors and `dataset_id`. ValueError if a data set has too few samples."""
 
-    def __init__(self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None,
-                 config: GPTDatasetConfig):
+    def __init__(
+        self,
+        datasets: Sequence[GPTDataset],
+        weights: Sequence[float],
+        size: int | None,
+        config: GPTDatasetConfig,
+    ):
         self.datasets = list(datasets)
         self.config = config
         self.size = size
@@ -83,12 +101,15 @@ class BlendedDataset:
         name = f"{content}-{type(self).__name__}-{self.split.name}"
         tables = cached(config.path_to_cache, name, lambda: blend_sources(shares, total, limits))
         self.dataset_index = tables["dataset_index"]  # (samples,) int16: the data set of sample i
-        self.dataset_sample_index = tables["dataset_sample_index"]  # (samples,) int64: its sample there
+        # (samples,) int64: its sample there
+        self.dataset_sample_index = tables["dataset_sample_index"]
 
         for dataset, count in zip(self.datasets, self.counts(total)):
             if count > len(dataset):
-                raise ValueError(f"blend, split {self.split.name}: it takes {count:,} samples from "
-                                 f"{dataset.dataset_path}, which has {len(dataset):,}; raise mid_level_dataset_surplus")
+                raise ValueError(
+                    f"blend, split {self.split.name}: it takes {count:,} samples from "
+                    f"{dataset.dataset_path}, which has {len(dataset):,}; raise mid_level_dataset_surplus"
+                )
 
     def identity(self) -> dict[str, Any]:
         """Everything that decides the contents of every sample, as JSON values."""
@@ -123,16 +144,23 @@ class BlendedDataset:
 
 
 class BlendedMegatronDatasetBuilder:
-    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data sets of train, valid
-    and test. `sizes`: the number of samples of each, None for all. No call is collective. ValueError or
-    FileNotFoundError for bad settings or files."""
+    """`BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()`: the data
+    sets of train, valid and test. `sizes`: the number of samples of each, None for all. No call is
+    collective. ValueError or FileNotFoundError for bad settings or files."""
 
-    def __init__(self, cls: type[GPTDataset], sizes: Sequence[int | None],
-                 is_built_on_rank: Callable[[], bool], config: GPTDatasetConfig):
+    def __init__(
+        self,
+        cls: type[GPTDataset],
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: GPTDatasetConfig,
+    ):
         are_counts = all(size is None or size >= 0 for size in sizes)
         if len(sizes) != len(Split) or not are_counts:
             names = ", ".join(split.name for split in Split)
-            raise ValueError(f"sizes: got {list(sizes)}, expected a number of samples or None for each of {names}")
+            raise ValueError(
+                f"sizes: got {list(sizes)}, expected a number of samples or None for each of {names}"
+            )
         self.cls = cls
         self.sizes = list(sizes)
         self.config = config
@@ -168,8 +196,10 @@ class BlendedMegatronDatasetBuilder:
         if weights is None:
             return self._unweighted(prefixes, part, size, split)
         if size is None:
-            raise ValueError(f"blend: got weights and no number of samples for split {split.name}, expected both or "
-                             f"neither")
+            raise ValueError(
+                f"blend: got weights and no number of samples for split {split.name}, expected both or "
+                f"neither"
+            )
         shares = normalize(weights)
         surplus = 1 + config.mid_level_dataset_surplus
         taken = [math.ceil(size * share) for share in shares]
@@ -179,19 +209,24 @@ class BlendedMegatronDatasetBuilder:
             datasets.append(self._of_prefix(prefix, part, prepared, split))
         return BlendedDataset(datasets, shares, sum(taken), config)
 
-    def _unweighted(self, prefixes: Sequence[str], part: tuple[float, float], size: int | None,
-                    split: Split) -> BlendedDataset:
+    def _unweighted(
+        self, prefixes: Sequence[str], part: tuple[float, float], size: int | None, split: Split
+    ) -> BlendedDataset:
         """One pass over each prefix, cut after `size` samples."""
         datasets = [self._of_prefix(prefix, part, None, split) for prefix in prefixes]
         lengths = [len(dataset) for dataset in datasets]
         if 0 in lengths:
             empty = prefixes[lengths.index(0)]
-            raise ValueError(f"blend: {empty} has no sample of {self.config.sequence_length} "
-                             f"tokens in split {split.name}; remove it, or set weights")
+            raise ValueError(
+                f"blend: {empty} has no sample of {self.config.sequence_length} "
+                f"tokens in split {split.name}; remove it, or set weights"
+            )
         total = None if size is None else min(size, sum(lengths))
         return BlendedDataset(datasets, lengths, total, self.config)
 
-    def _of_prefix(self, prefix: str, part: tuple[float, float], size: int | None, split: Split) -> GPTDataset:
+    def _of_prefix(
+        self, prefix: str, part: tuple[float, float], size: int | None, split: Split
+    ) -> GPTDataset:
         """A split of one pair of files, rounded to whole sequences."""
         opened = self._open(prefix)
         num_sequences = float(len(opened.sequence_lengths))
@@ -200,7 +235,9 @@ class BlendedMegatronDatasetBuilder:
         return self.cls(opened, prefix, indices, size, split, self.config)
 
 
-# ---- a run's data ---------------------------------------------------------------------------------------------------
+# ---- a run's data
+# ---------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class SampleConfig:
@@ -233,12 +270,15 @@ class SampleConfig:
             index_cache=str(index_cache),
         )
 
-    def open(self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any) -> "SampleStream":
+    def open(
+        self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
+    ) -> "SampleStream":
         """See `nanochat.stream.open_stream`."""
         return SampleStream(self, sources, lanes, **arguments)
 
     def identity(self) -> dict[str, Any]:
-        """The configuration as JSON values: equal identities give equal samples from the same data."""
+        """The configuration as JSON values: equal identities give equal samples from the same
+        data."""
         identity = asdict(self)
         identity["order"] = "megatron"
         identity["weights"] = self.weights and [*self.weights]
@@ -252,7 +292,8 @@ def has_own_val(data_path: Path | str, val_path: Path | str | None) -> bool:
 
 
 def samples_needed(settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> int:
-    """How many samples a run has read when it ends, including those of an earlier run whose data it continues."""
+    """How many samples a run has read when it ends, including those of an earlier run whose data it
+    continues."""
     before = cursors[0]["samples"] if cursors else 0
     per_step = settings.total_batch_size // settings.max_seq_len
     return before + steps * per_step
@@ -267,10 +308,12 @@ class MegatronOrder:
         """See `RunOrder.stream_config`."""
         return SampleConfig.of(settings)
 
-    def settle(self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int) -> Settings:
-        """See `RunOrder.settle`. Fills in --split and the number of samples. A new run has as many samples as its steps
-        need, or as many as the run whose data it continues, and keeps that number. ValueError if its steps need
-        more."""
+    def settle(
+        self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int
+    ) -> Settings:
+        """See `RunOrder.settle`. Fills in --split and the number of samples. A new run has as many
+        samples as its steps need, or as many as the run whose data it continues, and keeps that
+        number. ValueError if its steps need more."""
         needed = samples_needed(settings, cursors, steps)
         split = settings.split
         if not split:
@@ -283,9 +326,11 @@ class MegatronOrder:
             missing_tokens = (needed - number) * settings.max_seq_len
             too_many = -(-missing_tokens // horizon.total_batch_size)
             possible = horizon.num_iterations - too_many
-            raise ValueError(f"--num-iterations: the run would take {needed:,} samples, but its order has {number:,}, "
-                             f"and a different number changes the order; set --num-iterations {possible}, or start a "
-                             f"new run with --model-tag NAME (runs with --order lanes can be extended)")
+            raise ValueError(
+                f"--num-iterations: the run would take {needed:,} samples, but its order has {number:,}, "
+                f"and a different number changes the order; set --num-iterations {possible}, or start a "
+                f"new run with --model-tag NAME (runs with --order lanes can be extended)"
+            )
         return replace(settings, split=split, num_samples=number)
 
     def pin(self, settings: Settings) -> Manifests:
@@ -307,14 +352,19 @@ class MegatronOrder:
         return f"Megatron's order: {needed:,} of {settings.num_samples:,} samples"
 
 
-def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -> dict[str, dict[str, Manifest]]:
-    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" in its manifest is
-    the range [first, end) of its documents in the part. ValueError or FileNotFoundError names a bad or missing file."""
+def find_pairs(
+    data_path: Path | str, val_path: Path | str | None, split: str
+) -> dict[str, dict[str, Manifest]]:
+    """{"train": {bucket: manifest}, "val": ...} of a run: each pair is a bucket, and "documents" in
+    its manifest is the range [first, end) of its documents in the part. ValueError or
+    FileNotFoundError names a bad or missing file."""
     root = as_path(data_path)
     train_part, val_part, *_ = split_matrix(split)
     if train_part is None:
-        raise ValueError(f"--split: got {split!r}, which leaves nothing for training; its first share must be "
-                         f"above 0")
+        raise ValueError(
+            f"--split: got {split!r}, which leaves nothing for training; its first share must be "
+            f"above 0"
+        )
     folder = root / "train" if is_folder(root / "train") else root
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
@@ -324,7 +374,9 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
     for file, entry in zip(files, manifest["files"]):
         name = file.relative_to(base).as_posix().removesuffix(".bin")
         if name in pairs:
-            raise ValueError(f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights")
+            raise ValueError(
+                f"--data-path: it names {name} twice; name it once, with the sum of its --blend-weights"
+            )
         pairs[name] = {**manifest, "files": [entry]}
     train = {name: _documents(pair, train_part) for name, pair in pairs.items()}
 
@@ -337,8 +389,10 @@ def find_pairs(data_path: Path | str, val_path: Path | str | None, split: str) -
         if begin < end:
             val[name] = held_out
     if not val:
-        raise ValueError(f"--split: {split} leaves no whole document for validation in {', '.join(pairs)}; raise its "
-                         f"second share, or name validation data with --val-path")
+        raise ValueError(
+            f"--split: {split} leaves no whole document for validation in {', '.join(pairs)}; raise its "
+            f"second share, or name validation data with --val-path"
+        )
     return {"train": train, "val": val}
 
 
@@ -368,9 +422,12 @@ def _prefix(manifest: Manifest) -> str:
     return str(file).removesuffix(".bin")
 
 
-def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTDataset | BlendedDataset:
-    """The data set whose sample i is row i of a run. `sources`: for each bucket, the source of a single pair. Reads no
-    token and does not shuffle yet. ValueError for bad settings or data, and for fewer samples than the run takes."""
+def open_samples(
+    config: SampleConfig, sources: Mapping[str, Source]
+) -> GPTDataset | BlendedDataset:
+    """The data set whose sample i is row i of a run. `sources`: for each bucket, the source of a
+    single pair. Reads no token and does not shuffle yet. ValueError for bad settings or data, and
+    for fewer samples than the run takes."""
     pairs = list(sources.values())
     prefixes = [_prefix(source.manifest) for source in pairs]
     try:
@@ -389,13 +446,17 @@ def open_samples(config: SampleConfig, sources: Mapping[str, Source]) -> GPTData
     except ValueError as e:
         raise ValueError(f"--order megatron: {e}") from e
     if len(samples) < config.num_samples:
-        raise ValueError(f"--blend-weights: without them the run makes one pass over each prefix, which gives "
-                         f"{len(samples):,} samples, but the run takes {config.num_samples:,}; set them, or "
-                         f"shorten the run")
+        raise ValueError(
+            f"--blend-weights: without them the run makes one pass over each prefix, which gives "
+            f"{len(samples):,} samples, but the run takes {config.num_samples:,}; set them, or "
+            f"shorten the run"
+        )
     return samples
 
 
-# ---- a run's stream -------------------------------------------------------------------------------------------------
+# ---- a run's stream
+# -------------------------------------------------------------------------------------------------
+
 
 @dataclass(slots=True)
 class SampleRow(Row):
@@ -405,8 +466,8 @@ class SampleRow(Row):
     eod: int
 
     def doc_ids(self) -> np.ndarray:
-        """See `Row.doc_ids`. This is Megatron's reset_attention_mask. Its reset_position_ids would change nothing:
-        positions are rotary, so only distances inside a document matter."""
+        """See `Row.doc_ids`. This is Megatron's reset_attention_mask. Its reset_position_ids would
+        change nothing: positions are rotary, so only distances inside a document matter."""
         ends = self.tokens == self.eod
         return (np.cumsum(ends) - ends).astype(np.int32)
 
@@ -435,11 +496,13 @@ def _ids_before(part: GPTDataset, document: int, sequence: int) -> int:
 
 
 def _pieces_in_stream(part: GPTDataset, document: int, T: int) -> list[SamplePiece]:
-    """The pieces of a document in the stream of epochs of a data set, whose sample k has tokens kT .. kT + T."""
-    first, end = part.dataset.document_indices[document:document + 2].tolist()
+    """The pieces of a document in the stream of epochs of a data set, whose sample k has tokens kT
+    .. kT + T."""
+    first, end = part.dataset.document_indices[document : document + 2].tolist()
     lengths = np.asarray(part.dataset.sequence_lengths)
     sequences = part.document_index
-    begins = to_offsets(lengths[sequences])  # where each place of document_index begins in the stream
+    # where each place of document_index begins in the stream
+    begins = to_offsets(lengths[sequences])
     of_document = (sequences >= first) & (sequences < end)
     epochs = Counter[int]()
     pieces = []
@@ -459,27 +522,37 @@ def _pieces_in_stream(part: GPTDataset, document: int, T: int) -> list[SamplePie
 
 
 class SampleStream:
-    """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. Unless it has no lanes, creating it
-    shuffles, or opens the tables in the index cache. ValueError for cursors of a different stream, or data with too
-    few samples."""
+    """Some lanes of a run in Megatron's order, a `nanochat.stream.AnyStream`. Unless it has no
+    lanes, creating it shuffles, or opens the tables in the index cache. ValueError for cursors of a
+    different stream, or data with too few samples."""
 
     mixer: Mixer | None = None
 
-    def __init__(self, config: SampleConfig, sources: Mapping[str, Source], lanes: Sequence[int], *,
-                 tokenizer: str, cursors: Sequence[Cursor] | None = None, **unused: Any):
+    def __init__(
+        self,
+        config: SampleConfig,
+        sources: Mapping[str, Source],
+        lanes: Sequence[int],
+        *,
+        tokenizer: str,
+        cursors: Sequence[Cursor] | None = None,
+        **unused: Any,
+    ):
         self.config = config
         self.lanes = list(lanes)
         self.buckets = list(sources)
         self.sources = dict(sources)
         self.samples = open_samples(config, sources)
         any_source = next(iter(sources.values()))
-        self.remote = is_remote(any_source.manifest["root"])  # reads are slow, so next_rows reads several at once
+        # reads are slow, so next_rows reads several at once
+        self.remote = is_remote(any_source.manifest["root"])
         self.eod = any_source.bos
         self.identity = stream_identity(config, sources, tokenizer)
         self.identity["prefixes"] = self.buckets
         self.identity["samples"] = hash_json(self.samples.identity())
         self.taken = self.row = 0  # samples that all lanes have read; rows of each lane
-        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)  # rows of each lane, by bucket
+        # rows of each lane, by bucket
+        self.counts = np.zeros((len(self.lanes), len(self.buckets)), np.int64)
         if cursors is not None:
             self._restore(cursors)
         for part in self.samples.datasets:
@@ -488,12 +561,15 @@ class SampleStream:
                 _ = part.shuffle_index
 
     def _restore(self, cursors: Sequence[Cursor]) -> None:
-        """Continue after saved cursors. ValueError if they are from another stream, or from different steps."""
+        """Continue after saved cursors. ValueError if they are from another stream, or from
+        different steps."""
         check_cursors(cursors, self.lanes, self.identity)
         positions = sorted({(cursor["samples"], cursor["row"]) for cursor in cursors})
         if len(positions) > 1:
-            raise ValueError(f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
-                             f"samples; use the cursors of one checkpoint")
+            raise ValueError(
+                f"cursors from different steps, after {positions[0][0]} and {positions[1][0]} "
+                f"samples; use the cursors of one checkpoint"
+            )
         [(self.taken, self.row)] = positions
         accounts = {cursor["lane"]: cursor["buckets"] for cursor in cursors}
         for lane, counts in zip(self.lanes, self.counts):
@@ -525,7 +601,9 @@ class SampleStream:
         for number, (bucket, _), (ids, live, _) in zip(numbers, places, samples):
             lane, j = divmod(number - self.taken, num_rows)
             mask = None if live.all() else live
-            row = SampleRow(lane, self.row + j, self.buckets[bucket], ids, mask, [], number, self.eod)
+            row = SampleRow(
+                lane, self.row + j, self.buckets[bucket], ids, mask, [], number, self.eod
+            )
             rows.append(row)
             self.counts[self.lanes.index(lane), bucket] += 1
         self.taken += step
@@ -533,7 +611,8 @@ class SampleStream:
         return rows
 
     def dry_bucket(self, lane: int) -> None:
-        """See `Stream.dry_bucket`: None, because a stream ends when the run has read all its samples."""
+        """See `Stream.dry_bucket`: None, because a stream ends when the run has read all its
+        samples."""
 
     def close(self) -> None:
         """Does nothing: there are no threads."""
@@ -562,7 +641,13 @@ class SampleStream:
         for at in state:
             accounts = {}
             for bucket, rows, epoch in zip(self.buckets, at.feeds.rows, epochs):
-                accounts[bucket] = {"row": rows, "epoch": epoch, "read": rows * T, "repeated": rows, **nothing}
+                accounts[bucket] = {
+                    "row": rows,
+                    "epoch": epoch,
+                    "read": rows * T,
+                    "repeated": rows,
+                    **nothing,
+                }
             cursor = {
                 "format": FORMAT,
                 "lane": at.lane,
@@ -576,8 +661,9 @@ class SampleStream:
         return cursors
 
     def describe(self, row: SampleRow) -> list[dict[str, Any]]:
-        """The documents in a row: from token `at` on, the row holds `tokens` ids of `document` in `file`, namely ids
-        start .. stop - 1 of the document's `of` ids. Ids are counted as stored, with an EOD at the end."""
+        """The documents in a row: from token `at` on, the row holds `tokens` ids of `document` in
+        `file`, namely ids start .. stop - 1 of the document's `of` ids. Ids are counted as stored,
+        with an EOD at the end."""
         number, sample = self.samples.locate(row.sample)
         part = self.samples.datasets[number]
         edges = part.dataset.document_indices
@@ -601,16 +687,17 @@ class SampleStream:
         return documents
 
     def samples_with(self, bucket: str, document: int) -> list[SamplePiece]:
-        """The pieces of a document in all samples of the run, by epoch and then in order: the inverse of `describe`,
-        which counts ids in the same way."""
+        """The pieces of a document in all samples of the run, by epoch and then in order: the
+        inverse of `describe`, which counts ids in the same way."""
         number = self.buckets.index(bucket)
         part = self.samples.datasets[number]
         in_stream = _pieces_in_stream(part, document, self.config.T)
 
-        # which samples of the run come from this data set, and which samples of the data set they are
+        # which samples of the run come from this data set, and which samples of the data set they
+        # are
         run_samples = own_samples = np.arange(self.config.num_samples)
         if isinstance(self.samples, BlendedDataset):
-            of_run = self.samples.dataset_index[:len(run_samples)]
+            of_run = self.samples.dataset_index[: len(run_samples)]
             run_samples = run_samples[of_run == number]
             own_samples = self.samples.dataset_sample_index[run_samples]
 

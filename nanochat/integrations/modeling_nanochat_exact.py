@@ -1,24 +1,26 @@
-"""
-The GPT for Hugging Face transformers. `scripts.export --to=hf` copies this file beside the weights. It needs only
-torch and transformers 5, nothing else from this project, and no core module imports it.
+"""The GPT for Hugging Face transformers. `scripts.export --to=hf` copies this file beside the
+weights. It needs only torch and transformers 5, nothing else from this project, and no core module
+imports it.
 
     AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
-The arithmetic is that of `gpt.py`, whose docstring names the source of each part. Parameters have the same names, so
-weights are exported unchanged. The differences follow from the interface of transformers:
+The arithmetic is that of `gpt.py`, whose docstring names the source of each part. Parameters have
+the same names, so weights are exported unchanged. The differences follow from the interface of
+transformers:
 
-- Rows may be padded on either side. `attention_mask` marks the tokens; no token attends to padding, and rotary angles
-  skip it.
-- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the previous token, so an extra layer of
-  the cache holds embeddings, as keys of a single head; its values are empty. Whatever transformers does to a cache
-  (reorder, repeat, crop) thus also happens to the embeddings.
+- Rows may be padded on either side. `attention_mask` marks the tokens; no token attends to padding,
+  and rotary angles skip it.
+- The cache is transformers' own `DynamicCache`. Smear needs the embedding of the previous token, so
+  an extra layer of the cache holds embeddings, as keys of a single head; its values are empty.
+  Whatever transformers does to a cache (reorder, repeat, crop) thus also happens to the embeddings.
 
       cache.layers    0 .. n_layer - 1    keys, values (B, kv heads, T, head_dim)
                       n_layer             embeddings (B, 1, T, n_embd), nothing (B, 1, T, 0)
 
 - The caller does not shift `labels`: position t predicts label t + 1.
-- An argument that would change the result in another model, but that this one cannot honour, is an error. Versions of
-  transformers differ in what they pass: the cache, for example, is `past_key_values` in 5.0 and `cache` in 5.24.
+- An argument that would change the result in another model, but that this one cannot honour, is an
+  error. Versions of transformers differ in what they pass: the cache, for example, is
+  `past_key_values` in 5.0 and `cache` in 5.24.
 """
 
 from typing import Any
@@ -35,14 +37,26 @@ try:
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as e:
-    raise ImportError(f"This model's code needs transformers 5, but {transformers.__version__} is installed ({e}); "
-                      f"pip install --upgrade transformers") from None
+    raise ImportError(
+        f"This model's code needs transformers 5, but {transformers.__version__} is installed ({e}); "
+        f"pip install --upgrade transformers"
+    ) from None
 
 SHAPE = {  # the model's shape and the constants of its architecture; config.json overrides them
-    "vocab_size": 32768, "padded_vocab_size": 32768, "sequence_len": 2048,
-    "n_layer": 12, "n_head": 6, "n_kv_head": 6, "n_embd": 768,
+    "vocab_size": 32768,
+    "padded_vocab_size": 32768,
+    "sequence_len": 2048,
+    "n_layer": 12,
+    "n_head": 6,
+    "n_kv_head": 6,
+    "n_embd": 768,
     "window_sizes": [2048] * 12,  # how many earlier tokens a token sees in each layer; -1: all
-    "rope_base": 100_000.0, "ve_gate_channels": 12, "smear_channels": 24, "qk_scale": 1.2, "logit_cap": 15.0}
+    "rope_base": 100_000.0,
+    "ve_gate_channels": 12,
+    "smear_channels": 24,
+    "qk_scale": 1.2,
+    "logit_cap": 15.0,
+}
 
 # the name of the cache in the results of this version of transformers
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -54,8 +68,12 @@ class NanochatExactConfig(PreTrainedConfig):
     model_type = "nanochat_exact"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012  Trainer adds a list to it
     attribute_map = {  # noqa: RUF012  transformers reads it from the class
-        "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
-        "num_key_value_heads": "n_kv_head", "max_position_embeddings": "sequence_len"}
+        "num_hidden_layers": "n_layer",
+        "hidden_size": "n_embd",
+        "num_attention_heads": "n_head",
+        "num_key_value_heads": "n_kv_head",
+        "max_position_embeddings": "sequence_len",
+    }
 
     def __init__(self, **kwargs: Any) -> None:
         for name, value in SHAPE.items():
@@ -73,16 +91,19 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (B or 1, 1, T, D/2)."""
+    """Rotate channel pairs (c, c + D/2) of x (B, H, T, D) by angles; cos and sin: (B or 1, 1, T,
+    D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int, is_token: Tensor | None) -> Tensor:
-    """Causal attention of q (B, H, Tq, D), at the last Tq of Tk positions, to k and v (B, Hkv, Tk, D).
+    """Causal attention of q (B, H, Tq, D), at the last Tq of Tk positions, to k and v (B, Hkv, Tk,
+    D).
 
-    window: how many earlier tokens a query sees; -1: all. is_token: (B, Tk) bool; None: all positions are tokens.
-    Padding attends to itself, so that its softmax is not empty. Returns (B, H, Tq, D)."""
+    window: how many earlier tokens a query sees; -1: all. is_token: (B, Tk) bool; None: all
+    positions are tokens. Padding attends to itself, so that its softmax is not empty. Returns (B,
+    H, Tq, D)."""
     Tq, out_of_reach = q.size(2), 0
     if window >= 0:  # drop the keys before the first query's window
         out_of_reach = max(0, k.size(2) - Tq - window)
@@ -100,7 +121,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, is_token: Tensor | None
 class Attention(nn.Module):
     def __init__(self, config: NanochatExactConfig, layer: int) -> None:
         super().__init__()
-        self.layer, self.window, self.qk_scale = layer, config.window_sizes[layer], config.qk_scale
+        self.layer = layer
+        self.window = config.window_sizes[layer]
+        self.qk_scale = config.qk_scale
         self.head_dim = config.n_embd // config.n_head
         kv_width = config.n_kv_head * self.head_dim
         self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
@@ -111,15 +134,26 @@ class Attention(nn.Module):
         if config.has_value_embedding(layer):
             self.ve_gate = nn.Linear(config.ve_gate_channels, config.n_kv_head, bias=False)
 
-    def forward(self, x: Tensor, ve: Tensor | None, rotary: tuple[Tensor, Tensor],
-                cache: Cache | None, is_token: Tensor | None) -> Tensor:
-        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. Returns (B, T, C)."""
+    def forward(
+        self,
+        x: Tensor,
+        ve: Tensor | None,
+        rotary: tuple[Tensor, Tensor],
+        cache: Cache | None,
+        is_token: Tensor | None,
+    ) -> Tensor:
+        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. Returns (B, T,
+        C)."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.c_q(x).view(heads), self.c_k(x).view(heads), self.c_v(x).view(heads)
+        q = self.c_q(x).view(heads)
+        k = self.c_k(x).view(heads)
+        v = self.c_v(x).view(heads)
         if self.ve_gate is not None and ve is not None:
-            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :self.ve_gate.in_features]))
+            gate = 3 * torch.sigmoid(self.ve_gate(x[..., : self.ve_gate.in_features]))
             v = v + gate.unsqueeze(-1) * ve.view(heads)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         q = norm(rotate(q, *rotary)) * self.qk_scale
         k = norm(rotate(k, *rotary)) * self.qk_scale
         if cache is not None:
@@ -162,12 +196,19 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         kv_width = config.n_kv_head * (config.n_embd // config.n_head)
         layers = range(config.n_layer)
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
-            "h": nn.ModuleList(Block(config, i) for i in layers)})
-        self.value_embeds = nn.ModuleDict({
-            str(i): nn.Embedding(config.padded_vocab_size, kv_width)
-            for i in layers if config.has_value_embedding(i)})
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(config.padded_vocab_size, config.n_embd),
+                "h": nn.ModuleList(Block(config, i) for i in layers),
+            }
+        )
+        self.value_embeds = nn.ModuleDict(
+            {
+                str(i): nn.Embedding(config.padded_vocab_size, kv_width)
+                for i in layers
+                if config.has_value_embedding(i)
+            }
+        )
         self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
@@ -182,31 +223,48 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Module:
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> nn.Module:
         """The input embeddings. ValueError for a different number of tokens."""
         if new_num_tokens not in (None, self.config.vocab_size):
-            raise ValueError(f"resize_token_embeddings: got {new_num_tokens:,}, but this model has "
-                             f"{self.config.vocab_size:,} tokens, which several layers embed; use one of the "
-                             f"tokenizer's special tokens instead of new ones")
+            raise ValueError(
+                f"resize_token_embeddings: got {new_num_tokens:,}, but this model has "
+                f"{self.config.vocab_size:,} tokens, which several layers embed; use one of the "
+                f"tokenizer's special tokens instead of new ones"
+            )
         return self.get_input_embeddings()
 
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                past_key_values: Cache | None = None, labels: Tensor | None = None,
-                use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, cache: Cache | None = None,
-                num_items_in_batch: int | Tensor | None = None, output_hidden_states: bool | None = None,
-                return_dict: bool | None = None, **others: Any) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """Logits (B, T, vocab_size) float32 of input_ids (B, T); with labels (B, T), also the loss, see `_loss`.
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
+        num_items_in_batch: int | Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits (B, T, vocab_size) float32 of input_ids (B, T); with labels (B, T), also the loss,
+        see `_loss`.
 
-        attention_mask: (B, past + T), 0 at padding. past_key_values, cache: two names for the cache. logits_to_keep:
-        how many of the last positions (0: all), or which positions. output_hidden_states: also return n_layer + 1
-        tensors (B, T, n_embd): the embeddings and each layer's output, the last one as the head reads it. return_dict:
-        if False, return a tuple. ValueError for a cache of a fixed size, for position_ids of packed documents, and for
+        attention_mask: (B, past + T), 0 at padding. past_key_values, cache: two names for the
+        cache. logits_to_keep: how many of the last positions (0: all), or which positions.
+        output_hidden_states: also return n_layer + 1 tensors (B, T, n_embd): the embeddings and
+        each layer's output, the last one as the head reads it. return_dict: if False, return a
+        tuple. ValueError for a cache of a fixed size, for position_ids of packed documents, and for
         arguments that would be ignored."""
         cache = past_key_values if cache is None else cache
         position_ids = others.pop("position_ids", None)
         others.pop("cache_position", None)  # always equals the number of tokens in the cache
         if input_ids is None or others.pop("inputs_embeds", None) is not None:
-            raise ValueError("inputs_embeds: value embeddings are looked up by token, so pass input_ids")
+            raise ValueError(
+                "inputs_embeds: value embeddings are looked up by token, so pass input_ids"
+            )
         self._refuse(cache, others)
         if cache is None and use_cache is not False and labels is None and not self._recomputes():
             cache = DynamicCache()
@@ -215,7 +273,11 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         wte = norm(self.transformer["wte"](input_ids))
         x = x0 = middle = self._smear(wte, cache, is_token)
         rotary = self._rotary(start, x, is_token, position_ids)
-        with_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        with_states = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
         states = [x]
         for i, block in enumerate(self.transformer["h"].children()):
             ve = self.value_embeds[str(i)](input_ids) if str(i) in self.value_embeds else None
@@ -226,31 +288,51 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
             if with_states:
                 states.append(x)
         x = norm(x - self.backout_lambda.to(x.dtype) * middle)
-        kept = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(x[:, kept])[..., :self.config.vocab_size].float()
+        kept = (
+            slice(-logits_to_keep or None, None)
+            if isinstance(logits_to_keep, int)
+            else logits_to_keep
+        )
+        logits = self.lm_head(x[:, kept])[..., : self.config.vocab_size].float()
         logits = self.config.logit_cap * torch.tanh(logits / self.config.logit_cap)
         loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
-        result = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache},
-                                        hidden_states=(*states[:-1], x) if with_states else None)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            **{CACHE: cache},
+            hidden_states=(*states[:-1], x) if with_states else None,
+        )
         as_dict = self.config.return_dict if return_dict is None else return_dict
         return result if as_dict else result.to_tuple()
 
     def _recomputes(self) -> bool:
-        """Whether layers are computed a second time for their gradients (gradient checkpointing)."""
+        """Whether layers are computed a second time for their gradients (gradient
+        checkpointing)."""
         blocks = self.transformer["h"].children()
-        return self.training and torch.is_grad_enabled() and any(block.gradient_checkpointing for block in blocks)
+        return (
+            self.training
+            and torch.is_grad_enabled()
+            and any(block.gradient_checkpointing for block in blocks)
+        )
 
     def _refuse(self, cache: Cache | None, others: dict[str, Any]) -> None:
-        """ValueError for arguments that this model cannot honour. `others`: those that `forward` does not name."""
+        """ValueError for arguments that this model cannot honour. `others`: those that `forward`
+        does not name."""
         if others.pop("output_attentions", None) or self.config.output_attentions:
-            raise ValueError("output_attentions: attention is computed without storing its weights; remove this "
-                             "setting")
+            raise ValueError(
+                "output_attentions: attention is computed without storing its weights; remove this "
+                "setting"
+            )
         if cache is not None and cache.is_compileable:
-            raise ValueError("cache_implementation: a cache of a fixed size has no room for the embeddings "
-                             "that smear needs; remove this setting")
+            raise ValueError(
+                "cache_implementation: a cache of a fixed size has no room for the embeddings "
+                "that smear needs; remove this setting"
+            )
         if cache is not None and self._recomputes():
-            raise ValueError("gradient_checkpointing: a layer that is computed twice would enter the cache twice; "
-                             "pass use_cache=False and no cache")
+            raise ValueError(
+                "gradient_checkpointing: a layer that is computed twice would enter the cache twice; "
+                "pass use_cache=False and no cache"
+            )
         if unknown := [name for name, value in others.items() if value is not None]:
             raise ValueError(f"{', '.join(unknown)}: this model would ignore it; leave it out")
 
@@ -259,21 +341,31 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
         if attention_mask is None:
             return None
         if attention_mask.shape != shape:
-            raise ValueError(f"attention_mask: got the shape {tuple(attention_mask.shape)}, expected {shape}, for rows "
-                             f"of earlier and new tokens, 0 at padding")
+            raise ValueError(
+                f"attention_mask: got the shape {tuple(attention_mask.shape)}, expected {shape}, for rows "
+                f"of earlier and new tokens, 0 at padding"
+            )
         return None if attention_mask.all() else attention_mask.bool()
 
-    def _loss(self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None) -> Tensor:
-        """The loss in nats over the labels that are not -100: their mean, or their sum divided by num_items_in_batch,
-        the number of labels in all micro-batches of a step."""
+    def _loss(
+        self, logits: Tensor, labels: Tensor, num_items_in_batch: int | Tensor | None
+    ) -> Tensor:
+        """The loss in nats over the labels that are not -100: their mean, or their sum divided by
+        num_items_in_batch, the number of labels in all micro-batches of a step."""
         reduction = "mean" if num_items_in_batch is None else "sum"
         predicted, targets = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten().to(logits.device)
         loss = F.cross_entropy(predicted, targets, ignore_index=-100, reduction=reduction)
-        return loss if num_items_in_batch is None else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+        return (
+            loss
+            if num_items_in_batch is None
+            else loss / torch.as_tensor(num_items_in_batch, device=loss.device)
+        )
 
-    def _rotary(self, start: int, x: Tensor, is_token: Tensor | None,
-                position_ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B or 1, 1, T, D/2) of the positions of x (B, T, C), which begin at `start`."""
+    def _rotary(
+        self, start: int, x: Tensor, is_token: Tensor | None, position_ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, 1, T, D/2) of the positions of x (B, T, C), which begin at
+        `start`."""
         half = self.config.n_embd // self.config.n_head // 2
         turns = self.config.rope_base ** (-torch.arange(half, dtype=torch.float32) / half)
         positions, is_new_token = torch.arange(start, start + x.size(1))[None], torch.tensor(True)
@@ -281,22 +373,24 @@ class NanochatExactForCausalLM(PreTrainedModel, GenerationMixin):
             is_new_token = is_token.cpu()[:, start:]
             positions = is_token.cpu().cumsum(dim=1)[:, start:].sub(1).clamp(min=0)
         if position_ids is not None and (is_new_token & (position_ids.cpu() != positions)).any():
-            raise ValueError("position_ids: they do not count the tokens of a row from 0, but documents packed into a "
-                             "row would attend to each other; pass one document per row, with padding")
+            raise ValueError(
+                "position_ids: they do not count the tokens of a row from 0, but documents packed into a "
+                "row would attend to each other; pass one document per row, with padding"
+            )
         angles = positions[:, None, :, None].float() * turns  # on the CPU: the same bits everywhere
         return angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype)
 
     def _smear(self, x: Tensor, cache: Cache | None, is_token: Tensor | None) -> Tensor:
-        """Add a gated share of the previous embedding to each position of x (B, T, C), except at a row's first token
-        and after padding."""
+        """Add a gated share of the previous embedding to each position of x (B, T, C), except at a
+        row's first token and after padding."""
         T, embeddings = x.size(1), x
         if cache is not None:
             while len(cache.layers) <= self.config.n_layer:
                 cache.layers.append(DynamicLayer())
             embeddings = cache.update(x[:, None], x[:, None, :, :0], self.config.n_layer)[0][:, 0]
-        previous = F.pad(embeddings, (0, 0, 1, 0))[:, -T - 1:-1]
-        gate = torch.sigmoid(self.smear_gate(x[..., :self.smear_gate.in_features]))
+        previous = F.pad(embeddings, (0, 0, 1, 0))[:, -T - 1 : -1]
+        gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))
         gate = self.smear_lambda.to(x.dtype) * gate
         if is_token is not None:
-            gate = gate * F.pad(is_token, (1, 0))[:, -T - 1:-1, None]
+            gate = gate * F.pad(is_token, (1, 0))[:, -T - 1 : -1, None]
         return x + gate * previous

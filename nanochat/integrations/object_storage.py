@@ -1,6 +1,6 @@
-"""
-Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder. `common.as_path` imports this module
-at the first path like s3://bucket/folder; a program with only local files never loads it.
+"""Object storage (S3, Google Cloud Storage, Azure): a bucket is read like a folder.
+`common.as_path` imports this module at the first path like s3://bucket/folder; a program with only
+local files never loads it.
 
     as_path("s3://b/set")      a RemotePath: pathlib's exists, is_file, is_dir, rglob, stat and open,
                                answered from one listing of the folder
@@ -11,26 +11,29 @@ at the first path like s3://bucket/folder; a program with only local files never
         shuffled samples are scattered over the file: exactly their bytes are fetched
             file  .#....##..........#.#.#.
 
-**Pinning.** One listing per launch gives the size and ETag of every object. Each range is requested with If-Match, and
-the size, ETag, range and length of the answer are checked. So bytes from two versions of an object never mix, even if a
-proxy drops If-Match: a changed object is an error that names it.
+**Pinning.** One listing per launch gives the size and ETag of every object. Each range is requested
+with If-Match, and the size, ETag, range and length of the answer are checked. So bytes from two
+versions of an object never mix, even if a proxy drops If-Match: a changed object is an error that
+names it.
 
-**Waiting.** Every request goes through `request`. obstore retries a failed request if that may help: for 300 s, but for
-only 9 s if the bucket has never answered, because then the endpoint is probably wrong. The request runs in a daemon
-thread, while the caller checks ten times a second whether the program should stop. So a stalled bucket delays neither a
-signal nor Python's exit. If an answer does not fit the request, or has the code of an error that S3 calls temporary,
-the request is repeated up to four times.
+**Waiting.** Every request goes through `request`. obstore retries a failed request if that may
+help: for 300 s, but for only 9 s if the bucket has never answered, because then the endpoint is
+probably wrong. The request runs in a daemon thread, while the caller checks ten times a second
+whether the program should stop. So a stalled bucket delays neither a signal nor Python's exit. If
+an answer does not fit the request, or has the code of an error that S3 calls temporary, the request
+is repeated up to four times.
 
-**Secrets.** obstore's error messages may contain an access key or a signed URL. None of that text is passed on:
-each message is ours, with at most the HTTP status and the S3 code from obstore's. A path that may hold credentials is
-refused and never shown.
+**Secrets.** obstore's error messages may contain an access key or a signed URL. None of that text
+is passed on: each message is ours, with at most the HTTP status and the S3 code from obstore's. A
+path that may hold credentials is refused and never shown.
 
-**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, gets its own clients and its own copy of
-obstore. A fork copies obstore's sockets but not its threads, so a child that used the parent's obstore would wait
-forever or crash its parent.
+**Forks.** A forked process, such as a worker of torch.utils.data.DataLoader, gets its own clients
+and its own copy of obstore. A fork copies obstore's sockets but not its threads, so a child that
+used the parent's obstore would wait forever or crash its parent.
 
-obstore reads s3://, gs:// and az://. It was chosen because it sends If-Match with a range and reports an answer's ETag,
-size and range. multi-storage-client reads msc://PROFILE/KEY; its configuration defines the profiles.
+obstore reads s3://, gs:// and az://. It was chosen because it sends If-Match with a range and
+reports an answer's ETag, size and range. multi-storage-client reads msc://PROFILE/KEY; its
+configuration defines the profiles.
 """
 
 import atexit
@@ -56,7 +59,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanochat.common import LAUNCH, StopAsked, atomic_open, each, get_base_dir, hash_json, refuse_secrets
+from nanochat.common import (
+    LAUNCH,
+    StopAsked,
+    atomic_open,
+    each,
+    get_base_dir,
+    hash_json,
+    refuse_secrets,
+)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,24 +77,55 @@ PART_BYTES, KEPT_PARTS = 1 << 18, 1024  # for files that lanes read in order: 25
 TRIES = 5  # attempts to get an answer that fits the request
 ADVICE = "restore the old object, or start a new run (--model-tag)"
 PROXY = "bypass the proxy that changes requests between this machine and object storage"
-# The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is AWS.
+# The first of these variables that is set holds the endpoint of S3. If none is set, the endpoint is
+# AWS.
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINT = re.compile(r"https?://((?:[\w.-]+|\[[\w:.]+\])(?::\d{1,5})?)(/[\w.~/-]*)?")
-# Errors that may not occur again, according to the documentation of S3 and of its clients. obstore itself repeats a
-# request after 408, 429 and 5xx, but not after these codes with other statuses.
+# Errors that may not occur again, according to the documentation of S3 and of its clients. obstore
+# itself repeats a request after 408, 429 and 5xx, but not after these codes with other statuses.
 CLOCK_CODES = frozenset(("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture"))
-BUSY_CODES = frozenset((
-    "OperationAborted", "ConditionalRequestConflict", "InternalError", "ServiceUnavailable", "SlowDown", "Busy",
-    "IncompleteBody", "RequestTimeoutException", "Throttling", "ThrottlingException", "ThrottledException",
-    "RequestThrottled", "RequestThrottledException", "TooManyRequests", "TooManyRequestsException",
-    "RequestLimitExceeded", "BandwidthLimitExceeded", "LimitExceededException", "TransactionInProgressException",
-    "PriorRequestNotComplete"))
-EXPIRED_CODES = frozenset(("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken"))
-REGION_CODES = frozenset(("PermanentRedirect", "TemporaryRedirect", "Redirect", "AuthorizationHeaderMalformed",
-                          "IllegalLocationConstraintException"))
+BUSY_CODES = frozenset(
+    (
+        "OperationAborted",
+        "ConditionalRequestConflict",
+        "InternalError",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Busy",
+        "IncompleteBody",
+        "RequestTimeoutException",
+        "Throttling",
+        "ThrottlingException",
+        "ThrottledException",
+        "RequestThrottled",
+        "RequestThrottledException",
+        "TooManyRequests",
+        "TooManyRequestsException",
+        "RequestLimitExceeded",
+        "BandwidthLimitExceeded",
+        "LimitExceededException",
+        "TransactionInProgressException",
+        "PriorRequestNotComplete",
+    )
+)
+EXPIRED_CODES = frozenset(
+    ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken")
+)
+REGION_CODES = frozenset(
+    (
+        "PermanentRedirect",
+        "TemporaryRedirect",
+        "Redirect",
+        "AuthorizationHeaderMalformed",
+        "IllegalLocationConstraintException",
+    )
+)
 KEYS_HINT = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY", "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY", "msc": "MSC_CONFIG"}
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
+    "msc": "MSC_CONFIG",
+}
 # No path can name an object with such a key: one part is "", "." or "..", or might be a secret.
 UNUSABLE_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|:[^@]*@|\?")
 
@@ -116,35 +158,45 @@ class Changed(ValueError):
 
 
 class Garbled(OSError):
-    """The answer does not fit the request, or the service cannot answer it just now. obstore does not retry then, but a
-    retry may help."""
+    """The answer does not fit the request, or the service cannot answer it just now. obstore does
+    not retry then, but a retry may help."""
 
 
-# ---- names ----------------------------------------------------------------------------------------------------------
+# ---- names
+# ----------------------------------------------------------------------------------------------------------
+
 
 def url(path: str) -> str:
-    """One path, or several separated by commas, with the double slashes that a pathlib.Path drops."""
+    """One path, or several separated by commas, with the double slashes that a pathlib.Path
+    drops."""
     return re.sub(r"(^|,)(s3|gs|az|msc):(/+|$)", r"\1\2://", path)
 
 
 def split(path: str) -> tuple[str, str, str]:
-    """(scheme, bucket, key) of a path. ValueError if it names no bucket or may hold a secret, which is not shown."""
+    """(scheme, bucket, key) of a path. ValueError if it names no bucket or may hold a secret, which
+    is not shown."""
     refuse_secrets(path)
     match = re.fullmatch(r"(s3|gs|az|msc)://([^/]+)/*(.*)", url(path), re.DOTALL)
     if match is None:
-        raise ValueError(f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY or "
-                         f"msc://PROFILE/KEY")
+        raise ValueError(
+            f"{url(path)}: expected s3://BUCKET/KEY, gs://BUCKET/KEY, az://BUCKET/KEY or "
+            f"msc://PROFILE/KEY"
+        )
     return match[1], match[2], match[3]
 
 
-# ---- clients --------------------------------------------------------------------------------------------------------
+# ---- clients
+# --------------------------------------------------------------------------------------------------------
+
 
 class Bucket:
-    """The client of one bucket, with credentials from the environment. ValueError if the environment does not describe
-    an endpoint, or a package is missing."""
+    """The client of one bucket, with credentials from the environment. ValueError if the
+    environment does not describe an endpoint, or a package is missing."""
 
     def __init__(self, scheme: str, bucket: str, silence_s: float, give_up_s: float):
-        self.scheme, self.bucket, self.name = scheme, bucket, f"{scheme}://{bucket}"
+        self.scheme = scheme
+        self.bucket = bucket
+        self.name = f"{scheme}://{bucket}"
         self.host, self.setting = self.name, KEYS_HINT[scheme]  # for messages
         self.endpoint = ""  # an S3 service other than AWS, or ""
         self.obs: Any = None  # has obstore's functions, which take `store`
@@ -155,31 +207,54 @@ class Bucket:
         try:
             self.obs = load_obstore()
         except (ImportError, OSError) as e:
-            advice = (f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
-                      f"allows loading libraries, or start processes with spawn" if _parents else
-                      "pip install -e '.[s3]'")
+            advice = (
+                f"its copy for a forked process does not load ({e}); set TMPDIR to a folder that "
+                f"allows loading libraries, or start processes with spawn"
+                if _parents
+                else "pip install -e '.[s3]'"
+            )
             raise ValueError(f"{self.name}: object storage needs obstore; {advice}") from None
         if scheme == "gs":
             self.host = f"https://storage.googleapis.com/{bucket}"
         if scheme == "s3":
             variable = next((name for name in ENDPOINTS if os.environ.get(name)), "")
-            self.endpoint, self.setting = os.environ.get(variable, ""), variable or "AWS_ENDPOINT_URL (not set)"
+            self.endpoint = os.environ.get(variable, "")
+            self.setting = variable or "AWS_ENDPOINT_URL (not set)"
             if self.endpoint and not ENDPOINT.fullmatch(self.endpoint):
-                raise ValueError(f"{self.name}: {variable} is not the URL of an endpoint; expected http://HOST:PORT or "
-                                 f"https://HOST, without credentials or a query")
-            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+                raise ValueError(
+                    f"{self.name}: {variable} is not the URL of an endpoint; expected http://HOST:PORT or "
+                    f"https://HOST, without credentials or a query"
+                )
+            region = (
+                os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            )
             self.host = self.endpoint or f"https://s3.{region}.amazonaws.com/{bucket}"
-        options = {"allow_http": self.endpoint.startswith("http://"), "timeout": timedelta(hours=1),
-                   "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
-                   "read_timeout": timedelta(seconds=silence_s)}
-        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
-        retry = {"max_retries": 10_000, "retry_timeout": timedelta(seconds=give_up_s), "backoff": backoff}
+        options = {
+            "allow_http": self.endpoint.startswith("http://"),
+            "timeout": timedelta(hours=1),
+            "connect_timeout": timedelta(seconds=PATIENCE.connect_s),
+            "read_timeout": timedelta(seconds=silence_s),
+        }
+        backoff = {
+            "init_backoff": timedelta(seconds=0.1),
+            "max_backoff": timedelta(seconds=5),
+            "base": 2,
+        }
+        retry = {
+            "max_retries": 10_000,
+            "retry_timeout": timedelta(seconds=give_up_s),
+            "backoff": backoff,
+        }
         endpoint = {"endpoint": self.endpoint} if self.endpoint else {}
         try:
-            self.store = self.obs.store.from_url(self.name, client_options=options, retry_config=retry, **endpoint)
+            self.store = self.obs.store.from_url(
+                self.name, client_options=options, retry_config=retry, **endpoint
+            )
         except BaseException:  # a panic in Rust is not an Exception
-            raise ValueError(f"{self.name}: environment variables to access it are missing or wrong; check "
-                             f"{KEYS_HINT[scheme]}") from None
+            raise ValueError(
+                f"{self.name}: environment variables to access it are missing or wrong; check "
+                f"{KEYS_HINT[scheme]}"
+            ) from None
 
     def stat(self, meta: Any) -> Stat:
         """A `Stat` from obstore's description of an object."""
@@ -193,48 +268,67 @@ class Bucket:
             return None
 
     def list_below(self, prefix: str) -> list[Stat]:
-        """All objects that a path can name below a prefix. A warning gives the number of others; but obstore refuses a
-        whole listing for one key with an empty part, '.' or '..'."""
+        """All objects that a path can name below a prefix. A warning gives the number of others;
+        but obstore refuses a whole listing for one key with an empty part, '.' or '..'."""
         stats = self._list(prefix)
         usable = [stat for key, stat in stats.items() if not UNUSABLE_KEY.search(key.rstrip("/"))]
         if len(usable) < len(stats):
-            log.warning("%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
-                        "or might be a secret)", self.name, prefix, len(stats) - len(usable))
+            log.warning(
+                "%s/%s: skipping %d objects that no path can name (a part of the key is empty, '.' or '..', "
+                "or might be a secret)",
+                self.name,
+                prefix,
+                len(stats) - len(usable),
+            )
         return usable
 
     def _list(self, prefix: str) -> dict[str, Stat]:
-        """{key: description} of all objects below a prefix. Programs mark folders by empty objects whose keys end with
-        a slash, which obstore drops, as in corpus.parquet/: these are left out."""
+        """{key: description} of all objects below a prefix. Programs mark folders by empty objects
+        whose keys end with a slash, which obstore drops, as in corpus.parquet/: these are left
+        out."""
         stats: dict[str, Stat] = {}
         for metas in self.obs.list(self.store, prefix or None):
             for meta in metas:
                 stat = self.stat(meta)
-                if stat.size or meta["path"] not in stats:  # not a marker beside an object of the same name
+                # not a marker beside an object of the same name
+                if stat.size or meta["path"] not in stats:
                     stats[meta["path"]] = stat
         folders = {parent.as_posix() for key in stats for parent in PurePosixPath(key).parents}
         empty = [key for key, stat in stats.items() if not stat.size]
         alone = [key for key in empty if key not in folders and PurePosixPath(key).suffix]
         missing = {key for key, stat in zip(alone, each(self.head, alone)) if stat is None}
-        return {key: stat for key, stat in stats.items() if key not in missing and (stat.size or key not in folders)}
+        return {
+            key: stat
+            for key, stat in stats.items()
+            if key not in missing and (stat.size or key not in folders)
+        }
 
     def get(self, key: str, begin: int, end: int, pinned: Stat) -> memoryview:
         """Bytes begin .. end - 1 of the pinned version of an object."""
         options = {"range": (begin, end), **({"if_match": pinned.etag} if pinned.etag else {})}
         answer = self.obs.get(self.store, key, options=options)
-        data, now, first = memoryview(answer.bytes()), self.stat(answer.meta), answer.range[0]
+        data = memoryview(answer.bytes())
+        now = self.stat(answer.meta)
+        first = answer.range[0]
         if (now.size, now.etag) != (pinned.size, pinned.etag):
-            raise Changed(f"{pinned.path}: it has changed since this run began (from {pinned.size:,} bytes with ETag "
-                          f"{pinned.etag} to {now.size:,} bytes with ETag {now.etag}); {ADVICE}")
+            raise Changed(
+                f"{pinned.path}: it has changed since this run began (from {pinned.size:,} bytes with ETag "
+                f"{pinned.etag} to {now.size:,} bytes with ETag {now.etag}); {ADVICE}"
+            )
         if (first, len(data)) != (begin, end - begin):
-            raise Garbled(f"{pinned.path}: {self.host} sent {len(data):,} bytes from {first:,}, but "
-                          f"{end - begin:,} bytes from {begin:,} were requested; {PROXY}")
+            raise Garbled(
+                f"{pinned.path}: {self.host} sent {len(data):,} bytes from {first:,}, but "
+                f"{end - begin:,} bytes from {begin:,} were requested; {PROXY}"
+            )
         return data
 
     def explain(self, e: BaseException, path: str) -> Exception:
         """Our own error for a failed request, without obstore's text, which may hold a secret."""
         if isinstance(e, (Changed, Garbled)):
             return e
-        text, name = str(e), type(e).__name__  # obstore may not be installed, so its types are known by name only
+        # obstore may not be installed, so its types are known by name only
+        text = str(e)
+        name = type(e).__name__
         status = int((re.search(r"status code: (\d{3})", text) or [0, 0])[1])
         code = (re.search(r"<Code>([\w.]{1,60})</Code>", text) or ["", ""])[1]
         answered, keys = f"HTTP {status} {code}".rstrip(), KEYS_HINT[self.scheme]
@@ -242,67 +336,127 @@ class Bucket:
         unavailable = status in (408, 429) or status >= 500 or (status == 0 and not moved)
         denied = isinstance(e, PermissionError) or status in (401, 403) or code in EXPIRED_CODES
         causes: list[tuple[object, type[Exception], str]] = [  # the first true test decides
-            (re.search(r"169\.254\.169\.254|metadata\.google\.internal", text), PermissionError,
-             f"no credentials; set {keys}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket"),
-            (code == "NoSuchBucket", FileNotFoundError,
-             f"bucket {self.bucket} does not exist; check the path and {self.setting}"),
+            (
+                re.search(r"169\.254\.169\.254|metadata\.google\.internal", text),
+                PermissionError,
+                f"no credentials; set {keys}, or AWS_SKIP_SIGNATURE=true for a public S3 bucket",
+            ),
+            (
+                code == "NoSuchBucket",
+                FileNotFoundError,
+                f"bucket {self.bucket} does not exist; check the path and {self.setting}",
+            ),
             (isinstance(e, FileNotFoundError), FileNotFoundError, "no such object"),
-            (name == "PreconditionError", Changed, f"it has changed since this run began (its ETag differs); {ADVICE}"),
-            (isinstance(e, ValueError) or name == "InvalidPathError", ValueError,
-             "the key, or one below it, has an empty part, '.' or '..'; rename the object"),
-            (not status and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text), Garbled,
-             f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}"),
-            (code == "RequestTimeout", Garbled,
-             f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
-             f"machine or the connection is less busy: a run resumes from its last checkpoint"),
-            (code in CLOCK_CODES, Garbled,
-             f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
-             f"({answered}); set this machine's clock (NTP), then restart: a run resumes from its last checkpoint"),
-            (code in BUSY_CODES and status not in (0, 408, 429) and status < 500, Garbled,
-             f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it is less busy: a run "
-             f"resumes from its last checkpoint"),
+            (
+                name == "PreconditionError",
+                Changed,
+                f"it has changed since this run began (its ETag differs); {ADVICE}",
+            ),
+            (
+                isinstance(e, ValueError) or name == "InvalidPathError",
+                ValueError,
+                "the key, or one below it, has an empty part, '.' or '..'; rename the object",
+            ),
+            (
+                not status
+                and re.search(r"Requested .*, got |non-partial|Content-Range|CONTENT_RANGE", text),
+                Garbled,
+                f"{self.host} sent a different range from the one requested, {TRIES} times; {PROXY}",
+            ),
+            (
+                code == "RequestTimeout",
+                Garbled,
+                f"{self.host} did not receive the whole request in time, {TRIES} times ({answered}); restart when the "
+                f"machine or the connection is less busy: a run resumes from its last checkpoint",
+            ),
+            (
+                code in CLOCK_CODES,
+                Garbled,
+                f"the clock of this machine and that of {self.host} differ by more than 15 minutes, {TRIES} times "
+                f"({answered}); set this machine's clock (NTP), then restart: a run resumes from its last checkpoint",
+            ),
+            (
+                code in BUSY_CODES and status not in (0, 408, 429) and status < 500,
+                Garbled,
+                f"{self.host} could not answer just now, {TRIES} times ({answered}); restart when it "
+                f"is less busy: a run resumes from its last checkpoint",
+            ),
             # obstore does not repeat a listing whose answer was interrupted
-            (unavailable and not isinstance(e, PermissionError), Garbled if "ListResponseBody" in text else OSError,
-             f"no complete answer from {self.host} ({answered if status else 'no connection, or it was interrupted'}); "
-             f"check the network and {self.setting}, then restart: a run resumes from its last checkpoint"),
-            (code == "InvalidObjectState", OSError,
-             f"the object is archived, so it cannot be read ({answered}); restore it from the archive first"),
-            (moved or code in REGION_CODES, PermissionError,
-             f"the bucket is in another region, or behind another address ({answered if status else 'a redirect'}); "
-             f"set AWS_DEFAULT_REGION to the bucket's region, and check {self.setting}"),
-            (code in EXPIRED_CODES, PermissionError,
-             f"access denied ({answered}): the temporary credentials have expired or are not valid; renew them, and "
-             f"check {keys} and AWS_SESSION_TOKEN"),
-            (code.startswith("KMS."), PermissionError,
-             f"the key that encrypts the object cannot be used ({answered}); check it, and the permission to use it"),
-            (denied, PermissionError, f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
-                                      f"and AWS_DEFAULT_REGION"),
-            (True, OSError, f"{self.host} refused the request ({answered}); check the path and {self.setting}")]
+            (
+                unavailable and not isinstance(e, PermissionError),
+                Garbled if "ListResponseBody" in text else OSError,
+                f"no complete answer from {self.host} "
+                f"({answered if status else 'no connection, or it was interrupted'}); "
+                f"check the network and {self.setting}, then restart: a run resumes from its last "
+                f"checkpoint",
+            ),
+            (
+                code == "InvalidObjectState",
+                OSError,
+                f"the object is archived, so it cannot be read ({answered}); restore it from the archive first",
+            ),
+            (
+                moved or code in REGION_CODES,
+                PermissionError,
+                f"the bucket is in another region, or behind another address ({answered if status else 'a redirect'}); "
+                f"set AWS_DEFAULT_REGION to the bucket's region, and check {self.setting}",
+            ),
+            (
+                code in EXPIRED_CODES,
+                PermissionError,
+                f"access denied ({answered}): the temporary credentials have expired or are not valid; renew them, and "
+                f"check {keys} and AWS_SESSION_TOKEN",
+            ),
+            (
+                code.startswith("KMS."),
+                PermissionError,
+                f"the key that encrypts the object cannot be used ({answered}); check it, and the permission to use it",
+            ),
+            (
+                denied,
+                PermissionError,
+                f"access denied ({answered}); check {keys} and their permissions, {self.setting} "
+                f"and AWS_DEFAULT_REGION",
+            ),
+            (
+                True,
+                OSError,
+                f"{self.host} refused the request ({answered}); check the path and {self.setting}",
+            ),
+        ]
         return next(kind(f"{path}: {sentence}") for test, kind, sentence in causes if test)
 
 
 open_bucket = functools.cache(Bucket)  # one client for all requests with the same timeouts
 _loading = threading.Lock()
-_parents: list[Any] = []  # in a forked process: the parent's clients and obstore, which it must not use
+# in a forked process: the parent's clients and obstore, which it must not use
+_parents: list[Any] = []
 
 
 def _forget_parent() -> None:
-    """Replace locks, clients and obstore in a forked process. The parent's objects stay in memory: deleting them would
-    close its connections."""
+    """Replace locks, clients and obstore in a forked process. The parent's objects stay in memory:
+    deleting them would close its connections."""
     global open_bucket, _loading, _lock
     names = [name for name in sys.modules if name.partition(".")[0] == "obstore"]
     _parents.append((open_bucket, [sys.modules.pop(name) for name in names]))
-    open_bucket, _loading, _lock = functools.cache(Bucket), threading.Lock(), threading.RLock()
+    open_bucket = functools.cache(Bucket)
+    _loading = threading.Lock()
+    _lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_parent)
 
 
 def load_obstore() -> Any:
-    """The package obstore. A forked process loads a copy of obstore's library, to get its own threads and sockets: for
-    the same file, the linker returns the library that the parent loaded. ImportError or OSError."""
+    """The package obstore. A forked process loads a copy of obstore's library, to get its own
+    threads and sockets: for the same file, the linker returns the library that the parent loaded.
+    ImportError or OSError."""
     with _loading, contextlib.ExitStack() as stack:
-        if _parents and "obstore" not in sys.modules and (spec := importlib.util.find_spec("obstore")):
+        if (
+            _parents
+            and "obstore" not in sys.modules
+            and (spec := importlib.util.find_spec("obstore"))
+        ):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             shutil.copytree(Path(str(spec.origin)).parent, Path(folder, "obstore"))
             sys.path.insert(0, folder)
@@ -313,23 +467,31 @@ def load_obstore() -> Any:
 
 
 class Msc:
-    """A profile of multi-storage-client behind obstore's interface. Its answers have neither range nor ETag, so `get`
-    asks for the object's description after each read."""
+    """A profile of multi-storage-client behind obstore's interface. Its answers have neither range
+    nor ETag, so `get` asks for the object's description after each read."""
 
     def __init__(self, profile: str):
         try:
             import multistorageclient as msc
         except ImportError:
-            raise ValueError(f"msc://{profile}: the package multi-storage-client is not installed; pip install "
-                             f"multi-storage-client") from None
+            raise ValueError(
+                f"msc://{profile}: the package multi-storage-client is not installed; pip install "
+                f"multi-storage-client"
+            ) from None
         self.root, self.span = f"msc://{profile}/", msc.types.Range
         try:
             self.client, _ = msc.resolve_storage_client(self.root)
         except Exception:
-            raise ValueError(f"msc://{profile}: no such profile; check the file that MSC_CONFIG names") from None
+            raise ValueError(
+                f"msc://{profile}: no such profile; check the file that MSC_CONFIG names"
+            ) from None
 
     def _meta(self, info: Any) -> dict[str, Any]:
-        return {"path": info.key.removeprefix(self.root), "size": info.content_length, "e_tag": info.etag}
+        return {
+            "path": info.key.removeprefix(self.root),
+            "size": info.content_length,
+            "e_tag": info.etag,
+        }
 
     def head(self, _: Any, key: str) -> dict[str, Any]:
         return {**self._meta(self.client.info(key)), "path": key}
@@ -343,22 +505,30 @@ class Msc:
         return SimpleNamespace(bytes=lambda: data, range=(begin, end), meta=self.head(None, key))
 
 
-# ---- requests -------------------------------------------------------------------------------------------------------
+# ---- requests
+# -------------------------------------------------------------------------------------------------------
 
 ANSWERED: set[tuple[str, str]] = set()  # (scheme, bucket) of every bucket that has answered
 _last_warning = [-math.inf]  # time of the last warning about a wait
 
 
 def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T:
-    """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the caller waits here.
-    StopAsked if a stop is requested meanwhile. `what` names the request in messages."""
+    """The result of `call(client, key)` for a path. The call runs in a daemon thread, and the
+    caller waits here. StopAsked if a stop is requested meanwhile. `what` names the request in
+    messages."""
     scheme, name, key = split(path)
-    bucket_name, start, what = (scheme, name), time.monotonic(), what or path
+    bucket_name = (scheme, name)
+    start = time.monotonic()
+    what = what or path
 
     def call_until_valid(_: None) -> T:
         """Call up to TRIES times until the answer fits the request."""
-        bucket = open_bucket(scheme, name, PATIENCE.silence_s,
-                             PATIENCE.give_up_s if bucket_name in ANSWERED else PATIENCE.first_answer_s)
+        bucket = open_bucket(
+            scheme,
+            name,
+            PATIENCE.silence_s,
+            PATIENCE.give_up_s if bucket_name in ANSWERED else PATIENCE.first_answer_s,
+        )
         for attempt in range(TRIES):
             try:
                 answer = call(bucket, key)
@@ -385,7 +555,8 @@ def request(path: str, call: Callable[[Bucket, str], T], *, what: str = "") -> T
 
 @atexit.register
 def _end() -> None:
-    """Give pending requests a second to end, so that none returns while the interpreter shuts down."""
+    """Give pending requests a second to end, so that none returns while the interpreter shuts
+    down."""
     end = time.monotonic() + 1.0
     for thread in threading.enumerate():
         if thread.name == "each":
@@ -393,7 +564,8 @@ def _end() -> None:
 
 
 def find(path: str) -> Stat | None:
-    """Describe an object; None if it does not exist. FileNotFoundError if the bucket does not exist."""
+    """Describe an object; None if it does not exist. FileNotFoundError if the bucket does not
+    exist."""
     return request(path, Bucket.head)
 
 
@@ -403,34 +575,44 @@ def list_objects(path: str) -> list[Stat]:
 
 
 def read_range(stat: Stat, begin: int, end: int) -> memoryview:
-    """Bytes begin .. end - 1 of an object. FileNotFoundError if it no longer exists, ValueError if it has
-    changed, OSError if object storage does not answer or denies access."""
+    """Bytes begin .. end - 1 of an object. FileNotFoundError if it no longer exists, ValueError if
+    it has changed, OSError if object storage does not answer or denies access."""
     try:
-        return request(stat.path, lambda bucket, key: bucket.get(key, begin, end, stat),
-                       what=f"{stat.path} bytes {begin:,} to {end:,}")
+        return request(
+            stat.path,
+            lambda bucket, key: bucket.get(key, begin, end, stat),
+            what=f"{stat.path} bytes {begin:,} to {end:,}",
+        )
     except FileNotFoundError as e:
         raise FileNotFoundError(f"{e}, but this run reads it; {ADVICE}") from None
 
 
 def read_whole(stat: Stat) -> Iterator[memoryview]:
     """All bytes of an object in pieces, with several requests at once."""
-    return each(lambda at: read_range(stat, at, min(at + REQUEST_BYTES, stat.size)),
-                range(0, stat.size, REQUEST_BYTES), at_once=8)
+    return each(
+        lambda at: read_range(stat, at, min(at + REQUEST_BYTES, stat.size)),
+        range(0, stat.size, REQUEST_BYTES),
+        at_once=8,
+    )
 
 
 kept_range = functools.lru_cache(KEPT_PARTS)(read_range)
 
 
 def read_parts(stat: Stat, begin: int, end: int) -> bytes:
-    """`read_range` for a caller that will read the bytes after these: recently used parts stay in memory."""
+    """`read_range` for a caller that will read the bytes after these: recently used parts stay in
+    memory."""
     first = begin // PART_BYTES * PART_BYTES
-    parts = each(lambda at: kept_range(stat, at, min(at + PART_BYTES, stat.size)), range(first, end, PART_BYTES))
-    return b"".join(parts)[begin - first:end - first]
+    parts = each(
+        lambda at: kept_range(stat, at, min(at + PART_BYTES, stat.size)),
+        range(first, end, PART_BYTES),
+    )
+    return b"".join(parts)[begin - first : end - first]
 
 
 class RemoteReader:
-    """The ids of a .bin; see `nanochat.tokens.Reader`. Every array has its own memory: a view would keep a whole part
-    alive while one of its documents is pending."""
+    """The ids of a .bin; see `nanochat.tokens.Reader`. Every array has its own memory: a view would
+    keep a whole part alive while one of its documents is pending."""
 
     def __init__(self, path: "RemotePath", dtype: np.dtype):
         self.pinned, self.dtype = path.pinned(), np.dtype(dtype)
@@ -440,19 +622,26 @@ class RemoteReader:
         return self._read(read_parts, begin, end)
 
     def read_many(self, ranges: Sequence[tuple[int, int]]) -> list[np.ndarray]:
-        """`read` of each range, in order, with several requests at once. Fetches only these bytes and caches none."""
+        """`read` of each range, in order, with several requests at once. Fetches only these bytes
+        and caches none."""
         return list(each(lambda span: self._read(read_range, *span), ranges))
 
-    def _read(self, read_bytes: Callable[..., bytes | memoryview], begin: int, end: int) -> np.ndarray:
+    def _read(
+        self, read_bytes: Callable[..., bytes | memoryview], begin: int, end: int
+    ) -> np.ndarray:
         """Elements begin .. end - 1, by `read_parts` or `read_range`."""
         size = self.dtype.itemsize
-        return np.frombuffer(read_bytes(self.pinned, begin * size, end * size) if begin < end else b"", self.dtype)
+        return np.frombuffer(
+            read_bytes(self.pinned, begin * size, end * size) if begin < end else b"", self.dtype
+        )
 
 
-# ---- paths ----------------------------------------------------------------------------------------------------------
+# ---- paths
+# ----------------------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
-_objects: dict[str, Stat | None] = {}  # the first state that this launch saw; None: the object did not exist
+# the first state that this launch saw; None: the object did not exist
+_objects: dict[str, Stat | None] = {}
 _listed: set[str] = set()  # folders whose objects are all in _objects
 
 
@@ -474,9 +663,9 @@ def open_path(path: str) -> "RemotePath":
 
 
 class RemotePath(PosixPath):
-    """A read-only path in object storage: a file if it is an object, a folder if objects exist below it. It is a
-    pathlib.Path because 12 modules call exists, rglob or stat on data paths in about 45 places; none of these needs a
-    special case."""
+    """A read-only path in object storage: a file if it is an object, a folder if objects exist
+    below it. It is a pathlib.Path because 12 modules call exists, rglob or stat on data paths in
+    about 45 places; none of these needs a special case."""
 
     def __str__(self) -> str:
         return url(super().__str__())
@@ -495,14 +684,17 @@ class RemotePath(PosixPath):
     def rglob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
         """The objects below this path whose names match."""
         name = str(self).rstrip("/")
-        if "," in name or len(self.parts) == 1:  # several paths, or "s3:", whose buckets are not listed
+        # several paths, or "s3:", whose buckets are not listed
+        if "," in name or len(self.parts) == 1:
             return iter(())
         with _lock:
             if not _listed.intersection(map(str, (self, *self.parents))):
                 for stat in list_objects(name):
                     _objects.setdefault(stat.path, stat)
                 _listed.add(name)
-            below = [path for path, stat in _objects.items() if stat and path.startswith(f"{name}/")]
+            below = [
+                path for path, stat in _objects.items() if stat and path.startswith(f"{name}/")
+            ]
         return (path for path in map(RemotePath, below) if path.match(pattern))
 
     def _stat(self) -> Stat | None:
@@ -540,10 +732,13 @@ class RemotePath(PosixPath):
         return RemoteReader(self, dtype)
 
     def local_copy(self) -> Path:
-        """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so another version's copy
-        is never used, and processes that copy at the same time write the same bytes."""
+        """A local copy in CACHE/BUCKET/FOLDER. Its name begins with a hash of size and ETag, so
+        another version's copy is never used, and processes that copy at the same time write the
+        same bytes."""
         stat = self.pinned()
-        folder = Path(LAUNCH.cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:])
+        folder = Path(
+            LAUNCH.cache or get_base_dir() / "object_storage", *split(str(self.parent))[1:]
+        )
         copy = folder / f"{hash_json([stat.size, stat.etag])[:12]}-{self.name}"
         if not copy.is_file() or copy.stat().st_size != stat.size:
             folder.mkdir(parents=True, exist_ok=True)
@@ -572,6 +767,6 @@ class RemoteFile(io.RawIOBase):
         begin, end = self._at, min(self._at + len(buffer), self.pinned.size)
         if begin >= end:
             return 0
-        buffer[:end - begin] = read_parts(self.pinned, begin, end)
+        buffer[: end - begin] = read_parts(self.pinned, begin, end)
         self._at = end
         return end - begin

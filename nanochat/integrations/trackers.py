@@ -1,16 +1,16 @@
-"""
-Trackers: wandb, TensorBoard and trackio plot a run while it trains, and PyTorch's profiler records some of its steps.
-`trainer.Journal` imports this module if a run asks for one of them.
+"""Trackers: wandb, TensorBoard and trackio plot a run while it trains, and PyTorch's profiler
+records some of its steps. `trainer.Journal` imports this module if a run asks for one of them.
 
     trainer.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
                                                          '--------> TensorBoard  --log-to=tensorboard
                                                          '--------> trackio      --log-to=trackio
                                                          '--------> profile      --profile-steps=A:B
 
-The run directory's own log has all values. So if a tracker fails, the run continues without it, with one warning.
+The run directory's own log has all values. So if a tracker fails, the run continues without it,
+with one warning.
 
-A profile is a trace of some steps of rank 0, for https://ui.perfetto.dev. It only observes, so a run with a profile has
-the same bits as one without.
+A profile is a trace of some steps of rank 0, for https://ui.perfetto.dev. It only observes, so a
+run with a profile has the same bits as one without.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """Writes event files to RUN/tensorboard, for `tensorboard --logdir RUN/tensorboard`. A run that resumes at `step`
-    hides the values that an earlier launch wrote for that step and later ones."""
+    """Writes event files to RUN/tensorboard, for `tensorboard --logdir RUN/tensorboard`. A run that
+    resumes at `step` hides the values that an earlier launch wrote for that step and later ones."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -49,25 +49,29 @@ class TensorBoard:
 
 
 class Trackio:
-    """Writes to the project nanochat in trackio's local SQLite database, for `trackio show`. A step that a resumed run
-    repeats has two points."""
+    """Writes to the project nanochat in trackio's local SQLite database, for `trackio show`. A step
+    that a resumed run repeats has two points."""
 
     def __init__(self, settings: Settings) -> None:
         import trackio
 
-        self._run = trackio.init(project="nanochat", name=settings.model_tag, config=settings.to_json(), resume="allow")
+        self._run = trackio.init(
+            project="nanochat", name=settings.model_tag, config=settings.to_json(), resume="allow"
+        )
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record the numbers in `values` at step values["step"]."""
-        self._run.log({name: n for name, n in flat_numbers(values) if name != "step"}, step=values["step"])
+        self._run.log(
+            {name: n for name, n in flat_numbers(values) if name != "step"}, step=values["step"]
+        )
 
     def finish(self) -> None:
         self._run.finish()
 
 
 class Trackers:
-    """All trackers that a run asks for, and its profile. `wandb_id`: id of the wandb run to resume; the attribute
-    holds the id in use. `step`: the first step of this launch."""
+    """All trackers that a run asks for, and its profile. `wandb_id`: id of the wandb run to resume;
+    the attribute holds the id in use. `step`: the first step of this launch."""
 
     def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
         self.wandb_id = wandb_id
@@ -77,11 +81,19 @@ class Trackers:
                 if name == "wandb":
                     import wandb  # takes a second to import
 
-                    run = wandb.init(project="nanochat", name=settings.run, config=settings.to_json(), dir=run_dir,
-                                     id=wandb_id, resume="allow")
+                    run = wandb.init(
+                        project="nanochat",
+                        name=settings.run,
+                        config=settings.to_json(),
+                        dir=run_dir,
+                        id=wandb_id,
+                        resume="allow",
+                    )
                     self._open["wandb"], self.wandb_id = run, run.id
                 else:
-                    self._open[name] = TensorBoard(run_dir, step) if name == "tensorboard" else Trackio(settings)
+                    self._open[name] = (
+                        TensorBoard(run_dir, step) if name == "tensorboard" else Trackio(settings)
+                    )
         if settings.profiled is not None:
             self._open["profile"] = Profile(run_dir, *settings.profiled)
 
@@ -114,8 +126,8 @@ class Trackers:
 
 
 class Profile:
-    """Profiles steps `first` to `last - 1` into RUN/profile/steps-FIRST-LAST.json.gz. A launch that starts between them
-    profiles the remaining ones."""
+    """Profiles steps `first` to `last - 1` into RUN/profile/steps-FIRST-LAST.json.gz. A launch that
+    starts between them profiles the remaining ones."""
 
     def __init__(self, run_dir: Path, first: int, last: int) -> None:
         self._first, self._last = first, last
@@ -144,6 +156,8 @@ class Profile:
         self._path.parent.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(self._path))
         if torch.cuda.is_available():
-            torch.cuda.memory._dump_snapshot(str(self._path).replace("steps-", "memory-").replace("json.gz", "pickle"))
+            torch.cuda.memory._dump_snapshot(
+                str(self._path).replace("steps-", "memory-").replace("json.gz", "pickle")
+            )
             torch.cuda.memory._record_memory_history(enabled=None)
         print0(f"profile: {self._path}")

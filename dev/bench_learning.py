@@ -88,8 +88,7 @@ np.save(output, rows)
 """
 
 
-# ---- the corpus
-# ----------------------------------------------------------------------------------------------------
+# ---- the corpus ----------------------------------------------------------------------------------
 
 
 def shards(num: int) -> list[range]:
@@ -132,8 +131,7 @@ class Corpus:
         return np.searchsorted([T // 2, 2 * T], lengths, side="right")
 
 
-# ---- rows
-# ----------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 # tokens (N, T + 1); which are targets, (N, T + 1) bool; tokens of documents (read from disk, used
 # up)
@@ -199,8 +197,7 @@ def our_rows(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: i
     return np.stack([row.tokens for row in rows]), np.stack(live), (read, read - account["pending"])
 
 
-# ---- training and measuring
-# ----------------------------------------------------------------------------------------
+# ---- training and measuring ----------------------------------------------------------------------
 
 
 def train(
@@ -336,8 +333,7 @@ def run(corpus: Corpus, args: argparse.Namespace, arm: str, T: int, seed: int, p
     )
 
 
-# ---- the table
-# -----------------------------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 
 
 def print_tables(work: Path) -> list[dict[str, Any]]:

@@ -106,8 +106,7 @@ def many_shards(args: argparse.Namespace) -> Iterator[Path]:
         yield folder / "data"
 
 
-# ---- text
-# -----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def bench_text(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,8 +149,7 @@ def bench_text(args: argparse.Namespace) -> dict[str, Any]:
     return result | {"tokens_per_s": print_ratios(rates, "tokens/s")}
 
 
-# ---- token files
-# ----------------------------------------------------------------------------------------------------
+# ---- token files ---------------------------------------------------------------------------------
 
 
 def megatron_batches(prefixes: Sequence[Path], cache: Path) -> Iterator[Any]:

@@ -63,8 +63,7 @@ def modes(size: Size) -> dict[str, tuple[str, str]]:
     return {**both, "default": (size.our_default, "compiled")}
 
 
-# ---- in a process of its own: one project in one mode
-# ---------------------------------------------------------------
+# ---- in a process of its own: one project in one mode --------------------------------------------
 
 
 def serve(project: str, mode: str, device: str) -> None:
@@ -128,8 +127,7 @@ def clock(device: str) -> Tensor:
     return torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
 
 
-# ---- the bench
-# ------------------------------------------------------------------------------------------------------
+# ---- the bench -----------------------------------------------------------------------------------
 
 
 def ask(process: "subprocess.Popen[str]", rows: int) -> list[list[float]]:

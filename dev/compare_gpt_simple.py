@@ -37,8 +37,7 @@ CASES = {
 TINY = ["abcdefghij", "ab", "abcdefgh", "a", "abcdefghijklmnopqrst", "abc abc", "Ä漢", "abcdefg"]
 
 
-# ---- runs in gpt-simple's environment, without our package
-# ----------------------------------------------------------
+# ---- runs in gpt-simple's environment, without our package ---------------------------------------
 
 
 def make_tokenizer(texts: list[str], folder: Path, num_added: int) -> None:
@@ -116,8 +115,7 @@ def read_ours(work: Path) -> None:
         path.with_suffix(".json").write_text(json.dumps(result))
 
 
-# ---- runs here
-# ------------------------------------------------------------------------------------------------------
+# ---- runs here -----------------------------------------------------------------------------------
 
 
 def texts_for(name: str) -> list[str]:

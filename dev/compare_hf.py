@@ -49,8 +49,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-# ---- runs with transformers, without our package
-# --------------------------------------------------------------------
+# ---- runs with transformers, without our package -------------------------------------------------
 
 
 def run_transformers(work: Path) -> None:
@@ -155,8 +154,7 @@ def trained(
     return torch.cat([(after - before).detach().flatten() for after, before in pairs])
 
 
-# ---- runs here
-# ------------------------------------------------------------------------------------------------------
+# ---- runs here -----------------------------------------------------------------------------------
 
 
 def items(num: int) -> list[dict[str, Any]]:

@@ -39,8 +39,7 @@ HARD = [
 ]
 
 
-# ---- runs with nanochat's code, without our package
-# -----------------------------------------------------------------
+# ---- runs with nanochat's code, without our package ----------------------------------------------
 
 
 def run_core(work: Path) -> None:
@@ -152,8 +151,7 @@ def read_export(work: Path) -> None:
     )
 
 
-# ---- runs here
-# ------------------------------------------------------------------------------------------------------
+# ---- runs here -----------------------------------------------------------------------------------
 
 
 def run_step(step: str, nanochat: Path, work: Path) -> None:

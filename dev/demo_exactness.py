@@ -82,8 +82,7 @@ def weights(tag: str, checkpoint: str = "final") -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-# ---- one hash
-# -------------------------------------------------------------------------------------------------------
+# ---- one hash ------------------------------------------------------------------------------------
 
 
 def num_logged(tag: str) -> int:
@@ -297,8 +296,7 @@ def left_out(data_path: Path, base: Path) -> bool:
     return rows[0][1] == rows[1][1] and rows[0][2] != rows[1][2]
 
 
-# ---- where noise comes from
-# ------------------------------------------------------------------------------------------
+# ---- where noise comes from ----------------------------------------------------------------------
 
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:

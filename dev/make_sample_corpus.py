@@ -97,8 +97,7 @@ def _key(*parts: object) -> bytes:
     return hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=16).digest()
 
 
-# ---- collecting
-# -----------------------------------------------------------------------------------------------------
+# ---- collecting ----------------------------------------------------------------------------------
 
 
 def pinned_versions() -> dict[str, str]:
@@ -202,8 +201,7 @@ def collect(modules: Mapping[str, Path], settings: Settings) -> list[Document]:
     return [kept[key] for key in sorted(kept)]
 
 
-# ---- writing
-# --------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def write_corpus(documents: list[Document], output: Path, settings: Settings) -> dict:

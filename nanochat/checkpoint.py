@@ -94,8 +94,7 @@ MAX_ERRORS = 3  # failed saves in a row that end the run
 RETRY_S = 30.0  # for which a save is repeated before its error ends the run
 
 
-# ---- plain states
-# ----------------------------------------------------------------------------------------------------
+# ---- plain states --------------------------------------------------------------------------------
 
 
 def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -141,8 +140,7 @@ def load_plain(file: Path) -> Any:
         ) from e
 
 
-# ---- writing
-# ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -244,8 +242,7 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-# ---- verifying
-# -------------------------------------------------------------------------------------------------------
+# ---- verifying -----------------------------------------------------------------------------------
 
 
 def read_seal(path: Path) -> dict[str, Any]:
@@ -296,8 +293,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     return seal
 
 
-# ---- opening
-# ---------------------------------------------------------------------------------------------------------
+# ---- opening -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -458,8 +454,7 @@ def find_checkpoint(tag_or_path: str | os.PathLike[str] | None) -> Checkpoint:
     return checkpoint
 
 
-# ---- retention
-# -------------------------------------------------------------------------------------------------------
+# ---- retention -----------------------------------------------------------------------------------
 
 
 def prune(
@@ -512,8 +507,7 @@ def prune(
     return deleted
 
 
-# ---- saving while training continues
-# ---------------------------------------------------------------------------------
+# ---- saving while training continues -------------------------------------------------------------
 
 
 @dataclass(frozen=True)

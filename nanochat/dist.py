@@ -58,8 +58,7 @@ PER_MACHINE = ("driver", "cpu", "cpu_capability", "cpu_settings")
 RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
-# ---- device and group
-# ------------------------------------------------------------------------------------------------
+# ---- device and group ----------------------------------------------------------------------------
 
 
 def autodetect_device_type() -> str:
@@ -384,8 +383,7 @@ def get_peak_flops(device_name: str) -> float:
     return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 
 
-# ---- values and errors of all ranks
-# ----------------------------------------------------------------------------------
+# ---- values and errors of all ranks --------------------------------------------------------------
 
 
 def on_rank0(function: Callable[[], T]) -> T:
@@ -497,8 +495,7 @@ def share(tensor: torch.Tensor) -> None:
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
 
 
-# ---- records of each rank's GPU, to find a slow rank, a hang, or what takes memory
-# -----------------------------------
+# ---- records of each rank's GPU, to find a slow rank, a hang, or what takes memory ---------------
 
 
 def write_memory(run_dir: Path, rank: int) -> str:

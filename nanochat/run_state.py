@@ -27,8 +27,7 @@ EXIT_ALIVE = 20
 HEARTBEAT_LIMIT_S = 60.0  # without locks, an owner with an older heartbeat counts as dead
 
 
-# ---- processes
-# -------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 
 PROCESS = {"host": str, "pid": int, "start": str | None}  # the shape of `identify`
 
@@ -74,8 +73,7 @@ def is_alive_here(process: Mapping[str, Any]) -> bool:
     )
 
 
-# ---- the state
-# -------------------------------------------------------------------------------------------------------
+# ---- the state -----------------------------------------------------------------------------------
 
 NUMBER = int | float | None
 NEWS = {  # the values that a training run reports, and their shapes

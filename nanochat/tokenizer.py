@@ -179,8 +179,7 @@ def _first_failing(encoder: Encoder, texts: Sequence[str]) -> CannotEncode | Non
     return None
 
 
-# ---- the interface
-# --------------------------------------------------------------------------------------------------
+# ---- the interface -------------------------------------------------------------------------------
 
 
 class _Opens(type):
@@ -420,8 +419,7 @@ class Tokenizer(metaclass=_Opens):
         return tokenizer
 
 
-# ---- our own tokenizer
-# ----------------------------------------------------------------------------------------------
+# ---- our own tokenizer ---------------------------------------------------------------------------
 
 
 class RustBPETokenizer(Tokenizer):
@@ -607,8 +605,7 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
     return saved
 
 
-# ---- opening a tokenizer
-# --------------------------------------------------------------------------------------------
+# ---- opening a tokenizer -------------------------------------------------------------------------
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

@@ -158,8 +158,7 @@ def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
             log.warning("skipping %s: %s", RECEIPT_NAME, e)
 
 
-# ---- to transformers
-# -----------------------------------------------------------------------------------------------
+# ---- to transformers -----------------------------------------------------------------------------
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
@@ -384,8 +383,7 @@ def to_hf(source: str, out: Path) -> str:
     return f"{out}: step {checkpoint.step:,} of {run_of(checkpoint).name} for transformers, with trust_remote_code=True"
 
 
-# ---- to nanochat
-# ---------------------------------------------------------------------------------------------------
+# ---- to nanochat ---------------------------------------------------------------------------------
 
 
 def to_nanochat(source: str, out: Path) -> str:
@@ -446,8 +444,7 @@ def run_of(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.absolute().parent.parent
 
 
-# ---- from nanochat
-# -------------------------------------------------------------------------------------------------
+# ---- from nanochat -------------------------------------------------------------------------------
 
 
 class NanochatCheckpoint(NamedTuple):

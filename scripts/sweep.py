@@ -89,8 +89,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-# ---- rows
-# ------------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def read_row(run_dir: Path) -> Row | None:
@@ -130,8 +129,7 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-# ---- points and power laws
-# -------------------------------------------------------------------------------------------
+# ---- points and power laws -----------------------------------------------------------------------
 
 
 def best_of_budget(rows: Sequence[Row]) -> Row:
@@ -220,8 +218,7 @@ def describe_law(law: Row) -> str:
     return f"{law['factor']:.4g} * FLOPs^{law['exponent']:.4f} ({spread})"
 
 
-# ---- the script
-# ------------------------------------------------------------------------------------------------------
+# ---- the script ----------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -232,8 +232,7 @@ def crashing_at(at: int | None, *, below: Path, kinds: Sequence[str] = KINDS) ->
         yield changes
 
 
-# ---- hooks, which last until the process ends
-# ------------------------------------------------------------------------
+# ---- hooks, which last until the process ends ----------------------------------------------------
 
 _FOREVER = contextlib.ExitStack()
 STEADY = r"^(?!.*run_state)"  # changes in the same order in each run, so not the heartbeat's

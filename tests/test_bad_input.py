@@ -40,8 +40,7 @@ from tests.training import (
     write_shard,
 )
 
-# ---- files
-# ----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 MODULES = {"dataset": "nanochat.dataset"}  # all other commands are in scripts/
 FOLDER, GONE = object(), None
@@ -106,8 +105,7 @@ PAIRS = "base_train --data-path=shards --data-format=shards"
 CONFIG, STATE = "runs/run/config.json", "runs/run/.run_state.json"
 MIX = "curriculum: [{duration_tokens: 4096, mix: {%s: 1}}]"
 
-# ---- the tables
-# -----------------------------------------------------------------------------------------------------
+# ---- the tables ----------------------------------------------------------------------------------
 
 DATA = [  # (command line, files, words)
     ("base_train --data-path=nowhere", {}, ("nowhere", "no such data folder", "nanochat.dataset")),
@@ -623,8 +621,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(copied, monkeypatch, line
     )
 
 
-# ---- remedies
-# -------------------------------------------------------------------------------------------------------
+# ---- remedies ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -705,8 +702,7 @@ def test_shards_contain_their_tokenizer_and_can_be_restored_to_the_byte(copied):
     assert pretokenize(copied, copied / "shards").code == 0 and tree(copied / "shards") == before
 
 
-# ---- in processes of their own
-# --------------------------------------------------------------------------------------
+# ---- in processes of their own -------------------------------------------------------------------
 
 
 def limit_files(num_bytes: int) -> None:
@@ -782,8 +778,7 @@ def test_a_mapped_file_that_is_truncated_under_a_run_is_named_by_its_status_and_
     assert str(path) in training.refuse(**flags)
 
 
-# ---- disks that cannot be written
-# -----------------------------------------------------------------------------------
+# ---- disks that cannot be written ----------------------------------------------------------------
 
 
 def pretokenize(base: Path, out: Path) -> training.Outcome:

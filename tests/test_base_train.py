@@ -46,8 +46,7 @@ FIELDS = {
 workplace = training.in_workplace(**training.SMALL)
 
 
-# ---- learning
-# -------------------------------------------------------------------------------------------------------
+# ---- learning ------------------------------------------------------------------------------------
 
 
 def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
@@ -79,8 +78,7 @@ def test_it_learns_a_small_corpus_and_samples_from_it(workplace):
     assert f"{bpb[0]:.6f} -> {bpb[2]:.6f}" in outcome.out
 
 
-# ---- flags, configuration, log
-# --------------------------------------------------------------------------------------
+# ---- flags, configuration, log -------------------------------------------------------------------
 
 
 def test_a_run_writes_its_log_config_and_checkpoints(workplace):
@@ -343,8 +341,7 @@ assert not {{'obstore', 'multistorageclient'}} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-# ---- on one process and on several
-# ----------------------------------------------------------------------------------
+# ---- on one process and on several ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -423,8 +420,7 @@ def test_loss_and_gradient_are_those_of_all_rows_at_once(workplace):
     assert steps()[7]["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
-# ---- what goes wrong
-# ------------------------------------------------------------------------------------------------
+# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", ["loss", "gradient"])

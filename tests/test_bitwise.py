@@ -62,8 +62,7 @@ if not THOROUGH:
     }
 
 
-# ---- a model that has everything
-# ------------------------------------------------------------------------------------
+# ---- a model that has everything -----------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -81,8 +80,7 @@ def everything():
         yield
 
 
-# ---- several runs in one set of processes
-# ---------------------------------------------------------------------------
+# ---- several runs in one set of processes --------------------------------------------------------
 
 Job = tuple[str, dict[str, Any]]  # a name in MUTATIONS or "", and changes to RUN
 
@@ -139,8 +137,7 @@ def no_environment():
         yield
 
 
-# ---- on any number of processes
-# --------------------------------------------------------------------------------------
+# ---- on any number of processes ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +203,7 @@ def test_the_cases_have_their_stated_shapes(printed):
         ), "padded"
 
 
-# ---- killed, stopped and moved
-# ---------------------------------------------------------------------------------------
+# ---- killed, stopped and moved -------------------------------------------------------------------
 
 
 def chain(*hooks):
@@ -295,8 +291,7 @@ def test_killed_stopped_and_moved_it_ends_with_the_same_bits(corpus, kind):
     assert compare_runs.main(["straight", "run"]) == 0
 
 
-# ---- mutations: each guarantee, broken on purpose
-# --------------------------------------------------------------------
+# ---- mutations: each guarantee, broken on purpose ------------------------------------------------
 
 
 def in_rank_order(parts):

@@ -87,8 +87,7 @@ def reseal(path, **changed):
     (path / ckpt.STATE_NAME).write_text(json.dumps(state, indent=2) + "\n")
 
 
-# ---- writing and reading
-# ---------------------------------------------------------------------------------------------
+# ---- writing and reading -------------------------------------------------------------------------
 
 
 def test_a_saved_checkpoint_and_its_kept_cursors_are_read_back_bit_for_bit(tmp_path):
@@ -134,8 +133,7 @@ def test_bad_names_and_states_are_refused_and_leave_no_file(tmp_path):
         rd.delete_checkpoint(tmp_path / "checkpoints" / "mine")
 
 
-# ---- damage
-# ----------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -240,8 +238,7 @@ def test_a_file_that_the_seal_does_not_list_is_not_read(whole, tmp_path):
         ckpt.load_checkpoint(path).load("rng/rank_2.pkl")
 
 
-# ---- removed folders
-# -------------------------------------------------------------------------------------------------
+# ---- removed folders -----------------------------------------------------------------------------
 
 
 def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
@@ -262,8 +259,7 @@ def test_a_save_never_makes_the_run_directory(tmp_path, caplog):
     assert not run.exists()
 
 
-# ---- from a name to a checkpoint
-# -------------------------------------------------------------------------------------
+# ---- from a name to a checkpoint -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -333,8 +329,7 @@ def test_a_checkpoint_that_does_not_exist_is_refused_with_a_list_of_those_that_d
             ckpt.find_checkpoint(damaged)
 
 
-# ---- saving while training continues
-# ---------------------------------------------------------------------------------
+# ---- saving while training continues -------------------------------------------------------------
 
 
 def test_a_save_runs_beside_the_loop_and_close_waits_for_it(tmp_path, monkeypatch):
@@ -474,8 +469,7 @@ def test_a_save_that_would_end_the_run_is_repeated_while_the_disk_is_full(tmp_pa
     saver.close()
 
 
-# ---- retention
-# -------------------------------------------------------------------------------------------------------
+# ---- retention -----------------------------------------------------------------------------------
 
 
 def small(run, step, name=None, *, data=b"weights"):

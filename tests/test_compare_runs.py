@@ -67,8 +67,7 @@ def change_cursors(file):
     file.write_bytes(gzip.compress(json.dumps(state).encode()))
 
 
-# ---- whole runs
-# -----------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 def test_another_instruction_set_is_named_as_the_cause(base, changed):
@@ -176,8 +175,7 @@ def test_two_experiments_get_tables_of_settings_and_of_results_at_equal_numbers_
     assert "transformer.h.2.attn.c_q.weight: only b has it" in compare("a", "deep", "--tensors")[2]
 
 
-# ---- corrupt or missing parts
-# ----------------------------------------------------------------------------------------
+# ---- corrupt or missing parts --------------------------------------------------------------------
 
 
 def test_truncated_lines_are_skipped_and_the_last_line_of_a_step_counts(base, changed):
@@ -256,8 +254,7 @@ def test_averaged_weights_are_compared_without_an_optimizer_state(base):
     assert not equal and summary.startswith("checkpoint 8 differs in model.")
 
 
-# ---- checkpoints
-# ----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_is_located_in_weights_and_momenta(base, changed):
@@ -307,8 +304,7 @@ def test_single_checkpoints_are_named_by_step_name_or_path(base, tmp_path):
     assert compare("a@4", alone)[0]
 
 
-# ---- numbers
-# --------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
 NUMBERS = st.floats(width=16) | st.sampled_from(
     [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, 1.001, -2.5]

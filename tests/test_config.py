@@ -71,8 +71,7 @@ def changed(name):
     )
 
 
-# ---- flags
-# ----------------------------------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------
 
 
 def test_without_flags_settings_are_defaults_and_json_restores_them():
@@ -240,8 +239,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(  # 9**9 items
     for before, name in zip("abcdefgh", "bcdefghi")
 )
 
-# ---- a file of flags
-# ------------------------------------------------------------------------------------------------
+# ---- a file of flags -----------------------------------------------------------------------------
 
 
 def test_a_file_of_flags_equals_these_flags_and_the_command_line_takes_precedence(tmp_path):
@@ -369,8 +367,7 @@ def test_an_error_on_the_command_line_does_not_name_the_file(tmp_path, capsys, w
     assert capsys.readouterr().err.startswith(f"error: --config={path}: argument --depth: invalid")
 
 
-# ---- a resume
-# -------------------------------------------------------------------------------------------------------
+# ---- a resume ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))

@@ -165,8 +165,7 @@ def test_empty_documents_of_megatrons_files_are_left_out_and_counted(tmp_path, c
     assert verify.main([str(tmp_path / "out")]) == 0
 
 
-# ---- nanoGPT's and llm.c's files
-# -------------------------------------------------------------------------------------
+# ---- nanoGPT's and llm.c's files -----------------------------------------------------------------
 
 
 def write_plain(path, ids, *, dtype="<u2", header=None):

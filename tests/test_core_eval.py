@@ -36,8 +36,7 @@ def repeater():
     return make_repeater(0)
 
 
-# ---- prompts
-# --------------------------------------------------------------------------------------------------------
+# ---- prompts -------------------------------------------------------------------------------------
 
 
 def task_of(kind, items, num_fewshot=1, delimiter=" "):
@@ -141,8 +140,7 @@ def test_the_first_of_the_lowest_losses_is_the_answer():
     assert not core_eval.is_right(text, 0, [(nan, True)]), "an answer without tokens is wrong"
 
 
-# ---- evaluation
-# -----------------------------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def alone(model, row, start):
@@ -211,8 +209,7 @@ def test_results_do_not_depend_on_other_rows_of_the_batch(bundle, repeater, monk
     assert results[0] == results[1] == results[2]
 
 
-# ---- bundles
-# --------------------------------------------------------------------------------------------------------
+# ---- bundles -------------------------------------------------------------------------------------
 
 
 def test_max_per_task_takes_the_same_items_every_time(bundle):
@@ -325,8 +322,7 @@ def test_a_bad_bundle_is_one_sentence(tmp_path, name, before, after, message):
     assert "\n" not in str(e.value)
 
 
-# ---- in training
-# ----------------------------------------------------------------------------------------------------
+# ---- in training ---------------------------------------------------------------------------------
 
 
 def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):

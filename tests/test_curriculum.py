@@ -55,8 +55,7 @@ def block_counts(m, lane, block):
     return Counter(m.bucket(lane, row) for row in range(block * BLOCK, (block + 1) * BLOCK))
 
 
-# ---- counts
-# ---------------------------------------------------------------------------------------------------------
+# ---- counts --------------------------------------------------------------------------------------
 
 
 @given(mixes, st.integers(0, 63), st.integers(0, 2**40), st.sets(st.sampled_from(NAMES)))
@@ -88,8 +87,7 @@ def test_remainders_are_carried_from_block_to_block_and_over_the_lanes():
     assert max(len(run) for run in "".join(map(str, over_time)).split("1")) <= 5
 
 
-# ---- rows
-# -----------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 def test_phases_change_at_the_exact_row_and_the_last_one_never_ends():
@@ -157,8 +155,7 @@ def test_the_sequence_never_changes():
     ]
 
 
-# ---- the file
-# -------------------------------------------------------------------------------------------------------
+# ---- the file ------------------------------------------------------------------------------------
 
 
 def read(tmp_path, text):
@@ -280,8 +277,7 @@ def test_a_bucket_that_the_data_lacks_is_named():
     c.check_buckets({"web", "code", "more"})
 
 
-# ---- stored and compared
-# --------------------------------------------------------------------------------------------
+# ---- stored and compared -------------------------------------------------------------------------
 
 
 @given(

@@ -51,8 +51,7 @@ def workplace(tmp_path, data):
         yield path
 
 
-# ---- commands
-# -------------------------------------------------------------------------------------------------------
+# ---- commands ------------------------------------------------------------------------------------
 
 
 def mix_file(phases, *, name="mix.yaml", **more):
@@ -100,8 +99,7 @@ def refuse(curriculum, *words, **changed):
     assert fingerprint(run_dir()) == before and run_dir().exists() == bool(before)
 
 
-# ---- results
-# --------------------------------------------------------------------------------------------------------
+# ---- results -------------------------------------------------------------------------------------
 
 
 def accounts(checkpoint, tag="run"):
@@ -113,8 +111,7 @@ def rows(checkpoint, tag="run"):
     return {bucket: a["rows"] for bucket, a in accounts(checkpoint, tag).items()}
 
 
-# ---- phases
-# ---------------------------------------------------------------------------------------------------------
+# ---- phases --------------------------------------------------------------------------------------
 
 
 def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace):
@@ -145,8 +142,7 @@ def test_two_phases_on_shards_have_the_counts_of_their_mixes(workplace):
     assert all(f"{bucket} {bpb:.6f}" in outcome.out for bucket, bpb in val["buckets"].items())
 
 
-# ---- dry buckets
-# ----------------------------------------------------------------------------------------------------
+# ---- dry buckets ---------------------------------------------------------------------------------
 
 DRY = [(2, {"web": 3, "code": 1}), (8, {"web": 1, "code": 1, "tiny": 2})]
 
@@ -227,8 +223,7 @@ def test_two_processes_halt_together_and_resume_together(workplace):
     )
 
 
-# ---- another curriculum, another length
-# -----------------------------------------------------------------------------
+# ---- another curriculum, another length ----------------------------------------------------------
 
 
 def test_a_halted_run_keeps_its_curriculum_and_a_new_run_continues_with_another(workplace):
@@ -276,8 +271,7 @@ def test_a_budget_that_is_not_the_curriculums_is_refused_unless_allowed(workplac
     )
 
 
-# ---- layouts and attention
-# ------------------------------------------------------------------------------------------
+# ---- layouts and attention -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pack", [True, False])

@@ -64,8 +64,7 @@ def alive(batch):
     return (batch.targets != -100).any(dim=1)
 
 
-# ---- batches
-# --------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["crop", "split", "concat"])
@@ -163,8 +162,7 @@ def test_doc_ids_are_those_of_the_rows_and_0_in_dead_rows():
     assert max(map(max, expected)) > 0, "the case: several documents in a row"
 
 
-# ---- layout
-# ---------------------------------------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -174,8 +172,7 @@ def test_default_leaves_is_the_next_power_of_two_but_at_most_the_lanes(W, V, K):
     assert default_leaves(W, V) == K == StepLayout(V, V, 1, 0, W, K).num_leaves
 
 
-# ---- state
-# ----------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 def test_the_state_excludes_prefetched_rows_that_were_not_used():
@@ -194,8 +191,7 @@ def test_the_state_excludes_prefetched_rows_that_were_not_used():
         assert json_copy(loader.cursors()) == after and loader.step == 1
 
 
-# ---- ends and errors
-# ------------------------------------------------------------------------------------------------
+# ---- ends and errors -----------------------------------------------------------------------------
 
 
 def test_an_exception_in_the_source_surfaces_in_next_with_its_cause_and_close_joins(monkeypatch):
@@ -259,8 +255,7 @@ def test_closing_in_the_middle_of_a_step_only_finishes_reads_in_progress(monkeyp
     assert len(source.reads) <= 21
 
 
-# ---- validation
-# -----------------------------------------------------------------------------------------------------
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def val_rows(source, T, **kwargs):
@@ -322,8 +317,7 @@ def test_validation_is_one_pass_at_most_and_drops_nothing():
     assert total - V * 17 <= len(live) <= total  # each lane leaves less than a row
 
 
-# ---- nanochat's loaders
-# ---------------------------------------------------------------------------------------------
+# ---- nanochat's loaders --------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["_bos_bestfit", ""])

@@ -116,8 +116,7 @@ def test_the_ranks_read_each_training_row_group_once_and_the_last_file_validates
         next(parquets_iter_batched("train", data_dir=tmp_path / "one"))
 
 
-# ---- text of every kind
-# ---------------------------------------------------------------------------------------------
+# ---- text of every kind --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["bomb.jsonl", "bomb.jsonl.gz", "bomb.jsonl.zst"])
@@ -142,8 +141,7 @@ def test_a_line_larger_than_any_document_is_an_error_before_it_fills_the_memory(
         list(read_batches(file, 0, tmp_path / "big.parquet"))
 
 
-# ---- what is printed about a split
-# ----------------------------------------------------------------------------------
+# ---- what is printed about a split ---------------------------------------------------------------
 
 SHARDS = [DataFile(f"web/{i}.parquet", 1000, 10) for i in range(20)]
 
@@ -208,8 +206,7 @@ def test_the_lines_about_a_split_warn_if_it_looks_accidental(train, val, how, ex
         assert re.search(pattern, line), line
 
 
-# ---- token files: folders, and prefixes of pairs
-# --------------------------------------------------------------------
+# ---- token files: folders, and prefixes of pairs -------------------------------------------------
 
 
 def tiny(prefix, data_format="megatron"):

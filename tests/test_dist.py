@@ -41,8 +41,7 @@ from scripts import base_train
 from tests import training
 from tests.training import as_bytes
 
-# ---- a launch
-# --------------------------------------------------------------------------------------------------------
+# ---- a launch ------------------------------------------------------------------------------------
 
 workplace = training.in_workplace(**training.SMALL)
 
@@ -66,8 +65,7 @@ def values(folder, world_size, job):
     return [torch.load(folder / f"value-{rank}", weights_only=True) for rank in range(world_size)]
 
 
-# ---- values
-# ----------------------------------------------------------------------------------------------------------
+# ---- values --------------------------------------------------------------------------------------
 
 
 def some_tensors():
@@ -119,8 +117,7 @@ def test_values_and_the_bits_of_tensors_reach_all_ranks(tmp_path, world_size):
         }
 
 
-# ---- errors
-# ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def raise_it(error):
@@ -182,8 +179,7 @@ def test_a_bug_is_printed_alone_with_its_traceback(tmp_path, how, bad):
     assert group.text() == text and "KeyError: 'a bug'" in text and "in bug_on" in text
 
 
-# ---- the device
-# ------------------------------------------------------------------------------------------------------
+# ---- the device ----------------------------------------------------------------------------------
 
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -438,8 +434,7 @@ def test_a_group_is_left_unless_an_error_is_being_raised(monkeypatch):
     assert calls
 
 
-# ---- each rank's GPU
-# -------------------------------------------------------------------------------------------------
+# ---- each rank's GPU -----------------------------------------------------------------------------
 
 
 def log_every_step():

@@ -140,8 +140,7 @@ def run(server, *args):
     return dataset.main(["--base-url", server.url, *args])
 
 
-# ---- a server without faults
-# ----------------------------------------------------------------------------------------
+# ---- a server without faults ---------------------------------------------------------------------
 
 
 def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(server, capsys):
@@ -165,8 +164,7 @@ def test_training_shards_and_always_the_validation_shard_arrive_byte_for_byte(se
     )
 
 
-# ---- a server with faults
-# -------------------------------------------------------------------------------------------
+# ---- a server with faults ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status, retry_after", [(429, 1), (503, 0)])
@@ -252,8 +250,7 @@ def test_downloading_a_single_file_returns_whether_it_is_there(server, monkeypat
     assert on_disk(default_data_dir()) == ["shard_00000.parquet"] and "404" in caplog.text
 
 
-# ---- the tasks of the CORE metric
-# ------------------------------------------------------------------------------------
+# ---- the tasks of the CORE metric ----------------------------------------------------------------
 
 
 def bundle_zip(folder, **more):
@@ -343,8 +340,7 @@ def test_a_bundle_cannot_write_outside_its_folder(server, tmp_path):
     assert all(path.is_relative_to(tmp_path / "base" / "eval_bundle") for path in written)
 
 
-# ---- endpoint and token
-# ----------------------------------------------------------------------------------------------
+# ---- endpoint and token --------------------------------------------------------------------------
 
 
 def test_the_endpoint_gets_the_token_but_redirect_targets_and_mirrors_do_not(server, monkeypatch):
@@ -381,8 +377,7 @@ def test_the_token_is_never_printed(server, monkeypatch, capsys, caplog):
     assert "sec" not in str(e.value) + str(e2.value) + out.out + out.err + caplog.text
 
 
-# ---- bad flags
-# -------------------------------------------------------------------------------------------------------
+# ---- bad flags -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -411,8 +406,7 @@ def test_the_folder_of_another_data_set_is_refused(server, tmp_path):
     )
 
 
-# ---- verifying
-# ------------------------------------------------------------------------------------------------------
+# ---- verifying -----------------------------------------------------------------------------------
 
 
 def test_verify_names_every_damaged_file_and_the_damage(tmp_path):

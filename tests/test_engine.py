@@ -152,8 +152,7 @@ def test_impossible_requests_are_refused(model):
         engine.generate_batch([1] * 150)
 
 
-# ---- a model from a checkpoint alone
-# --------------------------------------------------------------------------------
+# ---- a model from a checkpoint alone -------------------------------------------------------------
 
 
 @pytest.fixture

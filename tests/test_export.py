@@ -64,8 +64,7 @@ def test_the_models_code_names_the_version_of_transformers_that_it_needs(base, m
         exec((base / "hf" / f"{export.CODE}.py").read_text(), {})
 
 
-# ---- the code of an export, with stand-ins for transformers
-# ----------------------------------------------------------
+# ---- the code of an export, with stand-ins for transformers --------------------------------------
 
 
 @pytest.fixture
@@ -212,8 +211,7 @@ def test_the_vocabulary_of_an_exported_model_cannot_be_resized(exported):
         exported.resize_token_embeddings(321)
 
 
-# ---- checks before an export is written
-# ------------------------------------------------------------------------------
+# ---- checks before an export is written ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -286,8 +284,7 @@ def test_checking_an_export_leaves_no_stand_in_for_transformers(exported):
     assert "transformers" not in sys.modules
 
 
-# ---- out
-# ------------------------------------------------------------------------------------------------------------
+# ---- out -----------------------------------------------------------------------------------------
 
 
 def test_exported_weights_are_those_of_the_checkpoint_in_one_file_or_in_several(
@@ -371,8 +368,7 @@ def test_config_and_card_describe_the_model(base):
     assert str(base) not in card, "no path of this machine"
 
 
-# ---- in
-# -------------------------------------------------------------------------------------------------------------
+# ---- in ------------------------------------------------------------------------------------------
 
 
 def test_an_export_to_nanochat_is_imported_with_equal_weights_and_bits_per_byte(base, caplog):
@@ -447,8 +443,7 @@ def test_nanochats_own_download_is_the_default_data_unless_ours_exists(base_dir)
     assert default_data_dir() == base_dir / "data" / "climbmix"
 
 
-# ---- refused
-# --------------------------------------------------------------------------------------------------------
+# ---- refused -------------------------------------------------------------------------------------
 
 
 def refused(*argv):

@@ -82,8 +82,7 @@ def test_a_window_has_the_lengths_of_the_epoch(long_docs):
         )
 
 
-# ---- a small folder of several kinds
-# --------------------------------------------------------------------------------
+# ---- a small folder of several kinds -------------------------------------------------------------
 
 BOOK, NOTE, PAGE = range(3)
 WINDOW, WINDOWS = 64, 6  # rows of a window; number of windows
@@ -180,8 +179,7 @@ def test_the_same_folder_shuffled_by_files_fails_the_test():
     assert largest > 4.5 and average > 0.7
 
 
-# ---- how many lanes
-# -------------------------------------------------------------------------------------------------
+# ---- how many lanes ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,7 @@ def assert_same(pair, texts):
     assert np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected)
 
 
-# ---- equal ids
-# -----------------------------------------------------------------------------------------------------
+# ---- equal ids -----------------------------------------------------------------------------------
 
 
 @needs_fastokens
@@ -167,8 +166,7 @@ def test_ids_of_every_character_at_edges_of_pieces_are_tiktokens(pairs, monkeypa
         assert (not by_tiktoken) == (some[0] != odd[0])
 
 
-# ---- threads
-# -------------------------------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 
 @needs_fastokens
@@ -214,8 +212,7 @@ def test_it_starts_no_thread_leaves_the_cpus_as_they_were_and_survives_a_fork():
     assert run.stdout == "done\n", run.stderr
 
 
-# ---- batches for tiktoken
-# ------------------------------------------------------------------------------------------
+# ---- batches for tiktoken ------------------------------------------------------------------------
 
 
 class Panic(BaseException):
@@ -240,8 +237,7 @@ def test_a_batch_on_which_fastokens_raises_is_encoded_by_tiktoken(pairs, monkeyp
     assert by_tiktoken == ["one", "bad two", "", "three"]
 
 
-# ---- the choice
-# ----------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["one id", "one text", "drops the tail"])

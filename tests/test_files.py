@@ -54,8 +54,7 @@ def split_names(folder, *args, **kwargs):
     }
 
 
-# ---- links
-# ----------------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 
 def test_a_linked_folder_is_read_like_a_folder(tmp_path):
@@ -159,8 +158,7 @@ def test_walking_reports_folders_files_and_dangling_links(tmp_path):
     }
 
 
-# ---- which files are data
-# -------------------------------------------------------------------------------------------
+# ---- which files are data ------------------------------------------------------------------------
 
 
 def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(tmp_path, caplog):
@@ -272,8 +270,7 @@ def test_a_folder_with_only_files_that_are_not_read_says_why(tmp_path):
         find_files(tmp_path)
 
 
-# ---- names that state a split
-# ---------------------------------------------------------------------------------------
+# ---- names that state a split --------------------------------------------------------------------
 
 HUB = [
     f"{split}-0000{i}-of-00002.parquet"
@@ -457,8 +454,7 @@ def test_the_topmost_name_that_counts_decides():
     ]
 
 
-# ---- files without documents
-# ----------------------------------------------------------------------------------------
+# ---- files without documents ---------------------------------------------------------------------
 
 EMPTY = {
     "a0.parquet": lambda path: write_parquet(path, []),
@@ -532,8 +528,7 @@ def test_a_file_that_stands_for_data_that_was_not_fetched_is_an_error(tmp_path, 
         split_train_val(tmp_path, data_format="shards" if name.endswith(".bin") else "text")
 
 
-# ---- nulls
-# ----------------------------------------------------------------------------------------------------------
+# ---- nulls ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("statistics", [True, False])

@@ -44,8 +44,7 @@ def tokens(B, T, *, vocab=70, seed=0):
     return torch.randint(vocab, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-# ---- shape
-# ----------------------------------------------------------------------------------------------------------
+# ---- shape ---------------------------------------------------------------------------------------
 
 
 def test_from_depth_sets_the_shape():
@@ -94,8 +93,7 @@ def test_impossible_shapes_are_refused(wrong, message):
         GPTConfig(**wrong)
 
 
-# ---- initial weights
-# ------------------------------------------------------------------------------------------------
+# ---- initial weights -----------------------------------------------------------------------------
 
 
 def test_initial_bits_depend_only_on_seed_and_name():
@@ -168,8 +166,7 @@ def test_embeddings_have_the_compute_dtype_and_masters_stay_float32():
     assert 0 < difference.mean() < 0.3 and model(x).std() > 1
 
 
-# ---- documents
-# ------------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------
 
 T_DOCS = 200
 # of the documents in two rows; the last one is padding
@@ -230,8 +227,7 @@ def test_attention_modes():
         GPT(SMALL, attention_mode="auto")
 
 
-# ---- the whole forward, written out
-# ---------------------------------------------------------------------------------
+# ---- the whole forward, written out --------------------------------------------------------------
 
 
 def written_out(
@@ -302,8 +298,7 @@ def test_the_forward_equals_the_one_written_out_in_numpy():
     assert_same_sums(torch.tensor(ours), torch.tensor(expected), terms=5 * (180 + 128))
 
 
-# ---- loss
-# -----------------------------------------------------------------------------------------------------------
+# ---- loss ----------------------------------------------------------------------------------------
 
 
 def test_losses_exclude_targets_that_are_off():
@@ -328,8 +323,7 @@ def test_losses_exclude_targets_that_are_off():
     )
 
 
-# ---- learning
-# -------------------------------------------------------------------------------------------------------
+# ---- learning ------------------------------------------------------------------------------------
 
 
 def test_the_model_overfits_one_batch_and_every_parameter_has_a_gradient():
@@ -407,8 +401,7 @@ def test_a_compiled_embedding_has_the_bits_of_the_eager_gradient():
     assert expected == eager == compiled and [grad.dtype for grad in results[0][2:]] == [*dtypes]
 
 
-# ---- memory
-# ---------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_activation_checkpointing_does_not_change_loss_and_gradients():
@@ -492,8 +485,7 @@ def test_the_memory_estimate_of_eager_layers_equals_the_tensors_that_autograd_ke
     assert many - few == pytest.approx(many_estimated - few_estimated, rel=0.08)
 
 
-# ---- accounting and groups
-# ------------------------------------------------------------------------------------------
+# ---- accounting and groups -----------------------------------------------------------------------
 
 
 def test_parameter_and_flop_counts_equal_manual_counts():

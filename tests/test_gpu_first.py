@@ -62,8 +62,7 @@ def fine(bench):
     yield "places that differ", "these", 0
 
 
-# ---- everything
-# ------------------------------------------------------------------------------------------------------
+# ---- everything ----------------------------------------------------------------------------------
 
 
 def test_every_check_ends_with_a_figure_or_says_that_it_needs_a_gpu(rehearsed):
@@ -101,8 +100,7 @@ def test_the_second_call_runs_only_what_is_missing_and_its_new_folder_has_all_li
     assert set(ends(records[len(before) :])) == NEED_A_GPU and not figures(records[len(before) :])
 
 
-# ---- one check never costs another
-# -----------------------------------------------------------------------------------
+# ---- one check never costs another ---------------------------------------------------------------
 
 
 def test_a_run_that_takes_too_long_is_killed_and_the_next_check_runs(plan, tmp_path):
@@ -156,8 +154,7 @@ def test_figures_are_in_the_file_when_the_call_is_interrupted(plan, tmp_path):
     assert [json.loads(line).get("case") for line in lines] == [None, "before"]
 
 
-# ---- the second call
-# -------------------------------------------------------------------------------------------------
+# ---- the second call -----------------------------------------------------------------------------
 
 
 def test_a_check_that_no_longer_fits_is_skipped_and_the_second_call_runs_it(plan, tmp_path):
@@ -217,8 +214,7 @@ def test_speeds_of_the_first_call_are_compared_with_those_of_the_second(plan, tm
     assert figures(call(tmp_path, "again", "--seconds=2000")[1])[-1]["value"] == 3.0
 
 
-# ---- the checks check
-# ------------------------------------------------------------------------------------------------
+# ---- the checks check ----------------------------------------------------------------------------
 
 
 def hooked(monkeypatch, tag, **changes):
@@ -303,8 +299,7 @@ def test_data_and_tokenizer_are_made_on_a_machine_that_has_none_of_the_packages_
     ).exists()
 
 
-# ---- the shell
-# -------------------------------------------------------------------------------------------------------
+# ---- the shell -----------------------------------------------------------------------------------
 
 
 def shell(tmp_path, *words, code=0):

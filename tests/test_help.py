@@ -63,8 +63,7 @@ def test_if_a_package_is_missing_a_command_names_the_set_up():
     )
 
 
-# ---- gpt-simple's configuration
-# --------------------------------------------------------------------------------------
+# ---- gpt-simple's configuration ------------------------------------------------------------------
 
 GPT_SIMPLE = """
 model: {n_layer: 2, n_embd: 48, n_head: 4, n_positions: 64, dropout: 0.1}

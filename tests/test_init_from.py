@@ -47,8 +47,7 @@ def at_its_beginning(**settings):
     return taken
 
 
-# ---- what is taken over
-# ---------------------------------------------------------------------------------------------
+# ---- what is taken over --------------------------------------------------------------------------
 
 
 def test_weights_are_those_of_the_origin_and_with_init_optimizer_its_state_too_but_not_the_learning_rates():
@@ -134,8 +133,7 @@ def test_an_origin_that_does_not_fit_is_refused_before_its_weights_are_read(
     assert word in refuse(init_from="origin@6", num_iterations=1, **changed)
 
 
-# ---- resumes
-# --------------------------------------------------------------------------------------------------------
+# ---- resumes -------------------------------------------------------------------------------------
 
 
 def test_killed_before_its_first_checkpoint_a_run_starts_from_the_same_origin_again():

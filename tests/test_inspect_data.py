@@ -109,8 +109,7 @@ def run_dir(copied):
     return training.run_dir()
 
 
-# ---- digest
-# ---------------------------------------------------------------------------------------------------------
+# ---- digest --------------------------------------------------------------------------------------
 
 
 def test_digests_of_a_run_match_its_log_for_any_world_size_and_a_wrong_one_is_an_error(run_dir):
@@ -128,8 +127,7 @@ def test_digests_of_a_run_match_its_log_for_any_world_size_and_a_wrong_one_is_an
     assert outcome.code == 1 and "first at step 5" in outcome.err
 
 
-# ---- rows
-# -----------------------------------------------------------------------------------------------------------
+# ---- rows ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -245,8 +243,7 @@ def test_cursors_with_a_wrong_length_are_named(run_dir, step):
     assert re.search(r"the checkpoint says.*\(packed from .*step-00000004\.json\.gz\)", err)
 
 
-# ---- ledger
-# ---------------------------------------------------------------------------------------------------------
+# ---- ledger --------------------------------------------------------------------------------------
 
 
 def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is_an_error(
@@ -272,8 +269,7 @@ def test_the_ledger_of_a_run_is_that_of_its_newest_save_and_an_unbalanced_one_is
     assert "off in data by 1." in run("ledger", run_dir, code=1)
 
 
-# ---- killed runs: find, spikes, rows by loss
-# ------------------------------------------------------------------------
+# ---- killed runs: find, spikes, rows by loss -----------------------------------------------------
 
 STEPS = 24
 MIX = """

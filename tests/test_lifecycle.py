@@ -50,8 +50,7 @@ from tests.training import PATIENCE_S, fingerprint, wait_for
 ROOT = Path(__file__).parents[1]
 
 
-# ---- signals
-# ---------------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -172,8 +171,7 @@ def test_nohup_keeps_its_meaning():
         signal.signal(signal.SIGHUP, before)
 
 
-# ---- walltime and the flag file
-# --------------------------------------------------------------------------------------
+# ---- walltime and the flag file ------------------------------------------------------------------
 
 JOB = {"SLURM_JOB_ID": "17"}
 SLURM_END = "SLURM_JOB_END_TIME"
@@ -404,8 +402,7 @@ def test_reasons_of_all_ranks_become_one_text():
     assert join_reasons(["walltime: 118 s left", "walltime: 117 s left"]) == "walltime: 118 s left"
 
 
-# ---- the state
-# -------------------------------------------------------------------------------------------------------
+# ---- the state -----------------------------------------------------------------------------------
 
 
 def on_disk(run_dir, **values):
@@ -576,8 +573,7 @@ def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_follow
     )
 
 
-# ---- living and dead processes
-# ---------------------------------------------------------------------------------------
+# ---- living and dead processes -------------------------------------------------------------------
 
 
 def test_a_process_is_alive_here_unless_it_has_ended_or_its_record_is_forged(tmp_path, monkeypatch):
@@ -643,8 +639,7 @@ def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat
             assert judged(process, age) == ("alive" if living else word)
 
 
-# ---- one owner
-# -------------------------------------------------------------------------------------------------------
+# ---- one owner -----------------------------------------------------------------------------------
 
 
 def record(**changed):

@@ -86,8 +86,7 @@ def make(dataset, num_samples=None, *, documents=None, split=Split.train, T=8, s
     )
 
 
-# ---- golden
-# ---------------------------------------------------------------------------------------------------------
+# ---- golden --------------------------------------------------------------------------------------
 
 
 def equal(array, dtype, values):
@@ -165,8 +164,7 @@ def test_shared_golden_cases(case):
         assert rows_of(dataset, len(expected["first64"]))[0] == expected["first64"]
 
 
-# ---- a plain loop
-# ---------------------------------------------------------------------------------------------------
+# ---- a plain loop --------------------------------------------------------------------------------
 
 
 def plain_order(seed, documents, lengths, num_samples, T, extra):
@@ -278,8 +276,7 @@ def test_shuffle_index_is_wide_only_when_it_must_be(num_samples, monkeypatch):
     assert order.tables()[1].dtype == (np.uint32 if num_samples < 2**32 - 2 else np.int64)
 
 
-# ---- tensors and rows
-# -----------------------------------------------------------------------------------------------
+# ---- tensors and rows ----------------------------------------------------------------------------
 
 
 @settings(max_examples=examples(0.8))
@@ -373,8 +370,7 @@ def test_mock_data():
     assert train[None]["tokens"].equal(train[0]["tokens"]) and not train[None]["loss_mask"].any()
 
 
-# ---- files
-# ----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 CORPORA = st.lists(st.lists(st.lists(st.integers(0, 100), max_size=5), max_size=3), max_size=8)
 
@@ -474,8 +470,7 @@ def test_modes_of_sequences_are_read_but_training_refuses_them(tmp_path):
         open_tokens(tmp_path / "a.bin")
 
 
-# ---- the cache of indices
-# -------------------------------------------------------------------------------------------
+# ---- the cache of indices ------------------------------------------------------------------------
 
 ARRAYS = {"x": np.arange(5000, dtype=np.uint32), "y": np.arange(8).reshape(4, 2)}
 
@@ -550,8 +545,7 @@ def test_the_name_of_cached_indices_depends_on_everything_that_decides_them(tmp_
     assert len(list(tmp_path.glob("*.json"))) == len(cases)
 
 
-# ---- bad input
-# ------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_split():
@@ -685,8 +679,7 @@ def test_bad_data_is_one_sentence():
         BlendedMegatronDatasetBuilder(GPTDataset, [1, 1, 1], lambda: True, config).build()
 
 
-# ---- code written for megatron-core
-# ----------------------------------------------------------------------------------
+# ---- code written for megatron-core --------------------------------------------------------------
 
 
 class TheirTokenizer:

@@ -73,8 +73,7 @@ def test_a_blend_follows_the_recurrence(weights, data):
     assert (sources.dtype, samples.dtype) == (np.int16, np.int64)
 
 
-# ---- data sets
-# ------------------------------------------------------------------------------------------------------
+# ---- data sets -----------------------------------------------------------------------------------
 
 
 def write_pair(prefix, lengths, *, seed=0, cut=False):
@@ -157,8 +156,7 @@ def test_bad_blends_are_one_sentence(prefixes):
         blend_sources([1] * 32_768, 1)
 
 
-# ---- a run's stream
-# -------------------------------------------------------------------------------------------------
+# ---- a run's stream ------------------------------------------------------------------------------
 
 
 def sources_of(data_path, split=SPLIT, part="train", tokenizer=None):
@@ -232,8 +230,7 @@ def test_documents_of_a_row_end_with_their_eod(pairs):
         assert doc_ids == [inputs[:at].count(BOS) for at in range(T)]
 
 
-# ---- the same for every W, B, restart and batch size
-# ----------------------------------------------------------------
+# ---- the same for every W, B, restart and batch size ---------------------------------------------
 
 
 def digests_of(config, sources, first, rows):
@@ -344,8 +341,7 @@ def test_the_index_cache_does_not_change_the_rows(pairs, tmp_path, monkeypatch):
         assert (row.bucket, row.tokens.tolist()) == (expected.bucket, expected.tokens.tolist())
 
 
-# ---- accounts
-# -------------------------------------------------------------------------------------------------------
+# ---- accounts ------------------------------------------------------------------------------------
 
 
 def test_accounts_balance_after_every_step(pairs):
@@ -370,8 +366,7 @@ def test_accounts_balance_after_every_step(pairs):
     )
 
 
-# ---- rows and documents
-# ---------------------------------------------------------------------------------------------
+# ---- rows and documents --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -435,8 +430,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_that_names_file_and_sequence(t
         next(loader)
 
 
-# ---- training and validation
-# ----------------------------------------------------------------------------------------
+# ---- training and validation ---------------------------------------------------------------------
 
 
 def test_validation_reads_the_whole_documents_of_the_valid_split(pairs):

@@ -84,8 +84,7 @@ def workplace(tmp_path, origin):
         yield command(base)
 
 
-# ---- a run
-# ----------------------------------------------------------------------------------------------------------
+# ---- a run ---------------------------------------------------------------------------------------
 
 
 def test_a_run_trains_on_the_samples_of_the_blend():
@@ -139,8 +138,7 @@ def test_a_new_run_continues_the_data_of_another(workplace):
     )
 
 
-# ---- other lengths and flags
-# ----------------------------------------------------------------------------------------
+# ---- other lengths and flags ---------------------------------------------------------------------
 
 
 def test_a_run_cannot_be_made_longer(workplace):
@@ -238,8 +236,7 @@ def test_bad_flags_are_refused_and_leave_no_trace(workplace, changed, message):
     assert not run_dir().exists()
 
 
-# ---- inspection
-# -----------------------------------------------------------------------------------------------------
+# ---- inspection ----------------------------------------------------------------------------------
 
 
 def inspect(capsys, *argv):

@@ -45,8 +45,7 @@ def reference(tmp_path_factory):
         return {"final": state_of(final()), "digests": digests()}
 
 
-# ---- two machines
-# ----------------------------------------------------------------------------------------------------
+# ---- two machines --------------------------------------------------------------------------------
 
 
 def other(workplace):
@@ -82,8 +81,7 @@ def error_of(group):
     return next(line for line in text.splitlines() if "error: " in line).partition("error: ")[2]
 
 
-# ---- torchrun
-# --------------------------------------------------------------------------------------------------------
+# ---- torchrun ------------------------------------------------------------------------------------
 
 
 def torchruns(workplace):
@@ -231,8 +229,7 @@ subprocess.run([sys.executable, "-c", {code!r}])""",
     assert ("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stdout) == warns, done
 
 
-# ---- where the run is
-# ------------------------------------------------------------------------------------------------
+# ---- where the run is ----------------------------------------------------------------------------
 
 
 def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace):
@@ -247,8 +244,7 @@ def test_a_run_that_exists_only_on_the_other_machine_is_not_restarted(workplace)
     assert not training.run_dir().exists()
 
 
-# ---- what each machine must have
-# -------------------------------------------------------------------------------------
+# ---- what each machine must have -----------------------------------------------------------------
 
 
 def lose_data():
@@ -299,8 +295,7 @@ def test_a_machine_that_lacks_something_is_named(workplace, lacks, message):
     assert not training.run_dir().exists()
 
 
-# ---- errors of one rank
-# ----------------------------------------------------------------------------------------------
+# ---- errors of one rank --------------------------------------------------------------------------
 
 
 def fail(error):

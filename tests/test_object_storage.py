@@ -70,8 +70,7 @@ def reader(store):
     return RemoteReader(as_path(store.path(KEY)), np.uint16)
 
 
-# ---- paths
-# ----------------------------------------------------------------------------------------------------------
+# ---- paths ---------------------------------------------------------------------------------------
 
 
 def test_remote_and_local_paths_are_distinguished():
@@ -138,8 +137,7 @@ def test_a_missing_package_is_a_sentence_that_names_it(monkeypatch):
             find(path)
 
 
-# ---- reading
-# --------------------------------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def test_a_folder_is_listed_once(store):
@@ -236,8 +234,7 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
 
 
-# ---- temporary faults
-# -----------------------------------------------------------------------------------------------
+# ---- temporary faults ----------------------------------------------------------------------------
 
 TEMPORARY = {
     "stall": Fault(stall=True),
@@ -378,8 +375,7 @@ def test_a_stall_is_warned_about_once_for_all_pending_requests(store, monkeypatc
     assert 1 <= warnings <= (time.monotonic() - start) / 0.5
 
 
-# ---- permanent faults
-# -----------------------------------------------------------------------------------------------
+# ---- permanent faults ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -556,8 +552,7 @@ def test_an_error_names_the_default_address_if_no_endpoint_is_set(
     )
 
 
-# ---- stops
-# ----------------------------------------------------------------------------------------------------------
+# ---- stops ---------------------------------------------------------------------------------------
 
 
 def test_a_pending_request_ends_when_the_program_should_stop(store, monkeypatch):
@@ -611,8 +606,7 @@ def test_a_program_ends_although_its_service_stalls(store, how):
     assert store.proxy.gets() and time.monotonic() - start < PATIENCE_S
 
 
-# ---- multi-storage-client
-# -------------------------------------------------------------------------------------------
+# ---- multi-storage-client ------------------------------------------------------------------------
 
 
 class FakeMsc:
@@ -688,8 +682,7 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
     assert not path.exists()
 
 
-# ---- worker processes
-# -----------------------------------------------------------------------------------------------
+# ---- worker processes ----------------------------------------------------------------------------
 
 WORKERS = """
 import sys

@@ -58,8 +58,7 @@ def values(params):
     return {name: param.detach().clone() for name, param in named}
 
 
-# ---- the arithmetic
-# -------------------------------------------------------------------------------------------------
+# ---- the arithmetic ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
@@ -166,8 +165,7 @@ def test_muon_equals_the_formula_in_float64_also_for_tiny_gradients(shape, scale
     assert scale == 1 or np.abs(unscaled - expected).max() > 0.01, "the case: the floors matter"
 
 
-# ---- one process
-# ----------------------------------------------------------------------------------------------------
+# ---- one process ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3e38])
@@ -268,8 +266,7 @@ def test_bad_groups_and_states_of_another_model_are_refused():
         optimizer.state_dict()
 
 
-# ---- parameters of all kinds, and gradients that add up exactly
-# -----------------------------------------------------
+# ---- parameters of all kinds, and gradients that add up exactly ----------------------------------
 
 SHAPES = {
     "muon": [(24, 16)] * 5 + [(16, 24)] * 3 + [(7, 33), (40, 40)],
@@ -331,8 +328,7 @@ def run_steps(params, optimizer, steps, rank, world_size):
     return norms
 
 
-# ---- compiled
-# -------------------------------------------------------------------------------------------------------
+# ---- compiled ------------------------------------------------------------------------------------
 
 TO_COMPILE = {"muon": [(24, 16)] * 3, "small": [(520, 160)]}  # the latter is cut between two ranks
 
@@ -455,8 +451,7 @@ def test_few_graphs_serve_all_parameters_and_too_many_are_an_error(
         steps()
 
 
-# ---- many processes: the same scenario with W = 1, 2, 3 and 4
-# -------------------------------------------------------
+# ---- many processes: the same scenario with W = 1, 2, 3 and 4 ------------------------------------
 
 WORLD_SIZES = (1, 2, 3, 4)
 

@@ -46,8 +46,7 @@ def streams(draw, shortest_T=3):
     return T, draw(st.lists(length, min_size=5, max_size=70)), draw(st.integers(1, 8))
 
 
-# ---- which piece is chosen
-# ------------------------------------------------------------------------------------------
+# ---- which piece is chosen -----------------------------------------------------------------------
 
 
 def one_row(packer, *lengths):
@@ -220,8 +219,7 @@ def test_law_rows_are_those_of_a_plain_search_also_after_resumes_and_the_ledger_
     assert seen["rows"] > 150 and seen["three"] > 10 and all(seen[case] for case in own), seen
 
 
-# ---- how much is dropped
-# --------------------------------------------------------------------------------------------
+# ---- how much is dropped -------------------------------------------------------------------------
 
 
 def dropped(read, rows, T, waiting):
@@ -267,8 +265,7 @@ def test_crop_drops_no_more_than_nanochats_loader_does_and_little_more_than_it_m
     assert ours <= theirs + 0.002 and (spread < 1 or ours < floor + 0.005)
 
 
-# ---- the order of lengths
-# -------------------------------------------------------------------------------------------
+# ---- the order of lengths ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("T, median", [(512, 330), (2048, 400)])
@@ -305,8 +302,7 @@ def test_every_tenth_of_the_rows_holds_long_and_short_documents_and_all_pieces_w
         assert np.abs(shares - expected).max() < 0.05 and max(waits) < 300
 
 
-# ---- stored entries
-# -------------------------------------------------------------------------------------------------
+# ---- stored entries ------------------------------------------------------------------------------
 
 
 def test_law_binned_rows_hold_whole_entries_the_oldest_first_and_pad_the_rest():

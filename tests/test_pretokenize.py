@@ -50,8 +50,7 @@ def documents_of(pair):
     return [bytes(ids[a + 1 : b]).decode() for a, b in zip([-1, *ends], ends)]
 
 
-# ---- windows
-# --------------------------------------------------------------------------------------------------------
+# ---- windows -------------------------------------------------------------------------------------
 
 
 def flat(lengths):
@@ -98,8 +97,7 @@ def test_windows_hold_every_id_once_outside_prefixes(num_ids, max_length, data):
         )
 
 
-# ---- files
-# ----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
@@ -146,8 +144,7 @@ def test_whole_documents_keep_the_groups_of_parquet(tmp_path, group_size, stored
     assert "groups" not in make(path, tmp_path / "windows")[1]
 
 
-# ---- broken input
-# ---------------------------------------------------------------------------------------------------
+# ---- broken input --------------------------------------------------------------------------------
 
 NOT_ONE = "not an object with a string in its field `text`"
 BROKEN = {
@@ -218,8 +215,7 @@ def test_a_larger_input_takes_no_more_memory(tmp_path, ending):
     assert peaks[1] < 1.5 * peaks[0]
 
 
-# ---- names
-# ----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def touch(root, names):
@@ -322,8 +318,7 @@ def test_dealing_is_a_partition_that_is_balanced_and_the_same_everywhere(sizes, 
     assert deal(inputs, num_tasks) == tasks
 
 
-# ---- finished or not
-# ------------------------------------------------------------------------------------------------
+# ---- finished or not -----------------------------------------------------------------------------
 
 
 def job_of(root, windows=None, tokenizer=None):

@@ -73,8 +73,7 @@ def edit(path, **changed):
     write_json(path, {**value, "checksum": hash_json(value)})
 
 
-# ---- what a receipt holds
-# -------------------------------------------------------------------------------------------
+# ---- what a receipt holds ------------------------------------------------------------------------
 
 
 def test_a_receipt_is_small_and_contains_no_path_or_host(origin, monkeypatch):
@@ -166,8 +165,7 @@ def test_inspect_data_shows_the_same_rows_for_a_receipt_and_its_run(origin, work
     assert of_receipt == rows("run") and len(of_receipt.splitlines()) == 8
 
 
-# ---- what is refused
-# -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_the_file_with_one_changed_word_is_named(work):
@@ -255,8 +253,7 @@ def test_a_log_without_a_step_has_no_receipt(origin, tmp_path, monkeypatch):
     )
 
 
-# ---- other kinds of runs
-# ---------------------------------------------------------------------------------------------
+# ---- other kinds of runs -------------------------------------------------------------------------
 
 
 def test_the_list_of_many_files_is_small_and_still_names_the_one_that_differs(

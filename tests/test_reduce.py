@@ -44,8 +44,7 @@ def bits(values):
     return array.reshape(-1).view(np.uint32).tolist()
 
 
-# ---- inside a rank, and across simulated ranks
-# ----------------------------------------------------------------------
+# ---- inside a rank, and across simulated ranks ---------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0, 3, 6, -4])
@@ -106,8 +105,7 @@ def test_ranks_are_added_in_pairs_and_an_odd_rank_is_carried_up(W):
     assert bits(add_in_tree_order(torch.from_numpy(np.stack(rows)))) == bits(expected[0])
 
 
-# ---- across processes
-# -----------------------------------------------------------------------------------------------
+# ---- across processes ----------------------------------------------------------------------------
 
 NODES = {1: [1], 2: [2], 4: [4, 2], 8: [8, 4, 2]}  # {W: ranks per node}
 MESSAGES = {"long": (torch.float32, 300), "narrow": (torch.bfloat16, 37)}  # dtype, chunk
@@ -150,8 +148,7 @@ def test_each_rank_gets_its_chunk_of_the_tree_for_any_number_of_nodes(received, 
         assert bits(torch.cat([of_rank[L][name] for of_rank in received[W]])) == bits(tree(parts))
 
 
-# ---- messages
-# -------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def two_parameters(dtype):

@@ -376,8 +376,7 @@ def test_verify_and_validate_read_from_a_bucket(bucket, capsys):
     assert "s3://bucket/shards/b.bin: entry" in capsys.readouterr().out
 
 
-# ---- a service that stalls
-# -------------------------------------------------------------------------------------------
+# ---- a service that stalls -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size, number", [(1, signal.SIGINT), (2, signal.SIGTERM)])

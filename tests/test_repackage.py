@@ -117,8 +117,7 @@ def test_the_order_depends_on_inputs_and_seed_but_not_on_their_folder_or_the_mem
     assert order(tmp_path / "seed") != order(tmp_path / "large")
 
 
-# ---- bad input
-# ------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_broken_lines_are_named_and_counted_or_fatal_with_strict(tmp_path, capsys):

@@ -72,8 +72,7 @@ def test_a_run_stops_before_its_real_walltime(reference):
     assert digests()[:STEPS] == reference["digests"][: len(steps())]
 
 
-# ---- where a resume starts
-# -------------------------------------------------------------------------------------------
+# ---- where a resume starts -----------------------------------------------------------------------
 
 
 def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, tmp_path):
@@ -291,8 +290,7 @@ def test_a_folder_that_is_not_a_complete_run_is_renamed_and_never_deleted(refere
     )
 
 
-# ---- skipped rows
-# ---------------------------------------------------------------------------------------------------
+# ---- skipped rows --------------------------------------------------------------------------------
 
 
 def inspected(*argv):
@@ -329,8 +327,7 @@ def test_after_a_loss_spike_a_new_run_continues_behind_its_rows(reference):
     assert inspected("rows", "--json", "--step=0")[0]["lane_row"] == 8 * 2
 
 
-# ---- what may change
-# ------------------------------------------------------------------------------------------------
+# ---- what may change -----------------------------------------------------------------------------
 
 
 def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, workplace):
@@ -367,8 +364,7 @@ def test_settings_of_place_and_speed_may_change_and_change_no_bit(reference, wor
     assert ours["model"] == theirs["model"] and ours["optimizer"] == theirs["optimizer"]
 
 
-# ---- wandb
-# ----------------------------------------------------------------------------------------------------------
+# ---- wandb ---------------------------------------------------------------------------------------
 
 
 class Wandb(types.ModuleType):
@@ -422,8 +418,7 @@ def test_wandb_offline_continues_the_same_run():
     assert len(read_log(training.log_file())) > 3
 
 
-# ---- a save precedes everything that can fail at the same step
-# ------------------------------------------------------
+# ---- a save precedes everything that can fail at the same step -----------------------------------
 
 
 def out_of_memory(*args, **kwargs):

@@ -20,8 +20,7 @@ from tests.training import flags, refuse, run_dir, steps, succeed
 workplace = training.in_workplace(**training.SMALL, num_iterations=4, save_every=-1)
 
 
-# ---- what is printed
-# -------------------------------------------------------------------------------------------------
+# ---- what is printed -----------------------------------------------------------------------------
 
 
 def test_base_train_and_validate_report_the_split_and_the_progress_before_the_first_step(capsys):
@@ -58,8 +57,7 @@ def test_base_train_and_validate_report_the_split_and_the_progress_before_the_fi
     assert int(val) + int(train) == 384
 
 
-# ---- data that changed
-# -----------------------------------------------------------------------------------------------
+# ---- data that changed ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -161,8 +159,7 @@ def test_verify_of_a_run_names_changed_and_missing_data(workplace, capsys):
     assert "shard_2.parquet: this run reads it" in output
 
 
-# ---- documents that are left out
-# -------------------------------------------------------------------------------------
+# ---- documents that are left out -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["crop", "split", "concat"])

@@ -50,8 +50,7 @@ def test_a_missing_or_corrupt_config_json_is_named(tmp_path):
             rd.read_config(tmp_path)
 
 
-# ---- the log
-# ----------------------------------------------------------------------------------------
+# ---- the log -------------------------------------------------------------------------------------
 
 
 def digests(path):
@@ -201,8 +200,7 @@ def test_a_log_is_never_written_through_a_link_nor_after_another_launch_took_the
     assert [r["step"] for r in rd.iter_log(path)] == [1]
 
 
-# ---- rename and open
-# --------------------------------------------------------------------------------
+# ---- rename and open -----------------------------------------------------------------------------
 
 
 def fill(run):

@@ -27,8 +27,7 @@ def horizon(**changes):
     return resolve_horizon(**{**FLAGS, **changes})
 
 
-# ---- horizon
-# --------------------------------------------------------------------------------------------------------
+# ---- horizon -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,8 +90,7 @@ def test_an_automatic_batch_is_a_power_of_two_rows(T, params):
     assert rows == 1 or abs(math.log2(h.total_batch_size / exact)) <= 0.5 + 1e-9
 
 
-# ---- schedule
-# -------------------------------------------------------------------------------------------------------
+# ---- schedule ------------------------------------------------------------------------------------
 
 LONG = Schedule(
     num_iterations=2000,

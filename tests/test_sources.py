@@ -61,8 +61,7 @@ def grouped(texts, size=GROUP):
     return [texts[i : i + size] for i in range(0, len(texts), size)]
 
 
-# ---- manifest
-# -------------------------------------------------------------------------------------------------------
+# ---- manifest ------------------------------------------------------------------------------------
 
 
 def test_manifest_and_fingerprint_survive_a_move_and_follow_the_contents(folder, tmp_path):
@@ -114,8 +113,7 @@ def test_check_names_a_damaged_changed_or_missing_file(folder, damage, what):
     assert check(manifest) == manifest
 
 
-# ---- refused files
-# --------------------------------------------------------------------------------------------------
+# ---- refused files -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,8 +173,7 @@ def test_columns_before_text_do_not_confuse_the_count_of_nulls(tmp_path):
     assert text.read_footer(tmp_path / "s.parquet").nulls == 1
 
 
-# ---- parquet
-# --------------------------------------------------------------------------------------------------------
+# ---- parquet -------------------------------------------------------------------------------------
 
 
 def test_large_strings_many_pages_other_columns_and_empty_groups_read_the_same(tmp_path):

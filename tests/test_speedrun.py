@@ -187,8 +187,7 @@ def test_without_gpus_the_default_profile_is_cpu_and_profile_gpu_is_an_error(tmp
     assert speedrun(DRY_RUN="1", PROFILE="tpu").returncode == 2
 
 
-# ---- orchestration, with fake stages
-# --------------------------------------------------------------------------------
+# ---- orchestration, with fake stages -------------------------------------------------------------
 
 STAND_IN = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -324,8 +323,7 @@ def test_the_download_ends_with_the_script(tmp_path):
     pytest.fail("the download still runs")
 
 
-# ---- setup.sh
-# -------------------------------------------------------------------------------------------------------
+# ---- setup.sh ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -395,8 +393,7 @@ def test_setup_shows_the_progress_of_a_long_install(setup):
     ), done
 
 
-# ---- the lock file and the machine
-# ----------------------------------------------------------------------------------
+# ---- the lock file and the machine ---------------------------------------------------------------
 
 
 def test_the_lock_file_fits_the_project_and_names_only_public_hosts():

@@ -24,8 +24,7 @@ def make_config(layout, **kwargs):
     return StreamConfig(long_docs=layout, **kwargs)
 
 
-# ---- which documents
-# ------------------------------------------------------------------------------------------------
+# ---- which documents -----------------------------------------------------------------------------
 
 
 def epoch_in_units(source, epoch, V, size, seed, small):
@@ -78,8 +77,7 @@ def test_concat_is_the_lanes_share_of_each_epoch_back_to_back(small):
         ]
 
 
-# ---- blocks, permutations, digests
-# ----------------------------------------------------------------------------------
+# ---- blocks, permutations, digests ---------------------------------------------------------------
 
 
 @given(st.integers(1, 200), st.integers(1, 64))
@@ -192,8 +190,7 @@ def test_golden_digests_of_a_fixed_corpus_never_change(layout):
             assert [ranks.step() for _ in range(8)] == digests
 
 
-# ---- cursors
-# --------------------------------------------------------------------------------------------------------
+# ---- cursors -------------------------------------------------------------------------------------
 
 BASE = make_config("split", T=16, V=4, overlap=5, buffer_size=5, unit_size=4)
 
@@ -300,8 +297,7 @@ def test_a_configuration_that_cannot_work_is_refused(change):
         StreamConfig(**{"T": 16, **change})
 
 
-# ---- memory
-# ---------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def test_crop_keeps_at_most_a_row_of_a_long_document():
@@ -336,8 +332,7 @@ def test_split_keeps_the_unused_part_of_a_long_document_compressed():
     ].dtype == kept.dtype
 
 
-# ---- curricula
-# ------------------------------------------------------------------------------------------------------
+# ---- curricula -----------------------------------------------------------------------------------
 
 
 def test_another_curriculum_is_refused_and_a_new_run_continues_each_bucket_where_it_was():

@@ -171,8 +171,7 @@ def test_law_no_part_of_a_txt_file_is_empty(lines, end, fraction):
     )
 
 
-# ---- compressed files
-# -----------------------------------------------------------------------------------------------
+# ---- compressed files ----------------------------------------------------------------------------
 
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 
@@ -227,8 +226,7 @@ def test_zst_with_a_window_above_128_mib_says_how_to_compress_it_again(tmp_path)
     assert list(read_texts(tmp_path / "a.jsonl.zst")) == ["one", "two"]
 
 
-# ---- saved data sets
-# ------------------------------------------------------------------------------------------------
+# ---- saved data sets -----------------------------------------------------------------------------
 
 
 def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
@@ -266,8 +264,7 @@ def test_a_broken_line_of_a_file_that_trains_and_validates_is_reported_once(tmp_
     )
 
 
-# ---- flags
-# ----------------------------------------------------------------------------------------------------------
+# ---- flags ---------------------------------------------------------------------------------------
 
 
 def test_impossible_flags_are_one_sentence(tmp_path):

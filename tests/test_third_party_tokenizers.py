@@ -160,8 +160,7 @@ def real_texts():
     return list(pydoc_data.topics.topics.values())
 
 
-# ---- ids
-# ------------------------------------------------------------------------------------------------------------
+# ---- ids -----------------------------------------------------------------------------------------
 
 
 def test_ids_are_the_librarys_own_on_real_text(paths, opened):
@@ -280,8 +279,7 @@ def test_an_end_that_text_can_become_is_refused(paths, kind, end):
     )
 
 
-# ---- the end of a document
-# ------------------------------------------------------------------------------------------
+# ---- the end of a document -----------------------------------------------------------------------
 
 
 def test_the_end_comes_from_the_flag_then_the_files_then_a_usual_name(paths, opened, tmp_path):
@@ -332,8 +330,7 @@ def test_a_tokenizer_json_without_an_end_is_a_sentence_that_names_the_flag(bare)
             get_tokenizer(bare, eod_token=end)
 
 
-# ---- copies
-# ---------------------------------------------------------------------------------------------------------
+# ---- copies --------------------------------------------------------------------------------------
 
 
 def test_a_copy_is_the_same_tokenizer_and_a_changed_one_is_refused(paths, opened, tmp_path):
@@ -379,8 +376,7 @@ def test_parts_that_do_not_decide_ids_do_not_change_the_fingerprint(paths, opene
     ].encode(TEXTS)
 
 
-# ---- bad input
-# ------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -448,8 +444,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(paths, monkeypa
         get_tokenizer(paths["gpt2"])
 
 
-# ---- texts that a library cannot encode
-# -----------------------------------------------------------------------------
+# ---- texts that a library cannot encode ----------------------------------------------------------
 
 
 def backtracking(folder):
@@ -582,8 +577,7 @@ def test_a_pickle_of_nonsense_is_one_sentence(paths, tmp_path, change, problem):
         get_tokenizer(tmp_path)
 
 
-# ---- commands with these tokenizers
-# ---------------------------------------------------------------------------------
+# ---- commands with these tokenizers --------------------------------------------------------------
 
 QUICK = ["--device-type=cpu", "--unigram-tokens=2000"]
 

@@ -74,8 +74,7 @@ def check_state(out):
             assert hash_file(path.parent / f"{name}.idx") == shard["idx_hash"]
 
 
-# ---- what comes out
-# -------------------------------------------------------------------------------------------------
+# ---- what comes out ------------------------------------------------------------------------------
 
 
 def test_documents_manifests_and_tokenizer(raw, tmp_path, tokenizer, capsys):
@@ -155,8 +154,7 @@ def test_workers_and_tasks_on_one_folder_give_the_same_bytes(raw, tmp_path, toke
     assert tree(out) == tree(tmp_path / "one")
 
 
-# ---- failures
-# -------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 def test_a_corrupt_input_fails_alone_and_the_next_command_completes_it(
@@ -205,8 +203,7 @@ def test_an_overlap_above_half_of_a_window_is_clamped_with_a_warning(
     assert tree(tmp_path / "clamped") == tree(tmp_path / "half")
 
 
-# ---- killed
-# ---------------------------------------------------------------------------------------------------------
+# ---- killed --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("remake", [False, True], ids=["first run", "made again"])
@@ -335,8 +332,7 @@ def test_processes_on_one_folder_all_exit_0(tmp_path, tokenizer):
     assert tree(out) == tree(tmp_path / "alone")
 
 
-# ---- several machines
-# -----------------------------------------------------------------------------------------------
+# ---- several machines ----------------------------------------------------------------------------
 
 
 def test_the_slurm_script_submits_all_tasks_then_the_end_with_valid_flags(tmp_path):

@@ -106,8 +106,7 @@ def brute_force_ids(tok, text):
     return ids
 
 
-# ---- ids
-# ------------------------------------------------------------------------------------------------------------
+# ---- ids -----------------------------------------------------------------------------------------
 
 
 @FAST
@@ -169,8 +168,7 @@ def test_ids_take_four_bytes_from_65537_tokens_on(tok, vocab_size, dtype):
     assert large.encode_one("a").tolist() == [vocab_size - 1, 97] and large.token_dtype == dtype
 
 
-# ---- training
-# -------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def test_too_little_text_for_the_vocabulary_is_an_error_that_counts_it():
@@ -182,8 +180,7 @@ def test_too_little_text_for_the_vocabulary_is_an_error_that_counts_it():
         RustBPETokenizer.train_from_iterator(CORPUS, 264)
 
 
-# ---- disk
-# -----------------------------------------------------------------------------------------------------------
+# ---- disk ----------------------------------------------------------------------------------------
 
 
 def test_reloading_gives_identical_ids_from_readable_files(tok, tmp_path):
@@ -337,8 +334,7 @@ def test_a_tiktoken_encoding_has_endoftext_as_bos_survives_saving_and_an_absent_
     assert loaded.fingerprint == gpt2.fingerprint and loaded.encode("a 1") == gpt2.encode("a 1")
 
 
-# ---- scripts
-# --------------------------------------------------------------------------------------------------------
+# ---- scripts -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

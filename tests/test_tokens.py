@@ -50,8 +50,7 @@ def documents_of(pair, step=3):
     return texts
 
 
-# ---- write and read
-# -------------------------------------------------------------------------------------------------
+# ---- write and read ------------------------------------------------------------------------------
 
 
 @st.composite
@@ -182,8 +181,7 @@ def test_files_of_megatron_are_read_and_written_identically(tmp_path, name):
         assert sha256(path.read_bytes()).hexdigest() == golden["files"][path.name]["sha256"]
 
 
-# ---- documents
-# ------------------------------------------------------------------------------------------------------
+# ---- documents -----------------------------------------------------------------------------------
 
 
 @given(windowed(), st.integers(1, 5), st.integers(1, 4))
@@ -211,8 +209,7 @@ def test_entries_of_eod_only_and_empty_entries(tmp_path):
     assert documents_of(open_tokens(tmp_path / "empty.bin")) == [[], []]
 
 
-# ---- readers
-# --------------------------------------------------------------------------------------------------------
+# ---- readers -------------------------------------------------------------------------------------
 
 
 def test_mapped_ids_are_views_that_outlive_the_pair_and_its_files(tmp_path):
@@ -231,8 +228,7 @@ def test_mapped_ids_are_views_that_outlive_the_pair_and_its_files(tmp_path):
     assert view.tolist() == [1, 2, 3, E]
 
 
-# ---- damage
-# ---------------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -374,8 +370,7 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
         open_tokens(tmp_path / "b.bin", vocab_size=65537)
 
 
-# ---- pins and manifests
-# ---------------------------------------------------------------------------------------------
+# ---- pins and manifests --------------------------------------------------------------------------
 
 
 def test_pins_never_change_between_versions():
@@ -434,8 +429,7 @@ def test_the_manifest_must_match_the_pair_and_is_read_again_when_it_changes(tmp_
             read_manifest(tmp_path)
 
 
-# ---- writing that fails
-# ---------------------------------------------------------------------------------------------
+# ---- writing that fails --------------------------------------------------------------------------
 
 
 def add(*args):
@@ -530,8 +524,7 @@ def test_a_crash_between_the_renames_never_shows_half_of_a_pair(tmp_path, monkey
     assert states == ([4, 4] if same else ["a.idx", "a.idx", 4])
 
 
-# ---- as a source
-# ----------------------------------------------------------------------------------------------------
+# ---- as a source ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [[5, 1], [0, 7, 3, 4, 7], [2]])

@@ -279,8 +279,7 @@ def test_shards_without_a_manifest_are_checked_as_far_as_possible(tmp_path, monk
     ]
 
 
-# ---- checkpoints
-# ----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -388,8 +387,7 @@ def test_a_checkpoint_that_the_run_deletes_in_the_meantime_is_not_a_problem(trai
     assert (code, problems) == (0, []) and "checkpoint-4: the run deleted it in the meantime" in out
 
 
-# ---- links
-# ----------------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 
 def test_pairs_in_a_linked_folder_are_verified(tmp_path):

@@ -25,8 +25,7 @@ BAD_STEP = 5
 PATIENCE_S = 5.0  # timeout of ranks that work: a busy machine delays a beat by seconds
 
 
-# ---- a launch
-# --------------------------------------------------------------------------------------------------------
+# ---- a launch ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +139,7 @@ def test_if_rank_0_or_its_disk_stops_all_ranks_end_and_name_it(tmp_path, how):
     assert read_state(tmp_path / "run")["status"] == ("running" if how == "stop" else "failed")
 
 
-# ---- verdicts, without processes
-# -------------------------------------------------------------------------------------
+# ---- verdicts, without processes -----------------------------------------------------------------
 
 
 class SilentStore(dist.HashStore):

@@ -92,8 +92,7 @@ for kind in (torch.nn.Linear, torch.nn.Embedding):
     kind.reset_parameters = skipped_on_meta(kind.reset_parameters)  # type: ignore[method-assign]
 
 
-# ---- corpus, tokenizer and settings
-# ----------------------------------------------------------------------------------
+# ---- corpus, tokenizer and settings --------------------------------------------------------------
 
 
 def texts(num: int, *, seed: int) -> list[str]:
@@ -208,8 +207,7 @@ def run_dir(tag: str = "run") -> Path:
     return Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / tag
 
 
-# ---- in this process
-# -------------------------------------------------------------------------------------------------
+# ---- in this process -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -261,8 +259,7 @@ def refuse(**changed: Any) -> str:
     return outcome.err[outcome.err.index("error: ") + len("error: ") :].strip()
 
 
-# ---- in processes of their own
-# ---------------------------------------------------------------------------------------
+# ---- in processes of their own -------------------------------------------------------------------
 
 
 @functools.cache
@@ -394,8 +391,7 @@ def finish(world_size: int = 1, **changed: Any) -> str:
     return group.text()
 
 
-# ---- hooks, which act inside a process
-# -------------------------------------------------------------------------------
+# ---- hooks, which act inside a process -----------------------------------------------------------
 
 
 def a_step_is_a_second(total_s: float) -> None:
@@ -454,8 +450,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.005)
 
 
-# ---- the files of a run
-# ----------------------------------------------------------------------------------------------
+# ---- the files of a run --------------------------------------------------------------------------
 
 
 def final(tag: str = "run") -> Path:

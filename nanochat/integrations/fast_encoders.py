@@ -73,8 +73,7 @@ def fastest_encoder(encoding: tiktoken.Encoding) -> Encoder:
         return oracle
 
 
-# ---- fastokens
-# -----------------------------------------------------------------------------------------------------
+# ---- fastokens -----------------------------------------------------------------------------------
 
 
 class FastokensEncoder:
@@ -133,8 +132,7 @@ def _native(encoding: tiktoken.Encoding) -> Any:
                 os.sched_setaffinity(0, cpus)
 
 
-# ---- the check
-# -----------------------------------------------------------------------------------------------------
+# ---- the check -----------------------------------------------------------------------------------
 
 # Characters of every class in patterns, and characters on which regex engines often disagree.
 _CHARACTERS = (

@@ -70,8 +70,7 @@ class Split(Enum):
     test = 2
 
 
-# ---- configuration
-# --------------------------------------------------------------------------------------------------
+# ---- configuration -------------------------------------------------------------------------------
 
 # Fields that control how megatron-core loads data. They do not change any sample.
 WITHOUT_EFFECT = (
@@ -263,8 +262,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
     return (array / np.sum(array)).tolist()
 
 
-# ---- samples
-# --------------------------------------------------------------------------------------------------------
+# ---- samples -------------------------------------------------------------------------------------
 
 
 class GPTDataset:
@@ -513,8 +511,7 @@ def pad_id(config: GPTDatasetConfig) -> int:
     return int(pad) if keep else NO_PAD
 
 
-# ---- mock data
-# ------------------------------------------------------------------------------------------------------
+# ---- mock data -----------------------------------------------------------------------------------
 
 
 class MockGPTLowLevelDataset:

@@ -162,8 +162,7 @@ class Garbled(OSError):
     not retry then, but a retry may help."""
 
 
-# ---- names
-# ----------------------------------------------------------------------------------------------------------
+# ---- names ---------------------------------------------------------------------------------------
 
 
 def url(path: str) -> str:
@@ -185,8 +184,7 @@ def split(path: str) -> tuple[str, str, str]:
     return match[1], match[2], match[3]
 
 
-# ---- clients
-# --------------------------------------------------------------------------------------------------------
+# ---- clients -------------------------------------------------------------------------------------
 
 
 class Bucket:
@@ -505,8 +503,7 @@ class Msc:
         return SimpleNamespace(bytes=lambda: data, range=(begin, end), meta=self.head(None, key))
 
 
-# ---- requests
-# -------------------------------------------------------------------------------------------------------
+# ---- requests ------------------------------------------------------------------------------------
 
 ANSWERED: set[tuple[str, str]] = set()  # (scheme, bucket) of every bucket that has answered
 _last_warning = [-math.inf]  # time of the last warning about a wait
@@ -636,8 +633,7 @@ class RemoteReader:
         )
 
 
-# ---- paths
-# ----------------------------------------------------------------------------------------------------------
+# ---- paths ---------------------------------------------------------------------------------------
 
 _lock = threading.RLock()
 # the first state that this launch saw; None: the object did not exist

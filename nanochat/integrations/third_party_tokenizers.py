@@ -98,8 +98,7 @@ USUAL_ENDS = (
 NO_END = "{}: does not name the token that ends a document; set --eod-token to its text or id (one of {} ids)"
 
 
-# ---- one class per format
-# ------------------------------------------------------------------------------------------
+# ---- one class per format ------------------------------------------------------------------------
 
 
 class ThirdPartyTokenizer(Tokenizer):
@@ -377,8 +376,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
         return " ".join(str(int(i)) for i in ids)
 
 
-# ---- opening one
-# ---------------------------------------------------------------------------------------------------
+# ---- opening one ---------------------------------------------------------------------------------
 
 SAVED = {kind.kind: kind for kind in (HuggingFaceTokenizer, IdsTokenizer)}
 
@@ -469,8 +467,7 @@ def find_end(tokenizer: ThirdPartyTokenizer, eod_token: str | None) -> int:
     raise ValueError(NO_END.format(tokenizer.name, f"{tokenizer.size:,}"))
 
 
-# ---- nanochat's pickle
-# ---------------------------------------------------------------------------------------------
+# ---- nanochat's pickle ---------------------------------------------------------------------------
 
 
 class Restored:

@@ -64,7 +64,8 @@ class MicroBatch:
 
 class Dry(Exception):
     """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has
-    run dry and may not be dropped, or because all buckets are dry (`bucket` is None)."""
+    run dry and may not be dropped, or because all buckets are dry (`bucket` is None).
+    """
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
@@ -81,8 +82,10 @@ def default_leaves(world_size: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The rows of a step that a rank owns: its leaves and their micro-batches. ValueError names the
-    flag to change."""
+    """The rows of a step that a rank owns: its leaves and their micro-batches.
+
+    ValueError names the flag to change.
+    """
 
     V: int
     rows_per_step: int
@@ -114,7 +117,8 @@ class StepLayout:
     @property
     def num_blocks(self) -> int:
         """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is one
-        leaf."""
+        leaf.
+        """
         return self.num_leaves if self.num_leaves % self.world_size == 0 else self.world_size
 
     @property
@@ -138,7 +142,8 @@ class StepLayout:
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
         """The indices, counted over all ranks, of the rows in a micro-batch of one of this rank's
-        leaves."""
+        leaves.
+        """
         n = self.rows_per_lane
         B = self.device_batch_size
         lanes = self.leaves[leaf]
@@ -159,8 +164,10 @@ class StepLayout:
 
 
 class Slot:
-    """Reusable host memory for one micro-batch. Tokens are int32, which the device converts to
-    int64."""
+    """Reusable host memory for one micro-batch.
+
+    Tokens are int32, which the device converts to int64.
+    """
 
     def __init__(
         self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False
@@ -176,8 +183,10 @@ class Slot:
         self.copied: torch.cuda.Event | None = None
 
     def fill(self, rows: Sequence[Row], buckets: Sequence[str]) -> None:
-        """Write up to B rows, then dead ones. Waits until the slot's previous batch has been
-        copied."""
+        """Write up to B rows, then dead ones.
+
+        Waits until the slot's previous batch has been copied.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         (inputs, targets), bucket_ids = self.tokens.numpy(), self.buckets.numpy()
@@ -194,8 +203,7 @@ class Slot:
             self.num_docs = len(self.doc_ids) + int(self.doc_ids.diff().count_nonzero())
 
     def batch(self) -> MicroBatch:
-        """Start the copies to the device, and record an event after which the slot may be
-        refilled."""
+        """Start the copies to the device, and record an event after which the slot may be refilled."""
 
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True, copy=True)
@@ -215,8 +223,9 @@ Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
 
 
 class DataLoader:
-    """Endless iterator over this rank's micro-batches. If epochs are limited, it ends by raising
-    `Dry`.
+    """Endless iterator over this rank's micro-batches.
+
+    If epochs are limited, it ends by raising `Dry`.
 
     `config` is a `StreamConfig`, or its counterpart for Megatron's order. `cursors` are those of
     all V lanes, or at least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is
@@ -281,8 +290,10 @@ class DataLoader:
     # -- the thread
 
     def _prefetch(self) -> None:
-        """Fill slots, step after step, until the loader is closed. Errors are passed to the
-        consumer."""
+        """Fill slots, step after step, until the loader is closed.
+
+        Errors are passed to the consumer.
+        """
         try:
             if self.device.type == "cuda":
                 # otherwise waiting for an event opens a context on GPU 0
@@ -333,7 +344,8 @@ class DataLoader:
 
     def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
         """The item that `next` will take, once it is ready; None if that takes longer than
-        `wait_s`."""
+        `wait_s`.
+        """
         began = time.perf_counter()
         while self._first is None and time.perf_counter() - began < wait_s:
             with contextlib.suppress(queue.Empty):  # the timeout lets Python handle signals
@@ -342,19 +354,24 @@ class DataLoader:
         return self._first
 
     def next_digest(self, wait_s: float = math.inf) -> int | None:
-        """This rank's part of the next step's digest. Call it between steps. None if its rows are
-        not packed within `wait_s`, or if packing them raised an error, which `next` will raise."""
+        """This rank's part of the next step's digest.
+
+        Call it between steps. None if its rows are not packed within `wait_s`, or if packing them
+        raised an error, which `next` will raise.
+        """
         filled = self._peek(wait_s)
         return None if filled is None or isinstance(filled, BaseException) else filled[1]
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
         """This rank's cursors after `steps` steps, which must be the number of complete steps
-        (default) or one less."""
+        (default) or one less.
+        """
         return self.stream.cursors(self._ends[self.step if steps is None else steps])
 
     def dropped(self) -> dict[str, int]:
         """{bucket: number of this rank's lanes that had dropped it at the end of the last complete
-        step}."""
+        step}.
+        """
         return {
             bucket: sum(bucket in lane.dropped for lane in self._ends[self.step])
             for bucket in self.buckets
@@ -363,13 +380,16 @@ class DataLoader:
     @property
     def phase(self) -> int | None:
         """The curriculum's phase, from 1, that this rank's first lane is in; None without a
-        curriculum."""
+        curriculum.
+        """
         mixer, ends = self.stream.mixer, self._ends[self.step]
         return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
 
     def close(self) -> None:
-        """Stop the thread and the stream's pool, and wait for both. The thread discards its
-        unfinished step."""
+        """Stop the thread and the stream's pool, and wait for both.
+
+        The thread discards its unfinished step.
+        """
         self._closed.set()
         self._free.put(None)
         self.stream.close()
@@ -386,8 +406,10 @@ class DataLoader:
 
 
 def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and crops
-    nothing."""
+    """Validation's lanes, layout and seed depend on its data alone.
+
+    It makes one pass and crops nothing.
+    """
     documents = int(source.groups.sum())
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
     return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
@@ -442,7 +464,8 @@ def validation_prompts(
     sources: Mapping[str, Source], tokenizer: Tokenizer, T: int
 ) -> list[list[int]]:
     """The first tokens, BOS included, of the documents at the start of a few rows of the first
-    validation source."""
+    validation source.
+    """
     source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
     prompts = []
     for batch in validation_loader(
@@ -469,7 +492,8 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     *args: Any, **kwargs: Any
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
     """`nanochat_batches`, with a warning if there are several ranks: nanochat's state, saved by
-    rank 0, serves all."""
+    rank 0, serves all.
+    """
     _, rank, _, world_size = get_dist_info()
     if world_size > 1 and rank == 0:
         log.warning(
@@ -577,7 +601,8 @@ def tokenizing_distributed_data_loader_with_state(
     *args: Any, **kwargs: Any
 ) -> Iterator[tuple[Any, Any, State]]:
     """The loader with state, for the `concat` layout and the default tokenizer; arguments start
-    with B, T, split."""
+    with B, T, split.
+    """
     return tokenizing_distributed_data_loader_with_state_bos_bestfit(
         get_tokenizer(), *args, **kwargs, layout="concat"
     )

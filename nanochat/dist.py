@@ -62,8 +62,11 @@ RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
 def autodetect_device_type() -> str:
-    """'cuda' if it is available, else 'mps', else 'cpu'. ValueError if the machine has GPUs that
-    PyTorch does not see: a run that was meant for them would take weeks on the CPU."""
+    """'cuda' if it is available, else 'mps', else 'cpu'.
+
+    ValueError if the machine has GPUs that PyTorch does not see: a run that was meant for them
+    would take weeks on the CPU.
+    """
     if torch.cuda.is_available():
         return "cuda"
     if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and (unseen := unseen_gpus()):
@@ -73,7 +76,8 @@ def autodetect_device_type() -> str:
 
 def unseen_gpus() -> str:
     """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if nvidia-smi
-    lists none."""
+    lists none.
+    """
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(
@@ -139,8 +143,10 @@ def compute_init(
 
 
 def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
-    """Collective. A name for the group of processes that run now, on all of them. StopAsked if a
-    stop is requested.
+    """Collective.
+
+    A name for the group of processes that run now, on all of them. StopAsked if a stop is
+    requested.
 
     torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the
     addresses of dead processes in it, and wait for them. Its count of restarts is no name: every
@@ -174,7 +180,8 @@ def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
 def elastic_problem() -> str:
     """Why this launch cannot survive a change of its number of nodes, although torchrun's --nnodes
     allows one; '' if it can, or if the number is fixed. If nodes share one store, a new round of
-    them finds the addresses of the old one."""
+    them finds the addresses of the old one.
+    """
     if (
         "TORCHELASTIC_RUN_ID" not in os.environ
         or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
@@ -199,10 +206,12 @@ def elastic_problem() -> str:
 
 
 def prepare_cuda(deterministic: bool) -> None:
-    """Set the options that CUDA and the compiler read when they start. Memory segments can grow,
-    which wastes less memory between tensors, if NVML works: PyTorch asks it about each segment. If
-    `deterministic`, repeated work gives the same bits: cuBLAS uses fixed buffers, backward passes
-    add in a fixed order, and Inductor chooses no kernel by timing it."""
+    """Set the options that CUDA and the compiler read when they start.
+
+    Memory segments can grow, which wastes less memory between tensors, if NVML works: PyTorch asks
+    it about each segment. If `deterministic`, repeated work gives the same bits: cuBLAS uses fixed
+    buffers, backward passes add in a fixed order, and Inductor chooses no kernel by timing it.
+    """
     if nvml_works():
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.backends.cuda.enable_cudnn_sdp(False)  # see attention.py
@@ -220,9 +229,11 @@ def prepare_cuda(deterministic: bool) -> None:
 
 
 def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
-    """Whether this process can use NVML, the driver's library for management. Some containers lack
-    it, such as those whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone; there, PyTorch crashes
-    when it creates a segment that grows."""
+    """Whether this process can use NVML, the driver's library for management.
+
+    Some containers lack it, such as those whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone;
+    there, PyTorch crashes when it creates a segment that grows.
+    """
     try:
         nvml = ctypes.CDLL(library)
         return nvml.nvmlInit_v2() == 0
@@ -231,9 +242,11 @@ def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """The versions that, with code, data and settings, determine the bits of a step. Plain values;
-    off CUDA, those of the GPU are None. The processor matters on every device: it draws the initial
-    weights."""
+    """The versions that, with code, data and settings, determine the bits of a step.
+
+    Plain values; off CUDA, those of the GPU are None. The processor matters on every device: it
+    draws the initial weights.
+    """
     known: dict[str, Any] = dict.fromkeys(VERSIONS)
     known |= {"torch": str(torch.__version__), **processor()}
     if device.type != "cuda":
@@ -266,7 +279,8 @@ CPU_VARIABLES = (
 def processor() -> dict[str, str | None]:
     """What decides how this machine's CPU rounds: its name (MKL chooses code by vendor), the
     instruction set that PyTorch uses, such as AVX2, and the settings of MKL and oneDNN, None if
-    none is set."""
+    none is set.
+    """
     settings = [f"{name}={os.environ[name]}" for name in CPU_VARIABLES if os.environ.get(name)]
     return {
         "cpu": cpu_name(),
@@ -277,7 +291,8 @@ def processor() -> dict[str, str | None]:
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name, such as AMD EPYC 7B13; its architecture if the system does not tell the
-    name."""
+    name.
+    """
     with contextlib.suppress(OSError):
         if name := re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE):
             return name[1].strip()
@@ -301,7 +316,8 @@ def other_processors() -> list[str]:
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
     """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list
-    it."""
+    it.
+    """
     try:
         version = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
     except OSError:
@@ -316,22 +332,26 @@ def peak_memory(device: torch.device) -> int | None:
 
 def reserved_memory(device: torch.device) -> int | None:
     """The most memory that PyTorch has reserved so far, in bytes: tensors and the gaps between
-    them; None off CUDA."""
+    them; None off CUDA.
+    """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def compute_cleanup() -> None:
     """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's
     group could then wait for a rank that never comes. A process also leaves the group when it
-    exits."""
+    exits.
+    """
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 
 def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """The dtype of activations and embeddings. `name` is a --dtype value: bfloat16, float32, or
-    auto, which is bfloat16 on GPUs that support it (compute capability 8.0 and up) and float32
-    elsewhere."""
+    """The dtype of activations and embeddings.
+
+    `name` is a --dtype value: bfloat16, float32, or auto, which is bfloat16 on GPUs that support it
+    (compute capability 8.0 and up) and float32 elsewhere.
+    """
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -379,7 +399,8 @@ PEAK_FLOPS = (
 
 def get_peak_flops(device_name: str) -> float:
     """Peak dense bf16 FLOP/s of a GPU by its name; infinity if unknown, so that MFU shows 0 and not
-    a wrong number."""
+    a wrong number.
+    """
     return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 
 
@@ -387,8 +408,11 @@ def get_peak_flops(device_name: str) -> float:
 
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on rank 0 alone, and return its value on all ranks. If it
-    raises, rank 0 raises its error, and the others exit with code 1 and no output."""
+    """Collective.
+
+    Call `function()` on rank 0 alone, and return its value on all ranks. If it raises, rank 0
+    raises its error, and the others exit with code 1 and no output.
+    """
     _, rank, _, world_size = get_dist_info()
     box: list[Any] = [agree(function if rank == 0 else lambda: None)]
     if world_size > 1:
@@ -397,11 +421,14 @@ def on_rank0(function: Callable[[], T]) -> T:
 
 
 def agree(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on every rank; it may fail on any of them, say on a bad flag or
-    a missing file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks
-    failed or only rank 0 did, otherwise a ValueError that names rank and host; the others exit with
-    code 1. If an error is neither ValueError nor OSError, the first rank with such an error raises
-    it instead."""
+    """Collective.
+
+    Call `function()` on every rank; it may fail on any of them, say on a bad flag or a missing
+    file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks failed or
+    only rank 0 did, otherwise a ValueError that names rank and host; the others exit with code 1.
+    If an error is neither ValueError nor OSError, the first rank with such an error raises it
+    instead.
+    """
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
@@ -429,8 +456,10 @@ def agree(function: Callable[[], T]) -> T:
 
 
 def same(settings: Mapping[str, Any]) -> None:
-    """Collective. Exit as `agree` does unless all ranks have the same settings: {name: plain
-    value}."""
+    """Collective.
+
+    Exit as `agree` does unless all ranks have the same settings: {name: plain value}.
+    """
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
@@ -459,10 +488,13 @@ def gather_all(value: T) -> list[T]:
 
 
 def gather_results(function: Callable[[], T]) -> list[T]:
-    """Collective. Call `function()`, which must not use collectives, on every rank; returns all
-    ranks' values in rank order. If it fails on any rank, all ranks raise an error, so that no rank
-    waits for one that failed: StopAsked if a rank was asked to stop, otherwise an error with the
-    rank and the reason."""
+    """Collective.
+
+    Call `function()`, which must not use collectives, on every rank; returns all ranks' values in
+    rank order. If it fails on any rank, all ranks raise an error, so that no rank waits for one
+    that failed: StopAsked if a rank was asked to stop, otherwise an error with the rank and the
+    reason.
+    """
     if get_dist_info()[3] == 1:
         return [function()]
     value: Any = None
@@ -488,8 +520,11 @@ def gather_results(function: Callable[[], T]) -> list[T]:
 
 
 def share(tensor: torch.Tensor) -> None:
-    """Collective. Copy rank 0's values into the same tensor on all ranks. The tensor is contiguous,
-    has the same shape and dtype everywhere, and is on the device of the process group."""
+    """Collective.
+
+    Copy rank 0's values into the same tensor on all ranks. The tensor is contiguous, has the same
+    shape and dtype everywhere, and is on the device of the process group.
+    """
     if dist.is_initialized() and tensor.numel():
         # bytes: backends do not know every dtype
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
@@ -499,8 +534,10 @@ def share(tensor: torch.Tensor) -> None:
 
 
 def write_memory(run_dir: Path, rank: int) -> str:
-    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence, which names
-    the file."""
+    """Write a snapshot of what is allocated on this GPU.
+
+    Returns the end of a sentence, which names the file.
+    """
     path = run_dir / f"memory-rank{rank}.pickle"
     try:
         torch.cuda.memory._dump_snapshot(str(path))

@@ -21,9 +21,12 @@ from nanochat.trainer import LONG_S, Stop, Trainer
 
 
 def log_validation(run: Trainer) -> None:
-    """Collective. Evaluate the model on validation data, and print and log its bits per byte, for
-    all buckets together and for each one; nats per token if the tokenizer does not know bytes.
-    Raises Stop on all ranks if a stop is requested while one of them waits for data."""
+    """Collective.
+
+    Evaluate the model on validation data, and print and log its bits per byte, for all buckets
+    together and for each one; nats per token if the tokenizer does not know bytes. Raises Stop on
+    all ranks if a stop is requested while one of them waits for data.
+    """
     settings = run.settings
     layout = run.loader.layout
     progress = run.progress
@@ -64,8 +67,10 @@ def log_validation(run: Trainer) -> None:
 
 
 def log_samples(run: Trainer) -> None:
-    """Print and log the model's greedy continuation of each validation prompt. Call it on rank 0
-    only."""
+    """Print and log the model's greedy continuation of each validation prompt.
+
+    Call it on rank 0 only.
+    """
     tokenizer, texts = run.data.tokenizer, []
     engine = Engine(run.model, tokenizer)
     print0("samples: the most likely continuations of validation texts")
@@ -78,8 +83,11 @@ def log_samples(run: Trainer) -> None:
 
 
 def log_core(run: Trainer) -> None:
-    """Collective. Evaluate CORE; print it, log it and, under nanochat's names, send it to the
-    trackers. Raises Stop on all ranks, between two tasks, if a stop is requested."""
+    """Collective.
+
+    Evaluate CORE; print it, log it and, under nanochat's names, send it to the trackers. Raises
+    Stop on all ranks, between two tasks, if a stop is requested.
+    """
     step = run.progress.step
     settings = run.settings
     scores = []
@@ -101,9 +109,11 @@ def log_core(run: Trainer) -> None:
 
 
 def log_ranks(run: Trainer, began: float) -> None:
-    """Collective, called before the ranks wait for each other. Log how long each rank took for its
-    own rows of the step that began at `began` (time.perf_counter), and the clock and power of its
-    GPU."""
+    """Collective, called before the ranks wait for each other.
+
+    Log how long each rank took for its own rows of the step that began at `began`
+    (time.perf_counter), and the clock and power of its GPU.
+    """
     device, state = run.loader.device, dict[str, float]()
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -35,7 +35,8 @@ from nanochat.stream import Cursor, Stream
 
 class SampleFinder(Protocol):
     """What a stream of samples tells about a document, such as that of Megatron's order, which
-    documents the methods."""
+    documents the methods.
+    """
 
     config: Any
 
@@ -44,8 +45,10 @@ class SampleFinder(Protocol):
 
 
 class Document(NamedTuple):
-    """One document of a source. `group` is counted over all files of the source, `row` within the
-    group."""
+    """One document of a source.
+
+    `group` is counted over all files of the source, `row` within the group.
+    """
 
     bucket: str
     name: str  # FILE:DOC
@@ -55,8 +58,10 @@ class Document(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Tokens `start` to `stop` - 1 of a document in a row of a completed step. Token 0 is its
-    BOS."""
+    """Tokens `start` to `stop` - 1 of a document in a row of a completed step.
+
+    Token 0 is its BOS.
+    """
 
     epoch: int
     step: int
@@ -101,8 +106,10 @@ class History:
     horizon: int  # number of steps of the whole run
 
     def passes(self, document: Document) -> Iterator[Pass]:
-        """The uses of a document, epoch by epoch. Of several epochs that lie ahead, only the first
-        is returned."""
+        """The uses of a document, epoch by epoch.
+
+        Of several epochs that lie ahead, only the first is returned.
+        """
         curriculum, source = self.config.curriculum, self.sources[document.bucket]
         if curriculum is not None and document.bucket not in curriculum.buckets:
             return
@@ -125,7 +132,8 @@ class History:
 
     def _reached(self, lane: int, bucket: str, step: int) -> tuple[int, int] | None:
         """(epoch, place) that a lane had reached in a bucket at a save; None at the beginning of
-        the data."""
+        the data.
+        """
         _, cursors = self.nearest_cursors(step)
         for cursor in cursors or ():
             feed = cursor["buckets"].get(bucket)
@@ -134,8 +142,10 @@ class History:
         return None
 
     def _pass(self, document: Document, epoch: int, order: Order) -> Pass:
-        """The uses of a document in one epoch. Packs its lane again from the last save before the
-        lane read it."""
+        """The uses of a document in one epoch.
+
+        Packs its lane again from the last save before the lane read it.
+        """
         lane, place = order.find(epoch, document.group, document.row)
         beginning = 0, order.share(lane, 0).start
 
@@ -156,7 +166,8 @@ class History:
         self, stream: Stream, document: Document, epoch: int, place: int, step: int, order: Order
     ) -> Pass:
         """The uses of a document from `step` on, where the stream's only lane stands before its
-        place."""
+        place.
+        """
         [lane] = stream.lanes
         feed = stream.feeds[document.bucket][lane]
         key, uses = (epoch, document.group, document.row), list[Use]()
@@ -185,7 +196,8 @@ class History:
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
         """The approximate step at which a stream's only lane will have used a bucket's pending
         documents and the next `first` ones, if rows hold as many documents as before. The
-        curriculum decides the bucket of each row."""
+        curriculum decides the bucket of each row.
+        """
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
         pending = len(feed.packer.waiting())
@@ -207,8 +219,10 @@ def sample_passes(
     begin: int,
     trained: int,
 ) -> Iterator[Pass]:
-    """The uses of a document in a run with Megatron's order, epoch by epoch. `begin`: number of
-    samples before the run's first step; they belong to an earlier run."""
+    """The uses of a document in a run with Megatron's order, epoch by epoch.
+
+    `begin`: number of samples before the run's first step; they belong to an earlier run.
+    """
     n = rows_per_step // stream.config.V
     length = stream.document_length(document.bucket, document.number)
     pieces = stream.samples_with(document.bucket, document.number)
@@ -242,7 +256,8 @@ def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
 
 def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
     """(file, index of the group's first document in the file, document count) for each group of a
-    source."""
+    source.
+    """
     manifest = source.manifest
     for entry in manifest["files"]:
         first, counts = 0, entry["groups"]
@@ -254,9 +269,11 @@ def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
 
 
 def find_document(data: Mapping[str, Mapping[str, Source]], name: str) -> tuple[str, Document]:
-    """(split, the document FILE:DOC) in {split: {bucket: source}}. ValueError if FILE or DOC is
-    absent. If several splits share a file, a document that is not whole in any of them has group
-    -1."""
+    """(split, the document FILE:DOC) in {split: {bucket: source}}.
+
+    ValueError if FILE or DOC is absent. If several splits share a file, a document that is not
+    whole in any of them has group -1.
+    """
     file, _, number = name.rpartition(":")
     if not file or not number.isdecimal():
         raise ValueError(

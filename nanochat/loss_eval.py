@@ -53,7 +53,8 @@ def evaluate_buckets(
     token_bytes: Any,
 ) -> tuple[float, dict[str, float]]:
     """(bits per byte of all buckets' batches together, bits per byte of each bucket); see
-    `evaluate_bpb`."""
+    `evaluate_bpb`.
+    """
     by_bucket: dict[str, list[Measured]] = {}  # what each rank has measured
     for name, batches in buckets.items():
         by_bucket[name] = gather_results(partial(_measure_own, model, batches, token_bytes))
@@ -63,8 +64,10 @@ def evaluate_buckets(
 
 
 def in_nats(bits: float) -> float:
-    """Convert bits per token to nats per token, the loss. With a tokenizer that does not know
-    bytes, this module measures bits per token."""
+    """Convert bits per token to nats per token, the loss.
+
+    With a tokenizer that does not know bytes, this module measures bits per token.
+    """
     return bits * math.log(2)
 
 

@@ -164,7 +164,8 @@ def adamw_rates(
     live: Tensor,
 ) -> dict[str, Tensor]:
     """The scalars of `adamw_update` in step number `step` (1 for the first): 0-dim float32 tensors
-    on the device of `live`. If `live` is 0, all rates are 0."""
+    on the device of `live`. If `live` is 0, all rates are 0.
+    """
 
     def scalar(value: float) -> Tensor:
         return torch.full_like(live, value)
@@ -199,6 +200,7 @@ def adamw_update(
     live: Tensor,
 ) -> None:
     """One AdamW step, in place on `param` and both averages; a pure function of its arguments.
+
     Source: arXiv 1711.05101, with the formula of torch.optim.AdamW.
 
     param: any shape, float32 or bfloat16; the other three tensors: the same shape, float32. The
@@ -238,9 +240,11 @@ def get_rank_and_world_size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def one_thread_each(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A `map` that runs on this many CPU threads and yields results in order. Meanwhile, PyTorch
-    uses one thread per operation: threads that share the product of two small matrices mostly wait
-    for each other."""
+    """A `map` that runs on this many CPU threads and yields results in order.
+
+    Meanwhile, PyTorch uses one thread per operation: threads that share the product of two small
+    matrices mostly wait for each other.
+    """
     if threads == 1:
         yield map
         return
@@ -267,8 +271,9 @@ def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW over parameter groups. State and work are sharded over the default process
-    group, if any.
+    """Muon and AdamW over parameter groups.
+
+    State and work are sharded over the default process group, if any.
 
     param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum,
     ns_steps, beta2, weight_decay; 2-D parameters only), `params` and their unique `names`, under
@@ -364,6 +369,7 @@ class MuonAdamW(torch.optim.Optimizer):
         limit: float | Tensor = math.inf,
     ) -> Tensor:
         """Add up the ranks' gradients, multiply them by `grad_scale`, and update all parameters.
+
         Collective.
 
         Returns the L2 norm of the scaled gradient over all parameters: 0-dim float32, the same on
@@ -386,8 +392,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
         @torch.no_grad()  # the grad mode is per thread
         def update(message: Message, part: Part | None, chunk: Tensor) -> Tensor:
-            """Update this rank's part. Returns the message of parameters, in which only that part
-            is up to date."""
+            """Update this rank's part.
+
+            Returns the message of parameters, in which only that part is up to date.
+            """
             packed = message.parameters()
             if part is not None:
                 size = part.stop - part.start
@@ -432,7 +440,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _scalars(self, group: dict[str, Any], live: Tensor) -> dict[str, Any]:
         """The scalar arguments of a group's updates: 0-dim tensors if they differ between groups or
-        change with the schedule, so that new values trigger no recompilation."""
+        change with the schedule, so that new values trigger no recompilation.
+        """
         values = {key: group[key] for key in NEEDED[group["kind"]]}
         if group["kind"] == "adamw":
             return adamw_rates(**values, step=self._steps + 1, live=live)
@@ -441,8 +450,10 @@ class MuonAdamW(torch.optim.Optimizer):
         }
 
     def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
-        """Update a matrix, or this rank's elements of an AdamW tensor. `param` and `grad` are
-        flat."""
+        """Update a matrix, or this rank's elements of an AdamW tensor.
+
+        `param` and `grad` are flat.
+        """
         shape, state = part.param.shape, self.state[part.param]
         if part.group["kind"] == "muon":
             self._muon_update(
@@ -464,8 +475,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def gather_state(self) -> dict[str, Any]:
-        """Collective. On rank 0, returns the whole state on the CPU, the same for every W; on other
-        ranks, {}.
+        """Collective.
+
+        On rank 0, returns the whole state on the CPU, the same for every W; on other ranks, {}.
 
         {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}},
         "groups": [hyper-parameters and names]}. Tensors and plain values only; AdamW's tensors have
@@ -502,8 +514,10 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Collective. Restore rank 0's `state`, which `gather_state` returned with any W. Its
-        tensors are sent one by one, so other ranks hold at most their own parts and one tensor.
+        """Collective.
+
+        Restore rank 0's `state`, which `gather_state` returned with any W. Its tensors are sent one
+        by one, so other ranks hold at most their own parts and one tensor.
 
         Sets tensors and the step count, but not hyper-parameters. Raises ValueError, before any
         change, with a list of names and shapes that differ.

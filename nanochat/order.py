@@ -50,8 +50,10 @@ PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending on
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """Everything that decides the tokens of a row except the data and tokenizer. ValueError for
-    impossible values."""
+    """Everything that decides the tokens of a row except the data and tokenizer.
+
+    ValueError for impossible values.
+    """
 
     T: int  # targets in a row; the row holds T + 1 tokens
     V: int = 64  # lanes
@@ -94,8 +96,7 @@ class StreamConfig:
             )
 
     def identity(self) -> dict[str, Any]:
-        """All settings as JSON values: with equal identities, the same data gives the same
-        stream."""
+        """All settings as JSON values: with equal identities, the same data gives the same stream."""
         curriculum = None if self.curriculum is None else self.curriculum.identity()
         return {**asdict(replace(self, curriculum=None)), "curriculum": curriculum}
 
@@ -113,9 +114,11 @@ class StreamConfig:
         return LAYOUTS[self.layout].of(self)
 
     def fill_target(self, row: int) -> int:
-        """How many documents should be pending before row `row` of a lane is packed. The number
-        grows to `buffer_size` over the first rows, so that the first step needs only one unit of
-        each lane."""
+        """How many documents should be pending before row `row` of a lane is packed.
+
+        The number grows to `buffer_size` over the first rows, so that the first step needs only one
+        unit of each lane.
+        """
         return min(self.buffer_size, 2 * row)
 
 
@@ -149,7 +152,8 @@ def fed_lanes(
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
     """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed` (see
-    `fed_lanes`). Small data alone never makes V smaller than 8 or than the number of processes."""
+    `fed_lanes`). Small data alone never makes V smaller than 8 or than the number of processes.
+    """
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
     smallest = enough[0] if enough else divisors[-1]
@@ -160,9 +164,11 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 
 
 class Order:
-    """The order of one bucket: epochs, shares, units. `SmallOrder` shuffles documents, `LargeOrder`
-    groups, and `open_order` decides which. A *place* is a position in an epoch's sequence of
-    documents, counted from 0."""
+    """The order of one bucket: epochs, shares, units.
+
+    `SmallOrder` shuffles documents, `LargeOrder` groups, and `open_order` decides which. A *place*
+    is a position in an epoch's sequence of documents, counted from 0.
+    """
 
     def __init__(
         self,
@@ -175,7 +181,8 @@ class Order:
     ):
         """The arrays, (items,) int64, describe what is shuffled: the number of documents of each
         item, their estimated mean length in tokens, and the number of documents that are read at
-        once."""
+        once.
+        """
         self.V, self.key = config.V, (config.seed, bucket)
         self.counts, self.sizes = counts, sizes
         # shares have about equal numbers of tokens, counting only what rows can hold
@@ -187,14 +194,16 @@ class Order:
 
     def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(shuffled items; the place where each begins, then the end; the number of tokens before
-        each, then the total)."""
+        each, then the total).
+        """
         sequence = permutation(len(self.counts), *self.key, epoch)
         counts = self.counts[sequence]
         return sequence, _running(counts), _running(counts * self.means[sequence])
 
     def _cut(self, epoch: int, share: int) -> int:
         """The place where a share begins: the start of the unit that is nearest to the share's
-        first token."""
+        first token.
+        """
         sequence, places, tokens = self._epoch(epoch)
         if share == self.V:
             return int(places[-1])
@@ -221,14 +230,17 @@ class Order:
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
         """(lane, place) of document number `row` of a group: the lane that reads it in an epoch,
         and its position in the sequence. In a large bucket the place is exact only to within a
-        unit, because the documents of a unit are permuted."""
+        unit, because the documents of a unit are permuted.
+        """
         raise NotImplementedError
 
     def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep).
+
         groups, rows (n,) int64: the group of each document and its number in the group, in the
         order of use. keep: the lane will soon read the group's documents up to this number
-        (exclusive); 0 in a small bucket."""
+        (exclusive); 0 in a small bucket.
+        """
         raise NotImplementedError
 
 
@@ -258,8 +270,10 @@ class SmallOrder(Order):
 
 
 class LargeOrder(Order):
-    """A large bucket: its groups are shuffled. A lane reads a group unit by unit, and each unit's
-    documents are permuted."""
+    """A large bucket: its groups are shuffled.
+
+    A lane reads a group unit by unit, and each unit's documents are permuted.
+    """
 
     def __init__(
         self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig
@@ -295,8 +309,10 @@ class LargeOrder(Order):
 def open_order(
     documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig
 ) -> Order:
-    """The order of a bucket. documents, means (G,) int64: see `fed_lanes`. `small`: see
-    `nanochat.sources.Source`."""
+    """The order of a bucket.
+
+    documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`.
+    """
     kind = SmallOrder if small else LargeOrder
     return kind(documents, means, bucket=bucket, config=config)
 

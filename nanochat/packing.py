@@ -95,13 +95,15 @@ def token_limit(buffer_size: int, capacity: int) -> int:
     """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row
     per document: `buffer_size` rows, each counted as at least 2,049 tokens. It takes effect if few
     documents are shorter than a row. At 2 bytes per token, 64 lanes hold at most 34 MB for T up to
-    2,048."""
+    2,048.
+    """
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
 class Packer:
-    """The base of all packers. Counts are in tokens and cover the packer's whole life, including
-    before a resume.
+    """The base of all packers.
+
+    Counts are in tokens and cover the packer's whole life, including before a resume.
 
     `state` and `restore` carry everything over: a restored packer places documents exactly as the
     original would.
@@ -147,18 +149,24 @@ class Packer:
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether to push more documents before packing the next row. `target`: documents that
-        should be pending."""
+        """Whether to push more documents before packing the next row.
+
+        `target`: documents that should be pending.
+        """
         return not self.ready
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document of `length` tokens. A restored piece also has `start` and `place`, as in
-        `Piece`."""
+        """Add a document of `length` tokens.
+
+        A restored piece also has `start` and `place`, as in `Piece`.
+        """
         raise NotImplementedError
 
     def lead(self, keys: Sequence[Key]) -> None:
-        """Start the next row with these pieces, which together are shorter than a row. A packer
-        that keeps documents in order does that anyway."""
+        """Start the next row with these pieces, which together are shorter than a row.
+
+        A packer that keeps documents in order does that anyway.
+        """
 
     def next_row(self) -> list[Placement]:
         """The placements of the next row. Call it only if `ready`."""
@@ -182,8 +190,10 @@ class Packer:
 
 
 class BestFit(Packer):
-    """Rows that start with BOS and are always full. The tail of a cut document is packed later if
-    `split`; otherwise it is dropped."""
+    """Rows that start with BOS and are always full.
+
+    The tail of a cut document is packed later if `split`; otherwise it is dropped.
+    """
 
     own_bos = True
 
@@ -222,8 +232,10 @@ class BestFit(Packer):
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document, or its tail from token `start`. `place` is its place on the token clock
-        (default: behind everything that has arrived)."""
+        """Add a document, or its tail from token `start`.
+
+        `place` is its place on the token clock (default: behind everything that has arrived).
+        """
         piece = Piece(length, start, self.left + self.counted if place is None else place)
         self.tokens += length
         self.counted += min(length, self.capacity)
@@ -266,7 +278,9 @@ class BestFit(Packer):
 
     def _place(self, key: Key, room: int, placements: list[Placement]) -> int:
         """Place a piece in the last `room` tokens of a row, and return the room that remains.
-        Tokens that do not fit are dropped or come back."""
+
+        Tokens that do not fit are dropped or come back.
+        """
         length, start, _ = self._pop(key)
         placed = min(length, room)
         # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at the
@@ -293,7 +307,8 @@ class BestFit(Packer):
 
     def next_row(self) -> list[Placement]:
         """A full row: it starts with the pieces that lead it, or with the long document that is
-        due, or with the oldest filler. Then come the pieces that fill it best."""
+        due, or with the oldest filler. Then come the pieces that fill it best.
+        """
         placements: list[Placement] = []
         self.row += 1
         room = self.capacity
@@ -343,7 +358,8 @@ class BestFit(Packer):
 
 class Binned(BestFit):
     """Rows of whole stored entries: the oldest first, then those that fill the row best, then
-    padding. With `pack=False` each row is one entry, in order."""
+    padding. With `pack=False` each row is one entry, in order.
+    """
 
     framed = own_bos = False
 
@@ -386,8 +402,11 @@ class Binned(BestFit):
 
 
 class Concat(Packer):
-    """One stream of tokens. Nothing is dropped, and rows need not begin with a document. Each row
-    starts with the last token of the previous row."""
+    """One stream of tokens.
+
+    Nothing is dropped, and rows need not begin with a document. Each row starts with the last token
+    of the previous row.
+    """
 
     def __init__(self, T: int):
         super().__init__(T)
@@ -408,8 +427,7 @@ class Concat(Packer):
         self.tokens += length - start
 
     def next_row(self) -> list[Placement]:
-        """A full row: documents in the order of their arrival, the last one cut at the row's
-        end."""
+        """A full row: documents in the order of their arrival, the last one cut at the row's end."""
         placements: list[Placement] = []
         room = self.capacity
         while room:

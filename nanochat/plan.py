@@ -80,7 +80,8 @@ class BucketPlan:
     @property
     def passes(self) -> float:
         """Passes over the bucket by the last step: tokens that leave the buffers, including cropped
-        ones, divided by `tokens`. Only ratios of the account are used, so a sample will do."""
+        ones, divided by `tokens`. Only ratios of the account are used, so a sample will do.
+        """
         account = self.account
         if not account["rows"]:
             return 0.0
@@ -96,7 +97,8 @@ class BucketPlan:
     @property
     def repeated(self) -> float:
         """Repeated share of the tokens that entered the buffers: the overlap of split documents or
-        stored windows."""
+        stored windows.
+        """
         return self.account["repeated"] / max(1, self._entered)
 
     @property
@@ -149,8 +151,11 @@ def read_plan(path: Path) -> Plan:
 
 
 class Lengths:
-    """A source's documents as lengths. For text, lengths are drawn from a sample: 64 documents from
-    each of up to 8 groups. `plenty`: whether the bucket has far more tokens than requested."""
+    """A source's documents as lengths.
+
+    For text, lengths are drawn from a sample: 64 documents from each of up to 8 groups. `plenty`:
+    whether the bucket has far more tokens than requested.
+    """
 
     def __init__(self, source: Source, config: StreamConfig):
         self.source = source
@@ -195,8 +200,10 @@ class Lengths:
 
 
 class Rehearsal(Feed):
-    """A feed of `Lengths`: it packs rows without tokens. A `plenty` bucket is not even packed,
-    because it always has a next row."""
+    """A feed of `Lengths`: it packs rows without tokens.
+
+    A `plenty` bucket is not even packed, because it always has a next row.
+    """
 
     source: Any
 
@@ -229,8 +236,11 @@ def make_plan(
     cursors: Sequence[Cursor] | None = None,
     start_step: int = 0,
 ) -> Plan:
-    """The plan of a run of `num_steps` steps. With the `cursors` of all lanes, it covers the steps
-    from `start_step` on. ValueError for corrupt files."""
+    """The plan of a run of `num_steps` steps.
+
+    With the `cursors` of all lanes, it covers the steps from `start_step` on. ValueError for
+    corrupt files.
+    """
     V, n = config.V, rows_per_step // config.V
     lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
@@ -296,8 +306,11 @@ def make_plan(
 def _follow(
     stream: Stream, n: int, steps: range
 ) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
-    """Pack the rows of `steps`, n of each lane. Returns (the step before which the run halts, the
-    reason or "", the state at that step, {bucket that ran dry: (its usable tokens, the step)})."""
+    """Pack the rows of `steps`, n of each lane.
+
+    Returns (the step before which the run halts, the reason or "", the state at that step, {bucket
+    that ran dry: (its usable tokens, the step)}).
+    """
     dry: dict[str, tuple[int, int]] = {}
     state = stream.state()
     V = stream.config.V
@@ -349,7 +362,8 @@ def _phases(
 ) -> list[dict[str, Any]]:
     """Each phase with its first step, its tokens, and the tokens that its mix requests from each
     bucket (to within two rows of each lane). In this run, each lane packs its rows `first` to
-    `stop` - 1, n per step."""
+    `stop` - 1, n per step.
+    """
     mix = config.curriculum
     lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
     shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
@@ -371,8 +385,10 @@ def _phases(
 
 
 def rehearse(start: Any, data: Any) -> Plan:
-    """Make and print the plan of a run that is starting. ValueError if an exact plan halts, unless
-    --plan=warn."""
+    """Make and print the plan of a run that is starting.
+
+    ValueError if an exact plan halts, unless --plan=warn.
+    """
     plan = make_run_plan(start, data)
     print0("\n".join(describe(plan)))
     why = problem(plan) or refusal(plan, start)
@@ -384,8 +400,10 @@ def rehearse(start: Any, data: Any) -> Plan:
 
 
 def make_run_plan(start: Any, data: Any) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`. A resume that plans the same number of
-    steps uses RUN/plan.json. Writes nothing."""
+    """The plan of a `start_run.Start` with its `RunData`.
+
+    A resume that plans the same number of steps uses RUN/plan.json. Writes nothing.
+    """
     settings, num_steps = start.settings, start.horizon.num_iterations
     config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
@@ -408,7 +426,8 @@ def make_run_plan(start: Any, data: Any) -> Plan:
 
 def problem(plan: Plan) -> str:
     """A sentence that says why the run will not reach its last step; empty if it will, and for an
-    estimate."""
+    estimate.
+    """
     if not plan.halt or plan.estimate:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
@@ -419,7 +438,8 @@ def problem(plan: Plan) -> str:
 
 def refusal(plan: Plan, start: Any) -> str:
     """A sentence that says why a new run should not start although it could; empty if nothing
-    speaks against it."""
+    speaks against it.
+    """
     if start.config or start.settings.plan != "error" or not plan.crops:
         return ""
     for name, bucket in plan.buckets.items():

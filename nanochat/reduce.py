@@ -72,8 +72,10 @@ from torch import Tensor
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in float32, written into a float32 operand if possible. None counts as zeros
-    (+0.0)."""
+    """left + right in float32, written into a float32 operand if possible.
+
+    None counts as zeros (+0.0).
+    """
     if left is None:
         left, right = right, None
     if left is None:
@@ -119,8 +121,10 @@ class LeafAccumulator:
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """Call this after the last micro-batch of each leaf. It leaves `.grad` None until a step's
-        last leaf."""
+        """Call this after the last micro-batch of each leaf.
+
+        It leaves `.grad` None until a step's last leaf.
+        """
         if self.num_leaves == 1:
             return
         self._done += 1
@@ -153,7 +157,8 @@ class LeafAccumulator:
 def add_in_tree_order(parts: Tensor) -> Tensor:
     """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; a leftover last row is
     carried up. Overwrites `parts`: on a CPU, adding in place takes a fifth of the time of adding
-    into fresh memory."""
+    into fresh memory.
+    """
     while len(parts) > 2:
         parts[0 : len(parts) // 2 * 2 : 2].add_(parts[1::2])
         parts = parts[0::2]
@@ -184,7 +189,8 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
 def reduce_over_nodes(ranks_per_node: int) -> Reduce:
     """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then
     across nodes. The bits are the same. If two stages gain nothing or would add in a different
-    order, returns `tree_reduce` itself. Collective: it creates process groups."""
+    order, returns `tree_reduce` itself. Collective: it creates process groups.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [ranks_per_node] * world_size
     if world_size > 1:
@@ -237,8 +243,7 @@ class Part:
 
     @property
     def grain(self) -> int:
-        """The number of consecutive elements of the parameter that are never separated, for any
-        W."""
+        """The number of consecutive elements of the parameter that are never separated, for any W."""
         n = self.param.numel()
         if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
             return n
@@ -252,7 +257,8 @@ class Part:
 @dataclass(frozen=True)
 class Message:
     """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then
-    padding. The layout is the same on every rank."""
+    padding. The layout is the same on every rank.
+    """
 
     parts: list[Part | None]  # by rank
     chunk: int
@@ -267,7 +273,8 @@ class Message:
 
     def gradients(self) -> Tensor:
         """The gradients, (W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for
-        None. Read only."""
+        None. Read only.
+        """
         return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
@@ -276,13 +283,18 @@ class Message:
 
     @property
     def first(self) -> Part:
-        """The first part. All parts of a message have the same kind and dtype; matrices also have
-        the same group and shape."""
+        """The first part.
+
+        All parts of a message have the same kind and dtype; matrices also have the same group and
+        shape.
+        """
         return next(part for part in self.parts if part)
 
     def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Copy all parts into one message. A tensor that fills the message alone is not copied: it
-        is the message."""
+        """Copy all parts into one message.
+
+        A tensor that fills the message alone is not copied: it is the message.
+        """
         numel, first = self.chunk * len(self.parts), self.first.param
         alone = of(first) if first.numel() == numel else None
         if alone is not None:
@@ -294,8 +306,10 @@ class Message:
         return message
 
     def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
-        """Start an all-gather of the ranks' chunks of a message of parameters. Returns a function
-        that waits for it and fills in the parameters."""
+        """Start an all-gather of the ranks' chunks of a message of parameters.
+
+        Returns a function that waits for it and fills in the parameters.
+        """
         work = None
         if len(self.parts) > 1:
             # before PyTorch 2.13, it is all_gather_into_tensor
@@ -314,8 +328,10 @@ class Message:
 
 
 def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """Lay out whole parameters in messages. The largest message comes first: the last all-gather
-    overlaps with no update, so it should be small.
+    """Lay out whole parameters in messages.
+
+    The largest message comes first: the last all-gather overlaps with no update, so it should be
+    small.
 
     Parameters of a single grain are dealt out, separately for each group and shape of matrices: the
     W largest, one to each rank, then the next W, and so on. In each deal, larger parameters go to

@@ -75,8 +75,10 @@ class Launch:
 
 
 class RunReader:
-    """Everything that the directory of a run records. Every property raises ValueError, which names
-    the file, if its part is corrupt."""
+    """Everything that the directory of a run records.
+
+    Every property raises ValueError, which names the file, if its part is corrupt.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.name = run_dir, run_dir.name
@@ -87,7 +89,9 @@ class RunReader:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The settings of the run, with the numbers that follow from them in "derived".
-        FileNotFoundError if the run never started."""
+
+        FileNotFoundError if the run never started.
+        """
         config, path = read_config(self.run_dir), self.run_dir / CONFIG_NAME
         derived = config.setdefault("derived", {})
         check_shape(config, {"max_seq_len": int, "derived": dict}, path)
@@ -108,7 +112,8 @@ class RunReader:
 
     def listed(self) -> dict[str, list[int] | None]:
         """{file: numbers of the documents that --without-documents listed when the run began, or
-        None for all}."""
+        None for all}.
+        """
         return {
             name: rows
             for manifest in self.manifests.get("train", {}).values()
@@ -117,7 +122,9 @@ class RunReader:
 
     def files(self) -> Table:
         """(bucket and split, folder, number, bytes, documents) of the files that the run reads.
-        Bytes are those of the user's files, before any conversion."""
+
+        Bytes are those of the user's files, before any conversion.
+        """
         return [
             (
                 f"{bucket} ({split})",
@@ -220,7 +227,8 @@ class RunReader:
     @property
     def horizon(self) -> int | None:
         """Number of steps after which the run should end, as of the last launch (in older logs, the
-        first launch)."""
+        first launch).
+        """
         last = self.launches[-1].started.get("num_iterations") if self.launches else None
         return last if isinstance(last, int) else self.config["derived"].get("num_iterations")
 
@@ -247,7 +255,8 @@ class RunReader:
 
     def axes(self) -> dict[str, list[float]]:
         """{axis: values}: the number of each logged step, and the tokens, FLOPs and hours of
-        training up to its end."""
+        training up to its end.
+        """
         steps, flops = self.steps, self.config["derived"].get("flops_per_token") or 0
         spent_s = accumulate(step["step_s"] for step in steps)
         return {
@@ -259,7 +268,8 @@ class RunReader:
 
     def mix(self) -> dict[str, list[float]]:
         """{bucket: shares}: for each logged step, the bucket's share of the tokens in a window that
-        ends there (a fiftieth of all steps, at least 20); empty for a run with one bucket."""
+        ends there (a fiftieth of all steps, at least 20); empty for a run with one bucket.
+        """
         import numpy as np
 
         columns = sorted(
@@ -283,7 +293,8 @@ class RunReader:
 
     def samples(self) -> dict[str, list[str]]:
         """{time: texts that the model wrote}: first those from training, newest first, then those
-        of scripts.base_eval."""
+        of scripts.base_eval.
+        """
         training = {
             f"after {event['step']:,} steps": event.get("texts") or []
             for event in self.named("samples")[::-1]
@@ -313,8 +324,10 @@ class RunReader:
         return cursor_files(self.run_dir)
 
     def nearest_cursors(self, step: int) -> tuple[int, list[dict[str, Any]]] | None:
-        """(step, cursors) of the newest save at or before a step, None if there is none. Corrupt
-        files are skipped with a warning."""
+        """(step, cursors) of the newest save at or before a step, None if there is none.
+
+        Corrupt files are skipped with a warning.
+        """
         for saved in sorted((s for s in self.cursor_files if s <= step), reverse=True):
             try:
                 return saved, read_cursors(self.cursor_files[saved])[1]
@@ -346,8 +359,11 @@ class RunReader:
     # ---- the current state ----
 
     def status(self) -> dict[str, Any]:
-        """The run's state, liveness and newest checkpoint, read again at each call. "status" is
-        None if the state is missing or corrupt; "shown" is the word that commands print for it."""
+        """The run's state, liveness and newest checkpoint, read again at each call.
+
+        "status" is None if the state is missing or corrupt; "shown" is the word that commands print
+        for it.
+        """
         why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
         status = {
             "run": str(self.run_dir),
@@ -380,9 +396,11 @@ class RunReader:
         return status
 
     def damaged_tokens(self) -> str:
-        """The error for the first damaged token file that the run reads, '' if there is none. A
-        process that reads a truncated file through a memory map is killed by SIGBUS, without a
-        message."""
+        """The error for the first damaged token file that the run reads, '' if there is none.
+
+        A process that reads a truncated file through a memory map is killed by SIGBUS, without a
+        message.
+        """
         from nanochat.tokens import open_tokens
 
         try:
@@ -423,7 +441,8 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
 
 def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this
-    program."""
+    program.
+    """
     off = {
         name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
         for name, a in accounts.items()

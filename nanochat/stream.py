@@ -98,7 +98,9 @@ class LaneState(NamedTuple):
 
 class AnyStream(Protocol):
     """What a loader needs from a stream, in the order of lanes (`Stream`) or in any other.
-    `Stream` documents the methods."""
+
+    `Stream` documents the methods.
+    """
 
     config: Any
     lanes: list[int]
@@ -122,8 +124,10 @@ class Unit(NamedTuple):
 
 
 class Feed:
-    """One bucket in one lane. `pool` prefetches the next unit; without a pool, each unit is read
-    when it is needed."""
+    """One bucket in one lane.
+
+    `pool` prefetches the next unit; without a pool, each unit is read when it is needed.
+    """
 
     def __init__(
         self,
@@ -156,8 +160,10 @@ class Feed:
     # -- reading
 
     def _next_epoch(self) -> bool:
-        """Begin the next epoch, skipping those whose share for this lane is empty. False if no
-        epoch is left."""
+        """Begin the next epoch, skipping those whose share for this lane is empty.
+
+        False if no epoch is left.
+        """
         while self.max_epochs == 0 or self.epoch + 1 < self.max_epochs:
             self.epoch += 1
             self.share = self.order.share(self.lane, self.epoch)
@@ -193,7 +199,8 @@ class Feed:
 
     def prefetch(self) -> None:
         """Have the pool read the next unit once fewer documents are pending than the target plus
-        half a unit."""
+        half a unit.
+        """
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
 
@@ -203,8 +210,10 @@ class Feed:
             self.unit = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
 
     def _fill(self) -> None:
-        """Push units of the current epoch until the packer wants no more. RuntimeError if the pool
-        was closed."""
+        """Push units of the current epoch until the packer wants no more.
+
+        RuntimeError if the pool was closed.
+        """
         target = self.config.fill_target(self.packer.row)
         while self.place < self.share.stop and self.packer.wants(target):
             self._submit_unit()
@@ -221,7 +230,9 @@ class Feed:
 
     def _push(self, key: Key, length: int, document: Document) -> None:
         """Give a document of `length` tokens to the packer, and enter it in the accounts.
-        ValueError, which names its file, if no row can hold it."""
+
+        ValueError, which names its file, if no row can hold it.
+        """
         framed, packer = self.config.framed, self.packer
         try:
             packer.push(key, length)
@@ -236,7 +247,8 @@ class Feed:
 
     def _kept(self, document: Document) -> Document:
         """A pending document as the feed stores it: cut to what a row can hold if documents are
-        cropped; if they are split, compressed if it is longer than a chunk."""
+        cropped; if they are split, compressed if it is longer than a chunk.
+        """
         ids, limit = document.ids, self.packer.max_tokens
         assert isinstance(ids, np.ndarray)  # as sources return it
         if limit is not None and len(ids) > limit:
@@ -249,8 +261,11 @@ class Feed:
     # -- rows
 
     def pack(self) -> list[Placement] | None:
-        """The next row as placements. None if the bucket is dry: no document is left to read, and
-        the pending ones cannot fill a row."""
+        """The next row as placements.
+
+        None if the bucket is dry: no document is left to read, and the pending ones cannot fill a
+        row.
+        """
         self._fill()
         while not self.packer.ready:
             # The epoch is over. Its remaining documents lead the next row, which the next epoch
@@ -279,8 +294,10 @@ class Feed:
         return Row(self.lane, index, self.bucket, tokens, live, placed)
 
     def _take(self, key: Key) -> Document:
-        """A document that the packer has placed. It stays pending if the packer will place it
-        again."""
+        """A document that the packer has placed.
+
+        It stays pending if the packer will place it again.
+        """
         document = self.documents.pop(key)
         if isinstance(document, Future):
             document = document.result().pop(key)
@@ -297,8 +314,11 @@ class Feed:
         )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from the JSON of `FeedState.to_json`. The pool reads the pending documents, one
-        group at a time. ValueError if the state does not fit the data."""
+        """Resume from the JSON of `FeedState.to_json`.
+
+        The pool reads the pending documents, one group at a time. ValueError if the state does not
+        fit the data.
+        """
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         waiting: dict[Key, Piece] = {}
@@ -325,7 +345,8 @@ class Feed:
 
     def _check_waiting(self, entry: Sequence[int], what: str) -> None:
         """ValueError unless an entry of a cursor's "waiting" names a document of this data and a
-        piece of it."""
+        piece of it.
+        """
         sizes = self.source.groups
         is_piece = len(entry) == 6 and min(entry) >= 0
         if not is_piece or entry[1] >= len(sizes) or entry[2] >= sizes[entry[1]]:
@@ -335,8 +356,10 @@ class Feed:
             )
 
     def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
-        """Read the documents of a group that a cursor lists. ValueError if the length of one has
-        changed."""
+        """Read the documents of a group that a cursor lists.
+
+        ValueError if the length of one has changed.
+        """
         documents = self._read(group, np.array([row for _, _, row in waiting]))
         for (key, piece), document in zip(waiting.items(), documents):
             actual, expected = len(document.ids), self.packer.whole_length(piece)
@@ -354,8 +377,11 @@ class Feed:
 
 
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}. In each bucket,
-    read + bos + repeated = emitted + cropped + pending tokens; padding is counted separately."""
+    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}.
+
+    In each bucket, read + bos + repeated = emitted + cropped + pending tokens; padding is counted
+    separately.
+    """
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
@@ -373,13 +399,15 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
 
 def share(account: Mapping[str, int], name: str) -> float:
     """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted +
-    cropped). Tables show the cropped share as `cropped %`."""
+    cropped). Tables show the cropped share as `cropped %`.
+    """
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
 def sample_lengths(source: Source) -> np.ndarray:
     """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups
-    spread over a source."""
+    spread over a source.
+    """
     lengths: list[int] = []
     num_groups = len(source.groups)
     sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
@@ -404,7 +432,8 @@ def reading_notes(
 ) -> list[str]:
     """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is
     overlap. One sentence if it reads all `tokens` of the data clearly more than once, and one if
-    many tokens are cropped."""
+    many tokens are cropped.
+    """
     notes = []
     if cropped > MUCH_CROPPED:
         notes.append(
@@ -424,7 +453,8 @@ def reading_notes(
 def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
     """A sentence that says why a run should not start: it would train on little more than the
     beginnings of its documents, say on the title pages of books. Empty unless more than
-    MOST_CROPPED of the tokens are cropped."""
+    MOST_CROPPED of the tokens are cropped.
+    """
     if cropped <= MOST_CROPPED:
         return ""
     return (
@@ -446,7 +476,8 @@ def check_cursors(
     cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]
 ) -> None:
     """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each
-    lane. Cursors of other lanes are allowed."""
+    lane. Cursors of other lanes are allowed.
+    """
     for cursor in cursors:
         check_shape(cursor, CURSOR, "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
@@ -476,7 +507,8 @@ def check_cursors(
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
     """Turn another run's cursors into those of a new run that continues where the other one stopped
     reading, so that no data is repeated. If the curriculum differs, each bucket continues where it
-    was, rows are counted from 0, and new buckets start from their beginning."""
+    was, rows are counted from 0, and new buckets start from their beginning.
+    """
     continued = []
     for cursor in cursors:
         theirs = cursor["stream"]
@@ -588,7 +620,8 @@ class Stream:
 
     def dry_bucket(self, lane: int) -> str | None:
         """The dry bucket that leaves a lane without its next row; None if all of its buckets are
-        dry."""
+        dry.
+        """
         return self.bucket_of(lane, self.rows[lane])
 
     def state(self) -> list[LaneState]:
@@ -626,7 +659,8 @@ def open_stream(
     config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
 ) -> AnyStream:
     """Some lanes of the stream that `config` describes: a `Stream`, or for another order
-    (`order.ORDERS`) what its configuration opens. The other arguments are those of `Stream`."""
+    (`order.ORDERS`) what its configuration opens. The other arguments are those of `Stream`.
+    """
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **arguments)
     return config.open(sources, lanes, **arguments)

@@ -17,9 +17,11 @@ from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
 
 
 class TokenSource(Source):
-    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with
-    `as_stored` the entry as it is stored. Files are opened when they are first used. ValueError for
-    files that another tokenizer made."""
+    """Pairs of .bin and .idx in either format.
+
+    Each entry is a document: `[BOS] + ids`, or with `as_stored` the entry as it is stored. Files
+    are opened when they are first used. ValueError for files that another tokenizer made.
+    """
 
     lengths_known = True
     has_entries = True
@@ -46,8 +48,7 @@ class TokenSource(Source):
         self.fingerprint = hash_json([self.fingerprint, first, end])
 
     def _check_tokenizer(self, folder: Path, of_folder: dict[str, Any] | None) -> None:
-        """ValueError if the manifest.json of a folder says that another tokenizer made its
-        files."""
+        """ValueError if the manifest.json of a folder says that another tokenizer made its files."""
         theirs = (
             self.tokenizer.fingerprint
             if of_folder is None
@@ -66,8 +67,10 @@ class TokenSource(Source):
 
     @staticmethod
     def is_empty(path: Path) -> bool:
-        """See `Source.is_empty`. A pair whose files contradict each other is not empty: opening it
-        gives the reason."""
+        """See `Source.is_empty`.
+
+        A pair whose files contradict each other is not empty: opening it gives the reason.
+        """
         return path.stat().st_size == 0 and len(TokenFile(path)) == 0
 
     def _open(self, number: int) -> TokenFile:
@@ -87,7 +90,8 @@ class TokenSource(Source):
     ) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
         """Where some documents of a group are: (their pair, runs of consecutive entries [(first,
         end)] that hold them, for each document its position in the runs). In a small bucket they
-        may lie far apart."""
+        may lie far apart.
+        """
         # a row may be pending from two epochs
         distinct, positions = np.unique(rows, return_inverse=True)
         entries = distinct + self._first_entry[group]

@@ -202,7 +202,8 @@ class TokenFile:
     def _check_end(self) -> None:
         """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin, and a
         warning if the .bin continues after the last sequence. Usually the last entry of the index
-        shows that neither is the case; only otherwise, all entries are read."""
+        shows that neither is the case; only otherwise, all entries are read.
+        """
         rows, end = self.tables["lengths"][2], 0
         if rows:
             end = int(self._ends(rows - 1, rows)[0])
@@ -223,13 +224,16 @@ class TokenFile:
 
     def _ends(self, first: int, last: int) -> np.ndarray:
         """The byte of the .bin after each of some sequences of a Megatron pair, (n,) int64,
-        unchecked."""
+        unchecked.
+        """
         lengths = self.table("lengths", first, last).astype(np.int64)
         return self.table("pointers", first, last) + lengths * self.dtype.itemsize
 
     def _read_header(self) -> None:
-        """Read format, id type and tables from the header. ValueError if it is unknown or
-        contradicts the file's size."""
+        """Read format, id type and tables from the header.
+
+        ValueError if it is unknown or contradicts the file's size.
+        """
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
         try:
@@ -272,7 +276,9 @@ class TokenFile:
     # -- where entries are
 
     def spans(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where entries first .. last - 1 are in the .bin: (begins, ends, edges).
+        """Where entries first ..
+
+        last - 1 are in the .bin: (begins, ends, edges).
 
         begins, ends (s,) int64: the spans, counted in ids. edges (last - first + 1,) int64: entry
         first + k consists of spans edges[k] .. edges[k + 1] - 1, one after another.
@@ -291,9 +297,11 @@ class TokenFile:
         return begins, begins + lengths, edges - edges[0]
 
     def places(self, numbers: np.ndarray, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64. `pointers` and
-        `lengths` are their rows of the tables. ValueError for a sequence that is not inside the
-        .bin."""
+        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64.
+
+        `pointers` and `lengths` are their rows of the tables. ValueError for a sequence that is not
+        inside the .bin.
+        """
         size = self.dtype.itemsize
         beyond = pointers > self.num_bytes - lengths * size
         wrong = (pointers < 0) | (lengths < 0) | beyond | (pointers % size != 0)
@@ -312,8 +320,10 @@ class TokenFile:
         return np.diff(to_offsets(ends - begins)[edges])
 
     def prefixes(self, first: int, last: int) -> np.ndarray:
-        """For each entry first .. last - 1: how many ids at its start repeat the previous entry,
-        (n,) uint16. Reads no ids."""
+        """For each entry first ..
+
+        last - 1: how many ids at its start repeat the previous entry, (n,) uint16. Reads no ids.
+        """
         if self.format == "megatron":
             return np.zeros(last - first, np.uint16)
         prefixes, lengths = self.table("prefixes", first, last), self.lengths(first, last)
@@ -328,9 +338,11 @@ class TokenFile:
     # -- ids
 
     def read_flat(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, edges) of entries first .. last - 1: entry first + k is ids[edges[k]:edges[k + 1]],
-        edges (n + 1,) int64. From a memory map, ids are a view if the entries are stored one after
-        another."""
+        """(ids, edges) of entries first ..
+
+        last - 1: entry first + k is ids[edges[k]:edges[k + 1]], edges (n + 1,) int64. From a memory
+        map, ids are a view if the entries are stored one after another.
+        """
         begins, ends, edges = self.spans(first, last)
         if len(begins) and (begins[1:] == ends[:-1]).all():
             ids = self.reader.read(int(begins[0]), int(ends[-1]))
@@ -344,8 +356,11 @@ class TokenFile:
     def check_ids(
         self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, kind: str = "entry"
     ) -> None:
-        """ValueError for an id outside the vocabulary, if that is known. ids[edges[k]:edges[k + 1]]
-        belong to entry first + k. `kind`: the word for an entry in the error."""
+        """ValueError for an id outside the vocabulary, if that is known.
+
+        ids[edges[k]:edges[k + 1]] belong to entry first + k. `kind`: the word for an entry in the
+        error.
+        """
         unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero becomes a huge one
         if self.vocab_size is not None and unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
@@ -370,13 +385,15 @@ class TokenFile:
     @property
     def record(self) -> dict[str, Any] | None:
         """The pair's record in manifest.json; None if there is no manifest, or it does not list the
-        pair."""
+        pair.
+        """
         return None if self.manifest is None else self.manifest["shards"].get(self.path.stem)
 
     @functools.cached_property
     def ends_follow(self) -> bool:
         """Whether the index alone shows which entries end a document: there are no windows, or each
-        later window has a prefix."""
+        later window has a prefix.
+        """
         if self.manifest is None or self.record is None:
             return False
         arguments = self.manifest["arguments"]
@@ -385,9 +402,12 @@ class TokenFile:
     def ends_document(
         self, first: int, last: int, eod: int, flat: tuple[np.ndarray, np.ndarray] | None = None
     ) -> np.ndarray:
-        """Which of entries first .. last - 1 end a document, with the id `eod`: (n,) bool, False
-        for an empty entry. Ids are read only if the index does not decide. `flat`: the result of
-        `read_flat` for these entries, if the caller has it."""
+        """Which of entries first ..
+
+        last - 1 end a document, with the id `eod`: (n,) bool, False for an empty entry. Ids are
+        read only if the index does not decide. `flat`: the result of `read_flat` for these entries,
+        if the caller has it.
+        """
         if self.ends_follow:  # the file's last entry ends its document
             edges = to_offsets(self.lengths(first, last)) if flat is None else flat[1]
             following = self.prefixes(first + 1, min(last + 1, len(self)))
@@ -400,8 +420,11 @@ class TokenFile:
         return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:
-        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD,
-        is prepended, and EOD is dropped. Each (n,), a new array."""
+        """Entries first ..
+
+        last - 1 as documents of the stream: BOS, which is the same id as EOD, is prepended, and EOD
+        is dropped. Each (n,), a new array.
+        """
         ids, edges = self.read_flat(first, last)
         stops = edges[1:] - self.ends_document(first, last, eod, (ids, edges))
         bos = np.array([eod], self.dtype)
@@ -417,7 +440,8 @@ class TokenFile:
         """What a run stores to pin the pair: {"name", "size" of the .bin, "footer", "groups",
         "tokens", and "blocks", or for a remote pair the "etag" of the .bin}. `footer` hashes size,
         header and both ends of the .idx, `blocks` a few blocks of the .bin. ValueError if the pair
-        differs from its record in manifest.json."""
+        differs from its record in manifest.json.
+        """
         record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (
             ("entries", len(self)),
@@ -465,9 +489,11 @@ class TokenFile:
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is
-    missing, truncated, in an unknown format or without entries, or whose type of ids cannot hold
-    the vocabulary."""
+    """Open a pair, given by either file.
+
+    FileNotFoundError or ValueError names a file that is missing, truncated, in an unknown format or
+    without entries, or whose type of ids cannot hold the vocabulary.
+    """
     pair = TokenFile(path, vocab_size=vocab_size)
     if len(pair) == 0:
         raise ValueError(f"{pair.idx_path}: it has no documents (0 entries); delete the pair")
@@ -481,7 +507,8 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
 
 def to_offsets(lengths: np.ndarray) -> np.ndarray:
     """Where parts with these lengths begin if stored back to back, and where the last one ends: (n
-    + 1,) int64."""
+    + 1,) int64.
+    """
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -518,9 +545,12 @@ def new_manifest(
     *,
     data_format: str = "shards",
 ) -> dict[str, Any]:
-    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards`
-    maps each pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in
-    each) if they differ from the default of `record_groups`."""
+    """The manifest of a folder of pairs.
+
+    It names `data_format` unless that is "shards". `shards` maps each pair's name without extension
+    to a record of RECORD_SHAPE, plus "groups" (entries in each) if they differ from the default of
+    `record_groups`.
+    """
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {
         "format": MANIFEST_FORMAT,
@@ -533,8 +563,10 @@ def new_manifest(
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
-    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it
-    is corrupt or has an unknown format."""
+    """The manifest of a folder of pairs, or None.
+
+    Do not change it: it is shared. ValueError if it is corrupt or has an unknown format.
+    """
     path = as_path(folder) / MANIFEST_NAME
     try:
         copy = local_copy(path)
@@ -560,7 +592,9 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
-    """Number of entries in each group of a pair. A record may list them; otherwise each group has
-    GROUP_ENTRIES."""
+    """Number of entries in each group of a pair.
+
+    A record may list them; otherwise each group has GROUP_ENTRIES.
+    """
     whole, rest = divmod(entries, GROUP_ENTRIES)
     return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)

@@ -176,8 +176,9 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
-    """Apply `varlen_attn`, which needs sequences laid end to end, to rows or to the documents
-    between `edges`.
+    """Apply `varlen_attn` to rows, or to the documents between `edges`.
+
+    It needs sequences laid end to end.
     """
     from torch.nn.attention.varlen import varlen_attn  # lazy: it imports all of dynamo
 
@@ -207,9 +208,7 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 
 
 def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -> None:
-    """ValueError if the kernels of this mode do not accept the device, the compute dtype or the
-    head dimension.
-    """
+    """ValueError if this mode's kernels do not accept the device, compute dtype or head dimension."""
     if mode not in ("varlen", "flex"):
         return
     if device_type != "cuda":
@@ -240,7 +239,8 @@ def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -
 
 
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
-    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process;
+    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process.
+
     `cudnn` is for full windows alone. ValueError if its package is missing, if it does not run on
     this GPU or, in deterministic mode, if repeated backward passes give different bits (as with
     windows in FlashAttention-3 before September 2025).
@@ -301,8 +301,9 @@ def prefers_cudnn() -> bool:
 
 
 def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
-    """Whether repeated forward and backward passes of attention return equal bits, with short and
-    full windows.
+    """Whether repeated forward and backward passes of attention return equal bits.
+
+    Measured with short and full windows.
     """
     generator = torch.Generator().manual_seed(0)
     *inputs, grad = (
@@ -366,9 +367,7 @@ class KVCache:
     """
 
     def __init__(self, batch_size: int, seq_len: int, *, model: Any) -> None:
-        """Allocate batch_size rows of seq_len tokens for a `GPT`, on its device and in its compute
-        dtype.
-        """
+        """Allocate batch_size rows of seq_len tokens on the model's device, in its compute dtype."""
         config = model.config
         shape = (config.n_layer, batch_size, seq_len, config.n_kv_head, config.head_dim)
         options = {"dtype": model.compute_dtype, "device": model.get_device()}
@@ -388,8 +387,10 @@ class KVCache:
         self.prev_embedding.zero_()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, T, kv heads, head_dim) to a layer, and return views of all its keys and
-        values. Call `advance` after the last layer. Raises ValueError if they do not fit.
+        """Append keys and values to a layer, and return views of all that it has.
+
+        k, v: (B, T, kv heads, head_dim). Call `advance` after the last layer. ValueError if they do
+        not fit.
         """
         end = self.pos + k.size(1)
         if end > self.seq_len:

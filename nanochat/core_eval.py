@@ -93,9 +93,10 @@ class Task:
 
 
 def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> list[Task]:
-    """The tasks of an eval_bundle folder (None: <base dir>/eval_bundle), each with `max_per_task`
-    items drawn with a fixed seed, or with all items if that is below 1. FileNotFoundError or
-    ValueError for missing, malformed or too few items.
+    """The tasks of an eval_bundle folder (None: <base dir>/eval_bundle).
+
+    Each has `max_per_task` items drawn with a fixed seed, or all items if that is below 1.
+    FileNotFoundError or ValueError for missing, malformed or too few items.
     """
     folder = get_base_dir() / "eval_bundle" if folder is None else Path(folder)
     config = folder / "core.yaml"
@@ -451,8 +452,10 @@ def evaluate_core(model: Model, tokenizer: Encoder, tasks: Sequence[Task]) -> It
 
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
-    """{"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task:
-    centered accuracy}}.
+    """CORE and the tasks' results as JSON values.
+
+    {"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task:
+    centered accuracy}}
     """
     total = sum(score.centered for score in scores)
     return {
@@ -463,8 +466,9 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a `summary` in nanochat's format: the columns task, accuracy, centered; CORE in the
-    last line.
+    """Write a `summary` in nanochat's format.
+
+    The columns are task, accuracy and centered; CORE is in the last line.
     """
     rows = [("Task", "Accuracy", "Centered")]
     for label, accuracy in result["results"].items():

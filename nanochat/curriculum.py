@@ -131,9 +131,7 @@ class Phase:
         object.__setattr__(self, "mix", mix)
 
     def shares(self) -> dict[str, int]:
-        """The weights above 0 as the smallest integers in the same proportion: {"code": 1, "web":
-        3}.
-        """
+        """The weights above 0 as the smallest integers in proportion: {"code": 1, "web": 3}."""
         exact = {}
         for bucket, weight in self.mix.items():
             if weight:
@@ -232,8 +230,9 @@ class Curriculum:
         return cls(phases, **others)
 
     def identity(self) -> str:
-        """Canonical JSON of everything that decides the bucket of a row and when a bucket is dry:
-        equal strings mean equal rows. It excludes the notation of weights, the `allow_` fields, and
+        """Canonical JSON of everything that decides a row's bucket, and when a bucket is dry.
+
+        Equal strings mean equal rows. It excludes the notation of weights, the `allow_` fields, and
         the duration of the last phase, which never ends.
         """
         phases: list[dict[str, Any]] = []
@@ -292,8 +291,9 @@ class Mixer:
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
-        """The bucket of a lane's row, given the buckets that the lane has dropped; None if the
-        phase has no other.
+        """The bucket of a lane's row, given the buckets that the lane has dropped.
+
+        None if the phase has no other.
         """
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)

@@ -63,8 +63,10 @@ class MicroBatch:
 
 
 class Dry(Exception):
-    """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has
-    run dry and may not be dropped, or because all buckets are dry (`bucket` is None).
+    """A lane of this rank cannot provide the rows of a step.
+
+    The bucket of its next row has run dry and may not be dropped, or all buckets are dry (`bucket`
+    is None).
     """
 
     def __init__(self, step: int, lane: int, bucket: str | None):
@@ -116,9 +118,7 @@ class StepLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is one
-        leaf.
-        """
+        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is a leaf."""
         return self.num_leaves if self.num_leaves % self.world_size == 0 else self.world_size
 
     @property
@@ -141,8 +141,9 @@ class StepLayout:
         return self.rows_per_step // self.V
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
-        """The indices, counted over all ranks, of the rows in a micro-batch of one of this rank's
-        leaves.
+        """The indices of the rows in a micro-batch of one of this rank's leaves.
+
+        They are counted over all ranks.
         """
         n = self.rows_per_lane
         B = self.device_batch_size
@@ -343,9 +344,7 @@ class DataLoader:
         return batch
 
     def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
-        """The item that `next` will take, once it is ready; None if that takes longer than
-        `wait_s`.
-        """
+        """The item that `next` will take, once it is ready; None if it takes longer than `wait_s`."""
         began = time.perf_counter()
         while self._first is None and time.perf_counter() - began < wait_s:
             with contextlib.suppress(queue.Empty):  # the timeout lets Python handle signals
@@ -363,15 +362,14 @@ class DataLoader:
         return None if filled is None or isinstance(filled, BaseException) else filled[1]
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
-        """This rank's cursors after `steps` steps, which must be the number of complete steps
-        (default) or one less.
+        """This rank's cursors after `steps` steps.
+
+        `steps` must be the number of complete steps (default) or one less.
         """
         return self.stream.cursors(self._ends[self.step if steps is None else steps])
 
     def dropped(self) -> dict[str, int]:
-        """{bucket: number of this rank's lanes that had dropped it at the end of the last complete
-        step}.
-        """
+        """{bucket: number of this rank's lanes that dropped it by the end of the last full step}."""
         return {
             bucket: sum(bucket in lane.dropped for lane in self._ends[self.step])
             for bucket in self.buckets
@@ -379,9 +377,7 @@ class DataLoader:
 
     @property
     def phase(self) -> int | None:
-        """The curriculum's phase, from 1, that this rank's first lane is in; None without a
-        curriculum.
-        """
+        """The curriculum's phase, from 1, of this rank's first lane; None without a curriculum."""
         mixer, ends = self.stream.mixer, self._ends[self.step]
         return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
 
@@ -429,11 +425,9 @@ def validation_loader(
     num_threads: int = 4,
     with_doc_ids: bool = False,
 ) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same
-    number (at least one) from each lane, or fewer where a lane's data ends.
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows.
 
-    The rows of a batch belong to one of min(`num_leaves`, V) leaves, so batches are the same for
-    every W that divides the number of leaves. A rank beyond V has no batches.
+    The same number of rows (at least one) from each lane, or fewer where a lane's data ends.
     """
     config, B = validation_config(source, T), device_batch_size
     if rank >= config.V:
@@ -463,8 +457,9 @@ def validation_loader(
 def validation_prompts(
     sources: Mapping[str, Source], tokenizer: Tokenizer, T: int
 ) -> list[list[int]]:
-    """The first tokens, BOS included, of the documents at the start of a few rows of the first
-    validation source.
+    """The first tokens, BOS included, of the documents at the start of a few validation rows.
+
+    The rows are those of the first validation source.
     """
     source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
     prompts = []

@@ -75,9 +75,7 @@ def autodetect_device_type() -> str:
 
 
 def unseen_gpus() -> str:
-    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if nvidia-smi
-    lists none.
-    """
+    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         listed = subprocess.run(
@@ -98,12 +96,9 @@ def unseen_gpus() -> str:
 def compute_init(
     device_type: str = "cuda", *, deterministic: bool = False, timeout_s: float = 1800.0
 ) -> tuple[bool, int, int, int, torch.device]:
-    """Join the process group if torchrun started us (NCCL on CUDA, gloo elsewhere), and select the
-    device.
+    """Join the process group if torchrun started us, and select the device.
 
-    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others
-    in a collective. Returns (is distributed, rank, local rank, world size, device). ValueError if
-    the device is not available.
+    The group uses NCCL on CUDA, and gloo elsewhere.
     """
     on_cuda = device_type == "cuda"
     if on_cuda:
@@ -178,9 +173,10 @@ def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def elastic_problem() -> str:
-    """Why this launch cannot survive a change of its number of nodes, although torchrun's --nnodes
-    allows one; '' if it can, or if the number is fixed. If nodes share one store, a new round of
-    them finds the addresses of the old one.
+    """Why this launch cannot survive a change of its number of nodes; '' if it can.
+
+    Also '' if torchrun's --nnodes fixes the number. If nodes share one store, a new round of them
+    finds the addresses of the old one.
     """
     if (
         "TORCHELASTIC_RUN_ID" not in os.environ
@@ -277,9 +273,10 @@ CPU_VARIABLES = (
 
 
 def processor() -> dict[str, str | None]:
-    """What decides how this machine's CPU rounds: its name (MKL chooses code by vendor), the
-    instruction set that PyTorch uses, such as AVX2, and the settings of MKL and oneDNN, None if
-    none is set.
+    """What decides how this machine's CPU rounds.
+
+    Its name (MKL chooses code by vendor), the instruction set that PyTorch uses, such as AVX2, and
+    the settings of MKL and oneDNN, None if none is set.
     """
     settings = [f"{name}={os.environ[name]}" for name in CPU_VARIABLES if os.environ.get(name)]
     return {
@@ -290,9 +287,7 @@ def processor() -> dict[str, str | None]:
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, such as AMD EPYC 7B13; its architecture if the system does not tell the
-    name.
-    """
+    """The processor's name, such as AMD EPYC 7B13; its architecture if the system tells no name."""
     with contextlib.suppress(OSError):
         if name := re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE):
             return name[1].strip()
@@ -315,9 +310,7 @@ def other_processors() -> list[str]:
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list
-    it.
-    """
+    """The version of NVIDIA's kernel driver, such as 580.95.05; None if it is not listed."""
     try:
         version = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
     except OSError:
@@ -331,16 +324,18 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def reserved_memory(device: torch.device) -> int | None:
-    """The most memory that PyTorch has reserved so far, in bytes: tensors and the gaps between
-    them; None off CUDA.
+    """The most memory that PyTorch has reserved so far, in bytes; None off CUDA.
+
+    It includes the gaps between tensors.
     """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def compute_cleanup() -> None:
-    """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's
-    group could then wait for a rank that never comes. A process also leaves the group when it
-    exits.
+    """Leave the process group, if there is one, unless an exception is being raised.
+
+    Leaving NCCL's group could then wait for a rank that never comes. A process also leaves the
+    group when it exits.
     """
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
@@ -398,8 +393,9 @@ PEAK_FLOPS = (
 
 
 def get_peak_flops(device_name: str) -> float:
-    """Peak dense bf16 FLOP/s of a GPU by its name; infinity if unknown, so that MFU shows 0 and not
-    a wrong number.
+    """Peak dense bf16 FLOP/s of a GPU by its name.
+
+    Infinity if it is unknown, so that MFU shows 0 and not a wrong number.
     """
     return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
 

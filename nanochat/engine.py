@@ -154,13 +154,9 @@ def load_model(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint`
-    finds for `path`.
+    """Load a model (in eval mode) and its tokenizer from a checkpoint.
 
-    compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path,
-    step, model_config, trainer_state. Raises ValueError for a corrupt checkpoint, a model_config
-    that does not match its saved hash or has unknown fields, or a tokenizer that differs from the
-    checkpoint's; FileNotFoundError for missing files.
+    `path`: see `find_checkpoint`.
     """
     device = torch.device(device)
     checkpoint = find_checkpoint(path)

@@ -34,8 +34,9 @@ from nanochat.stream import Cursor, Stream
 
 
 class SampleFinder(Protocol):
-    """What a stream of samples tells about a document, such as that of Megatron's order, which
-    documents the methods.
+    """What a stream of samples tells about a document, such as that of Megatron's order.
+
+    That order documents the methods.
     """
 
     config: Any
@@ -131,8 +132,9 @@ class History:
             is_ahead = of_epoch.expected is not None
 
     def _reached(self, lane: int, bucket: str, step: int) -> tuple[int, int] | None:
-        """(epoch, place) that a lane had reached in a bucket at a save; None at the beginning of
-        the data.
+        """(epoch, place) that a lane had reached in a bucket at a save.
+
+        None at the beginning of the data.
         """
         _, cursors = self.nearest_cursors(step)
         for cursor in cursors or ():
@@ -165,9 +167,7 @@ class History:
     def _follow(
         self, stream: Stream, document: Document, epoch: int, place: int, step: int, order: Order
     ) -> Pass:
-        """The uses of a document from `step` on, where the stream's only lane stands before its
-        place.
-        """
+        """The uses of a document from `step` on; the stream's only lane stands before its place."""
         [lane] = stream.lanes
         feed = stream.feeds[document.bucket][lane]
         key, uses = (epoch, document.group, document.row), list[Use]()
@@ -194,9 +194,10 @@ class History:
         return Pass(epoch, lane, uses, 0, expected=self._expected(stream, document.bucket, first))
 
     def _expected(self, stream: Stream, bucket: str, first: int) -> float:
-        """The approximate step at which a stream's only lane will have used a bucket's pending
-        documents and the next `first` ones, if rows hold as many documents as before. The
-        curriculum decides the bucket of each row.
+        """The approximate step at which a stream's only lane will have used a bucket's documents.
+
+        Counted are the pending ones and the next `first` ones, if rows hold as many documents as
+        before. The curriculum decides the bucket of each row.
         """
         [lane] = stream.lanes
         feed, row = stream.feeds[bucket][lane], stream.rows[lane]
@@ -255,9 +256,7 @@ def total_read(order: Order, lane: int, epoch: int, place: int) -> int:
 
 
 def groups_of(source: Source) -> Iterator[tuple[str, int, int]]:
-    """(file, index of the group's first document in the file, document count) for each group of a
-    source.
-    """
+    """For each group of a source: (file, index in it of the first document, number of documents)."""
     manifest = source.manifest
     for entry in manifest["files"]:
         first, counts = 0, entry["groups"]

@@ -117,8 +117,9 @@ class GPTConfig:
         head_dim: int = 128,
         window_pattern: str = "SSSL",
     ) -> "GPTConfig":
-        """The shape for a given depth, the one dial: width = depth * aspect_ratio, rounded up to
-        whole heads.
+        """The shape for a given depth, the one dial.
+
+        width = depth * aspect_ratio, rounded up to whole heads.
         """
         if min(depth, aspect_ratio, head_dim) < 1:
             raise ValueError(
@@ -192,8 +193,9 @@ class Linear(nn.Linear):
 
 @torch.library.custom_op("nanochat::embedding_backward", mutates_args=())
 def embedding_backward(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
-    """The gradient (num_rows, C) of an embedding, from grad (..., C) and idx (...): sums of sorted
-    segments, in a fixed order.
+    """The gradient (num_rows, C) of an embedding: sums of sorted segments, in a fixed order.
+
+    grad: (..., C), the gradient of the output; idx: (...), the rows that were looked up.
     """
     return torch.ops.aten.embedding_dense_backward(grad, idx, num_rows, -1, False)
 
@@ -413,8 +415,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Cast the embeddings to `dtype`, and the rotary tables, which are computed in float32 and
-        not saved.
+        """Cast the embeddings and the rotary tables to `dtype`.
+
+        The tables are computed in float32, and not saved.
         """
         self.transformer["wte"].to(dtype=dtype)
         self.value_embeds.to(dtype=dtype)
@@ -436,15 +439,7 @@ class GPT(nn.Module):
         kv_cache: KVCache | None = None,
         loss_reduction: str = "mean",
     ) -> Tensor:
-        """Without targets, returns logits (B, T, vocab_size) float32; with targets, the loss in
-        nats, float32.
-
-        idx, targets: (B, T) int64; a target of -100 turns its loss off. masks: see `masks`.
-        kv_cache: idx (one token or more) continues the positions in the cache and is added to it;
-        not together with masks. loss_reduction: 'mean' over live targets (NaN without any), 'sum'
-        (0 without any) or 'none' ((B, T), 0 where off). Raises ValueError past the end of the
-        rotary tables.
-        """
+        """Logits (B, T, vocab_size) float32; with targets, the loss in nats, float32."""
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
         if end > self.cos.size(0):
@@ -493,8 +488,9 @@ class GPT(nn.Module):
         return loss
 
     def _smear(self, x: Tensor, masks: DocMasks | None, kv_cache: KVCache | None) -> Tensor:
-        """Add a gated share of the previous embedding to each position, except the first of a row
-        or, with masks, of a document.
+        """Add a gated share of the previous embedding to each position.
+
+        The first position of a row or, with masks, of a document has none.
         """
         before = x.new_zeros(x.size(0), 1, x.size(2))
         if kv_cache is not None:
@@ -507,9 +503,10 @@ class GPT(nn.Module):
         return x + gate * previous
 
     def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
-        """The masks that separate the documents of a batch in `forward`, see `make_masks`; None in
-        causal mode. Call it outside compiled code. doc_ids: (B, T) int32, equal inside a document
-        (or padding).
+        """The masks that separate the documents of a batch in `forward`; None in causal mode.
+
+        See `make_masks`. Call it outside compiled code. doc_ids: (B, T) int32, equal inside a
+        document (or padding).
         """
         if self.attention_mode == "causal":
             return None
@@ -525,9 +522,10 @@ class GPT(nn.Module):
     # -- accounting --
 
     def num_scaling_params(self) -> dict[str, int]:
-        """Number of parameters by kind, for scaling laws with embeddings (Chinchilla, 2203.15556)
-        and without (Kaplan et al., 2001.08361). The counts include the padding of the
-        vocabulary.
+        """Number of parameters by kind, including the padding of the vocabulary.
+
+        For scaling laws with embeddings (Chinchilla, 2203.15556) and without (Kaplan et al.,
+        2001.08361).
         """
 
         def count(module: nn.Module) -> int:
@@ -544,9 +542,10 @@ class GPT(nn.Module):
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a
-        matrix product (so none for embeddings), and for attention 12 per layer, channel and visible
-        token.
+        """Training FLOPs per token at full length (PaLM, 2204.02311).
+
+        6 for each parameter of a matrix product (so none for embeddings), and for attention 12 per
+        layer, channel and visible token.
         """
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         visible = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
@@ -562,8 +561,9 @@ class GPT(nn.Module):
         num_leaves: int = 1,
         micro_batches: int = 1,
     ) -> dict[str, int]:
-        """The memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part:
-        rather a little too much than too little. dtype: the compute dtype; num_leaves,
+        """Memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part.
+
+        The estimate is rather a little too high than too low. dtype: the compute dtype; num_leaves,
         micro_batches: how many of each a rank has in a step.
         """
         counts, config = self.num_scaling_params(), self.config
@@ -616,9 +616,10 @@ class GPT(nn.Module):
         weight_decay: float = 0.0,
         scalar_lr: float = 0.5,
     ) -> list[dict[str, Any]]:
-        """The parameter groups of `MuonAdamW`: AdamW for embeddings, head and scalars (the rates of
-        embeddings and head are scaled by 1/sqrt(width / 768)), and Muon for the matrices of the
-        layers, one group per shape.
+        """The parameter groups of `MuonAdamW`.
+
+        AdamW is for embeddings, head and scalars (the rates of embeddings and head are scaled by
+        1/sqrt(width / 768)), and Muon for the matrices of the layers, one group per shape.
         """
         scale = (self.config.n_embd / 768) ** -0.5
         adamw: list[tuple[str | tuple[str, ...], float, tuple[float, float], float]] = [

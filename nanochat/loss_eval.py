@@ -29,18 +29,9 @@ from nanochat.dist import gather_results
 
 
 def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over the batches of all ranks together: the first `steps` of each
-    rank (None: all).
+    """Bits per byte of `model` over the batches of all ranks together.
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a
-    batch with `doc_ids`, also masks=model.masks(doc_ids, num_docs). batches: yields (x, y, ...) or
-    objects with .inputs and .targets, (B, T) int64, where a target of -100 does not count.
-    token_bytes: (vocab_size,) integers, the bytes of each token's text, 0 for special tokens; a
-    negative entry is added to the bytes of the next target.
-
-    Collective if torch.distributed is initialized; ranks may have different numbers of batches, or
-    none. Raises ValueError on all ranks if no target has bytes. Does not change the model's train
-    or eval mode.
+    steps: evaluate the first `steps` batches of each rank (None: all).
     """
     together, _ = evaluate_buckets(model, {"": islice(batches, steps)}, token_bytes)
     return together
@@ -52,8 +43,9 @@ def evaluate_buckets(
     buckets: Mapping[str, Iterable[Any]],
     token_bytes: Any,
 ) -> tuple[float, dict[str, float]]:
-    """(bits per byte of all buckets' batches together, bits per byte of each bucket); see
-    `evaluate_bpb`.
+    """(bits per byte of all buckets' batches together, bits per byte of each bucket).
+
+    See `evaluate_bpb`.
     """
     by_bucket: dict[str, list[Measured]] = {}  # what each rank has measured
     for name, batches in buckets.items():

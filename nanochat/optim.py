@@ -99,12 +99,9 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
 def reduce_variance(
     update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor
 ) -> Tensor:
-    """Divide each neuron of `update` by the running root mean square of its updates, and keep the
-    Frobenius norm. Source: NorMuon, arXiv 2510.05491.
+    """Divide each neuron of `update` by the running root mean square of its updates.
 
-    update: (rows, cols) float32. A neuron is a row if rows >= cols, else a column. The buffer,
-    (rows, 1) or (1, cols) float32, holds the running mean squares; it moves in place towards the
-    new ones by `weight` (1 - beta2).
+    The Frobenius norm stays. Source: NorMuon, arXiv 2510.05491.
     """
     dim = 1 if second_momentum_buffer.size(1) == 1 else 0
     mean_square = update.square().mean(dim=dim, keepdim=True)
@@ -128,12 +125,10 @@ def muon_update(
     ns_steps: int = 5,
     polar_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """One Muon step for one matrix, in place on `param` and both buffers; a pure function of its
-    arguments. Source: https://kellerjordan.github.io/posts/muon/ and the papers cited above.
+    """One Muon step for one matrix, in place on `param` and both buffers.
 
-    param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32;
-    second_momentum_buffer: see `reduce_variance`. The gradient is multiplied by `grad_scale`. If
-    `live` is 0, nothing changes.
+    A pure function of its arguments. Source: https://kellerjordan.github.io/posts/muon/ and the
+    papers cited above.
     """
     grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
@@ -163,8 +158,9 @@ def adamw_rates(
     step: Tensor,
     live: Tensor,
 ) -> dict[str, Tensor]:
-    """The scalars of `adamw_update` in step number `step` (1 for the first): 0-dim float32 tensors
-    on the device of `live`. If `live` is 0, all rates are 0.
+    """The scalars of `adamw_update` in step number `step` (1 for the first).
+
+    0-dim float32 tensors on the device of `live`. If `live` is 0, all rates are 0.
     """
 
     def scalar(value: float) -> Tensor:
@@ -439,8 +435,10 @@ class MuonAdamW(torch.optim.Optimizer):
         return table.sum().sqrt().float()
 
     def _scalars(self, group: dict[str, Any], live: Tensor) -> dict[str, Any]:
-        """The scalar arguments of a group's updates: 0-dim tensors if they differ between groups or
-        change with the schedule, so that new values trigger no recompilation.
+        """The scalar arguments of a group's updates.
+
+        Those that differ between groups or change with the schedule are 0-dim tensors, so that new
+        values trigger no recompilation.
         """
         values = {key: group[key] for key in NEEDED[group["kind"]]}
         if group["kind"] == "adamw":

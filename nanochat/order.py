@@ -133,8 +133,10 @@ def fed_lanes(
     buffer_size: int = StreamConfig.buffer_size,
     unit_size: int = StreamConfig.unit_size,
 ) -> int:
-    """How many lanes a bucket can feed: each lane's share of an epoch has at least `PLENTY` times
-    as many documents as the lane keeps pending.
+    """How many lanes a bucket can feed.
+
+    Each lane's share of an epoch has at least `PLENTY` times as many documents as the lane keeps
+    pending.
 
     documents, means (G,) int64: the number of documents in each group, and their estimated mean
     length in tokens. A lane reads a unit at a time, and `buffer_size` documents that are shorter
@@ -151,8 +153,10 @@ def fed_lanes(
 
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
-    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed` (see
-    `fed_lanes`). Small data alone never makes V smaller than 8 or than the number of processes.
+    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed`.
+
+    `fed`: see `fed_lanes`. Small data alone never makes V smaller than 8 or than the number of
+    processes.
     """
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
@@ -179,9 +183,10 @@ class Order:
         bucket: str,
         config: StreamConfig,
     ):
-        """The arrays, (items,) int64, describe what is shuffled: the number of documents of each
-        item, their estimated mean length in tokens, and the number of documents that are read at
-        once.
+        """Arrays, (items,) int64, describe what is shuffled.
+
+        counts: number of documents of each item. means: their estimated mean length in tokens.
+        sizes: number of documents that are read at once.
         """
         self.V, self.key = config.V, (config.seed, bucket)
         self.counts, self.sizes = counts, sizes
@@ -201,8 +206,9 @@ class Order:
         return sequence, _running(counts), _running(counts * self.means[sequence])
 
     def _cut(self, epoch: int, share: int) -> int:
-        """The place where a share begins: the start of the unit that is nearest to the share's
-        first token.
+        """The place where a share begins.
+
+        It is the start of the unit that is nearest to the share's first token.
         """
         sequence, places, tokens = self._epoch(epoch)
         if share == self.V:
@@ -228,9 +234,10 @@ class Order:
         return (number - epoch) % self.V
 
     def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) of document number `row` of a group: the lane that reads it in an epoch,
-        and its position in the sequence. In a large bucket the place is exact only to within a
-        unit, because the documents of a unit are permuted.
+        """(lane, place) at which document number `row` of a group is read in an epoch.
+
+        In a large bucket the place is exact only to within a unit, because the documents of a unit
+        are permuted.
         """
         raise NotImplementedError
 

@@ -92,10 +92,11 @@ class Piece(NamedTuple):
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row
-    per document: `buffer_size` rows, each counted as at least 2,049 tokens. It takes effect if few
-    documents are shorter than a row. At 2 bytes per token, 64 lanes hold at most 34 MB for T up to
-    2,048.
+    """The maximum number of tokens that a lane keeps pending in `crop`.
+
+    `buffer_size` rows, each counted as at least 2,049 tokens; a document counts as at most one row.
+    The limit takes effect if few documents are shorter than a row. At 2 bytes per token, 64 lanes
+    hold at most 34 MB for T up to 2,048.
     """
     return buffer_size * max(capacity, LIMIT_ROW)
 
@@ -306,8 +307,10 @@ class BestFit(Packer):
         self.leading = [*keys]
 
     def next_row(self) -> list[Placement]:
-        """A full row: it starts with the pieces that lead it, or with the long document that is
-        due, or with the oldest filler. Then come the pieces that fill it best.
+        """A full row.
+
+        It starts with the pieces that lead it, or with the long document that is due, or with the
+        oldest filler. Then come the pieces that fill it best.
         """
         placements: list[Placement] = []
         self.row += 1
@@ -357,8 +360,9 @@ class BestFit(Packer):
 
 
 class Binned(BestFit):
-    """Rows of whole stored entries: the oldest first, then those that fill the row best, then
-    padding. With `pack=False` each row is one entry, in order.
+    """Rows of whole stored entries: the oldest first, then those that fill the row best.
+
+    Padding comes last. With `pack=False` each row is one entry, in order.
     """
 
     framed = own_bos = False

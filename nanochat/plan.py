@@ -79,8 +79,10 @@ class BucketPlan:
 
     @property
     def passes(self) -> float:
-        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped
-        ones, divided by `tokens`. Only ratios of the account are used, so a sample will do.
+        """Passes over the bucket by the last step.
+
+        Tokens that leave the buffers, including cropped ones, divided by `tokens`. Only ratios of
+        the account are used, so a sample will do.
         """
         account = self.account
         if not account["rows"]:
@@ -96,8 +98,9 @@ class BucketPlan:
 
     @property
     def repeated(self) -> float:
-        """Repeated share of the tokens that entered the buffers: the overlap of split documents or
-        stored windows.
+        """The repeated share of the tokens that entered the buffers.
+
+        Repeated: the overlap of split documents, or of stored windows.
         """
         return self.account["repeated"] / max(1, self._entered)
 
@@ -360,9 +363,10 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
 def _phases(
     config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int
 ) -> list[dict[str, Any]]:
-    """Each phase with its first step, its tokens, and the tokens that its mix requests from each
-    bucket (to within two rows of each lane). In this run, each lane packs its rows `first` to
-    `stop` - 1, n per step.
+    """Each phase: its first step, its tokens, and the tokens that its mix requests of each bucket.
+
+    Requests are exact to within two rows of each lane. In this run, each lane packs its rows
+    `first` to `stop` - 1, n per step.
     """
     mix = config.curriculum
     lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
@@ -425,8 +429,9 @@ def make_run_plan(start: Any, data: Any) -> Plan:
 
 
 def problem(plan: Plan) -> str:
-    """A sentence that says why the run will not reach its last step; empty if it will, and for an
-    estimate.
+    """A sentence that says why the run will not reach its last step.
+
+    Empty if it will, and for an estimate.
     """
     if not plan.halt or plan.estimate:
         return ""
@@ -437,9 +442,7 @@ def problem(plan: Plan) -> str:
 
 
 def refusal(plan: Plan, start: Any) -> str:
-    """A sentence that says why a new run should not start although it could; empty if nothing
-    speaks against it.
-    """
+    """A sentence that says why a new run should not start although it could; empty if it should."""
     if start.config or start.settings.plan != "error" or not plan.crops:
         return ""
     for name, bucket in plan.buckets.items():

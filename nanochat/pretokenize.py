@@ -154,8 +154,10 @@ class TokenWriter:
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
-        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,),
-        and for each entry, how many leading ids repeat the previous one (n,).
+        """Append entries.
+
+        Their ids, one entry after another (sum of lengths,), the lengths (n,), and for each entry,
+        how many leading ids repeat the previous one (n,).
         """
         raise NotImplementedError
 
@@ -303,9 +305,10 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
 
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: into windows of at most `max_length` ids (0: one window), and EOD
-    follows the last one. Later windows repeat `overlap_size` ids; an overlap above half a window is
-    lowered to half, with a warning. ValueError for impossible values.
+    """How documents are cut: into windows of at most `max_length` ids (0: one window).
+
+    EOD follows the last window. Later windows repeat `overlap_size` ids; an overlap above half a
+    window is lowered to half, with a warning. ValueError for impossible values.
     """
 
     max_length: int = 2048
@@ -337,10 +340,9 @@ class Windows:
     def cut(
         self, ids: np.ndarray, offsets: np.ndarray, eod: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut documents from `encode_flat`: ids (num_tokens,) and the documents' offsets
-        (num_documents + 1,); each document begins with BOS, the same id as `eod`.
+        """Cut documents from `encode_flat`, each of which begins with BOS, the same id as `eod`.
 
-        Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
+        ids: (num_tokens,); offsets: (num_documents + 1,), where the documents begin and end.
         """
         windows = []  # (begin, end, prefix)
         for begin, end in pairwise(offsets.tolist()):
@@ -574,8 +576,9 @@ class Pretokenizer:
                 raise
 
     def refuse_others(self) -> None:
-        """ValueError if the output has pairs made with other arguments or another tokenizer, or
-        from other inputs.
+        """ValueError if the output has pairs made from other inputs or in another way.
+
+        Another way: with other arguments, or another tokenizer.
         """
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):

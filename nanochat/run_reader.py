@@ -111,9 +111,7 @@ class RunReader:
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
-        """{file: numbers of the documents that --without-documents listed when the run began, or
-        None for all}.
-        """
+        """{file: numbers of the documents listed by --without-documents at the start, None: all}."""
         return {
             name: rows
             for manifest in self.manifests.get("train", {}).values()
@@ -226,8 +224,9 @@ class RunReader:
 
     @property
     def horizon(self) -> int | None:
-        """Number of steps after which the run should end, as of the last launch (in older logs, the
-        first launch).
+        """Number of steps after which the run should end.
+
+        It is that of the last launch (in older logs, of the first).
         """
         last = self.launches[-1].started.get("num_iterations") if self.launches else None
         return last if isinstance(last, int) else self.config["derived"].get("num_iterations")
@@ -254,9 +253,7 @@ class RunReader:
         }
 
     def axes(self) -> dict[str, list[float]]:
-        """{axis: values}: the number of each logged step, and the tokens, FLOPs and hours of
-        training up to its end.
-        """
+        """{axis: values}: each logged step's number, and the tokens, FLOPs and hours up to its end."""
         steps, flops = self.steps, self.config["derived"].get("flops_per_token") or 0
         spent_s = accumulate(step["step_s"] for step in steps)
         return {
@@ -267,8 +264,9 @@ class RunReader:
         }
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: shares}: for each logged step, the bucket's share of the tokens in a window that
-        ends there (a fiftieth of all steps, at least 20); empty for a run with one bucket.
+        """{bucket: its share of the tokens in a window that ends at each logged step}.
+
+        A window has a fiftieth of all steps, at least 20. Empty for a run with one bucket.
         """
         import numpy as np
 
@@ -292,8 +290,9 @@ class RunReader:
         return read_json(path, EVALUATION) if path.is_file() else {}
 
     def samples(self) -> dict[str, list[str]]:
-        """{time: texts that the model wrote}: first those from training, newest first, then those
-        of scripts.base_eval.
+        """{time: texts that the model wrote}.
+
+        First those from training, newest first, then those of scripts.base_eval.
         """
         training = {
             f"after {event['step']:,} steps": event.get("texts") or []
@@ -440,9 +439,7 @@ def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this
-    program.
-    """
+    """{bucket: error in tokens} of accounts that do not balance: a bug in this program."""
     off = {
         name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
         for name, a in accounts.items()

@@ -198,8 +198,9 @@ class Feed:
         ]
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit once fewer documents are pending than the target plus
-        half a unit.
+        """Have the pool read the next unit if few documents are pending.
+
+        Few: less than the target plus half a unit.
         """
         if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
             self._submit_unit()
@@ -246,8 +247,10 @@ class Feed:
         self.num_documents += 1
 
     def _kept(self, document: Document) -> Document:
-        """A pending document as the feed stores it: cut to what a row can hold if documents are
-        cropped; if they are split, compressed if it is longer than a chunk.
+        """A pending document as the feed stores it.
+
+        If documents are cropped, it is cut to what a row can hold. If they are split, it is
+        compressed if it is longer than a chunk.
         """
         ids, limit = document.ids, self.packer.max_tokens
         assert isinstance(ids, np.ndarray)  # as sources return it
@@ -344,9 +347,7 @@ class Feed:
                 self.documents.update(self._fetch_pending(group, pieces))
 
     def _check_waiting(self, entry: Sequence[int], what: str) -> None:
-        """ValueError unless an entry of a cursor's "waiting" names a document of this data and a
-        piece of it.
-        """
+        """ValueError unless an entry of "waiting" in a cursor names a document and a piece of it."""
         sizes = self.source.groups
         is_piece = len(entry) == 6 and min(entry) >= 0
         if not is_piece or entry[1] >= len(sizes) or entry[2] >= sizes[entry[1]]:
@@ -398,15 +399,18 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
 
 
 def share(account: Mapping[str, int], name: str) -> float:
-    """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted +
-    cropped). Tables show the cropped share as `cropped %`.
+    """The "cropped" or "repeated" tokens of an account, as a share of all that left the buffers.
+
+    Tokens that left the buffers were emitted or cropped. Tables show the cropped share as `cropped
+    %`.
     """
     return account[name] / max(1, account["emitted"] + account["cropped"])
 
 
 def sample_lengths(source: Source) -> np.ndarray:
-    """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups
-    spread over a source.
+    """(n,) int64: lengths, BOS included, of documents sampled from a source.
+
+    The first documents in each of up to 8 groups spread over the source.
     """
     lengths: list[int] = []
     num_groups = len(source.groups)
@@ -430,9 +434,10 @@ def reading_notes(
     repeated: float,
     about: str = "about ",
 ) -> list[str]:
-    """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is
-    overlap. One sentence if it reads all `tokens` of the data clearly more than once, and one if
-    many tokens are cropped.
+    """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
+
+    One sentence if many tokens are cropped, and one if the run reads the data clearly more than
+    once. `repeated`: the share of overlap among the trained tokens.
     """
     notes = []
     if cropped > MUCH_CROPPED:
@@ -451,9 +456,10 @@ def reading_notes(
 
 
 def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
-    """A sentence that says why a run should not start: it would train on little more than the
-    beginnings of its documents, say on the title pages of books. Empty unless more than
-    MOST_CROPPED of the tokens are cropped.
+    """A sentence that says why a run should not start; empty if at most MOST_CROPPED is cropped.
+
+    Such a run would train on little more than the beginnings of its documents, say on the title
+    pages of books.
     """
     if cropped <= MOST_CROPPED:
         return ""
@@ -475,8 +481,9 @@ def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) 
 def check_cursors(
     cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]
 ) -> None:
-    """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each
-    lane. Cursors of other lanes are allowed.
+    """ValueError, with a diff, unless all cursors belong to this stream, one for each lane.
+
+    Cursors of other lanes are allowed.
     """
     for cursor in cursors:
         check_shape(cursor, CURSOR, "cursor of a lane")
@@ -505,9 +512,10 @@ def check_cursors(
 
 
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
-    """Turn another run's cursors into those of a new run that continues where the other one stopped
-    reading, so that no data is repeated. If the curriculum differs, each bucket continues where it
-    was, rows are counted from 0, and new buckets start from their beginning.
+    """Turn another run's cursors into those of a new run that continues where the other stopped.
+
+    No data is repeated. If the curriculum differs, each bucket continues where it was, rows are
+    counted from 0, and new buckets start from their beginning.
     """
     continued = []
     for cursor in cursors:
@@ -619,9 +627,7 @@ class Stream:
         return rows
 
     def dry_bucket(self, lane: int) -> str | None:
-        """The dry bucket that leaves a lane without its next row; None if all of its buckets are
-        dry.
-        """
+        """The dry bucket that leaves a lane without its next row; None if all its buckets are dry."""
         return self.bucket_of(lane, self.rows[lane])
 
     def state(self) -> list[LaneState]:
@@ -658,8 +664,10 @@ class Stream:
 def open_stream(
     config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
 ) -> AnyStream:
-    """Some lanes of the stream that `config` describes: a `Stream`, or for another order
-    (`order.ORDERS`) what its configuration opens. The other arguments are those of `Stream`.
+    """Some lanes of the stream that `config` describes.
+
+    A `Stream`, or for another order (`order.ORDERS`) what its configuration opens. The other
+    arguments are those of `Stream`.
     """
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **arguments)

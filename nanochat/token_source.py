@@ -88,9 +88,10 @@ class TokenSource(Source):
     def _runs(
         self, group: int, rows: np.ndarray
     ) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
-        """Where some documents of a group are: (their pair, runs of consecutive entries [(first,
-        end)] that hold them, for each document its position in the runs). In a small bucket they
-        may lie far apart.
+        """Where some documents of a group are. In a small bucket they may lie far apart.
+
+        (their pair, runs of consecutive entries [(first, end)] that hold them, for each document
+        its position in the runs)
         """
         # a row may be pending from two epochs
         distinct, positions = np.unique(rows, return_inverse=True)

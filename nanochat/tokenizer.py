@@ -228,15 +228,18 @@ class Tokenizer(metaclass=_Opens):
         raise NotImplementedError
 
     def token_bytes(self) -> "torch.Tensor":
-        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special
-        tokens. Over a document they add up to its length in UTF-8. If the tokenizer adds a space
-        before every document, BOS is -1. All are 1 if `knows_bytes` is False.
+        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for.
+
+        Special tokens stand for 0 bytes. Over a document the numbers add up to its length in UTF-8.
+        If the tokenizer adds a space before every document, BOS is -1. All are 1 if `knows_bytes`
+        is False.
         """
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
-        """The text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
-        U+FFFD.
+        """The text of ids (a list, an array or a 1-D tensor).
+
+        Bytes that are not UTF-8 become U+FFFD.
         """
         raise NotImplementedError
 
@@ -348,8 +351,9 @@ class Tokenizer(metaclass=_Opens):
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write tokenizer.json and the file beside it, unless the folder already holds exactly
-        this. ValueError if it holds a different tokenizer, unless `force`.
+        """Write tokenizer.json and the file beside it, unless the folder already holds exactly that.
+
+        ValueError if it holds a different tokenizer, unless `force`.
         """
         (own, data), json_path = self.contents(), Path(tokenizer_dir) / JSON_FILE
         description = {
@@ -381,8 +385,9 @@ class Tokenizer(metaclass=_Opens):
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Tokenizer":
-        """Build a tokenizer from the content of tokenizer.json, `saved`, and the bytes of the file
-        `name` beside it. ValueError or TypeError if they are damaged.
+        """Build a tokenizer from `saved`, the content of tokenizer.json, and the file beside it.
+
+        `name`: that file's name. ValueError or TypeError if they are damaged.
         """
         raise NotImplementedError
 
@@ -508,8 +513,10 @@ class RustBPETokenizer(Tokenizer):
     def from_pretrained(
         cls, tiktoken_name: str, bos_token: str = "<|endoftext|>"
     ) -> "RustBPETokenizer":
-        """One of tiktoken's own encodings (gpt2, cl100k_base, ...), which tiktoken downloads on
-        first use. ValueError if the name is unknown, OSError if the download fails.
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...).
+
+        tiktoken downloads it on first use. ValueError if the name is unknown, OSError if the
+        download fails.
         """
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
@@ -671,7 +678,5 @@ def get_tokenizer(
 def get_token_bytes(
     device: "torch.device | str" = "cpu", tokenizer: Tokenizer | None = None
 ) -> "torch.Tensor":
-    """`Tokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,)
-    int32.
-    """
+    """(vocab_size,) int32 on `device`: a tokenizer's `token_bytes` (None: the default tokenizer)."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

@@ -200,8 +200,9 @@ class TokenFile:
             self._check_end()
 
     def _check_end(self) -> None:
-        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin, and a
-        warning if the .bin continues after the last sequence. Usually the last entry of the index
+        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin.
+
+        A warning if the .bin continues after the last sequence. Usually the last entry of the index
         shows that neither is the case; only otherwise, all entries are read.
         """
         rows, end = self.tables["lengths"][2], 0
@@ -223,8 +224,9 @@ class TokenFile:
             _warn_of_rest(self.path, self.num_bytes, end)
 
     def _ends(self, first: int, last: int) -> np.ndarray:
-        """The byte of the .bin after each of some sequences of a Megatron pair, (n,) int64,
-        unchecked.
+        """(n,) int64: the byte of the .bin after each of some of a Megatron pair's sequences.
+
+        Unchecked.
         """
         lengths = self.table("lengths", first, last).astype(np.int64)
         return self.table("pointers", first, last) + lengths * self.dtype.itemsize
@@ -384,15 +386,14 @@ class TokenFile:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The pair's record in manifest.json; None if there is no manifest, or it does not list the
-        pair.
-        """
+        """The pair's record in manifest.json; None if there is no manifest, or no such record."""
         return None if self.manifest is None else self.manifest["shards"].get(self.path.stem)
 
     @functools.cached_property
     def ends_follow(self) -> bool:
-        """Whether the index alone shows which entries end a document: there are no windows, or each
-        later window has a prefix.
+        """Whether the index alone shows which entries end a document.
+
+        So it is if there are no windows, or if each later window has a prefix.
         """
         if self.manifest is None or self.record is None:
             return False
@@ -437,10 +438,12 @@ class TokenFile:
     # -- the whole file
 
     def pin(self, name: str) -> dict[str, Any]:
-        """What a run stores to pin the pair: {"name", "size" of the .bin, "footer", "groups",
-        "tokens", and "blocks", or for a remote pair the "etag" of the .bin}. `footer` hashes size,
-        header and both ends of the .idx, `blocks` a few blocks of the .bin. ValueError if the pair
-        differs from its record in manifest.json.
+        """What a run stores to pin the pair.
+
+        {"name", "size" of the .bin, "footer", "groups", "tokens", and "blocks", or for a remote
+        pair the "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx,
+        `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in
+        manifest.json.
         """
         record, groups = self.record or {}, record_groups(self.record, len(self))
         for key, value in (
@@ -506,9 +509,7 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
 
 
 def to_offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where parts with these lengths begin if stored back to back, and where the last one ends: (n
-    + 1,) int64.
-    """
+    """(n + 1,) int64: where parts of these lengths begin if stored back to back, then the end."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets

@@ -161,8 +161,9 @@ Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
 def read_series(run: RunReader, notes: list[str]) -> Series:
-    """Everything that a run recorded about its steps: digests, tokens, losses, ..., and the cursors
-    of every save.
+    """Everything that a run recorded about its steps.
+
+    Digests, tokens, losses, ..., and the cursors of every save.
     """
     series: Series = {}
     for step, path in run.cursor_files.items():
@@ -288,8 +289,9 @@ def compare_series(name: str, a: Side, b: Side) -> Part | None:
 
 
 def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) -> Part | None:
-    """The comparison of two checkpoints; None if one of them is corrupt, or was just deleted by an
-    active run.
+    """The comparison of two checkpoints.
+
+    None if one of them is corrupt, or was just deleted by an active run.
     """
     try:
         one = contents(load_checkpoint(first))
@@ -381,8 +383,9 @@ def first_differing_digest(a: Side, b: Side) -> int | None:
 
 
 def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | None]) -> bool:
-    """Whether a run leaves out the document at a place; `listed`: {file: its left-out documents,
-    None for all}.
+    """Whether a run leaves out the document at a place.
+
+    `listed`: {file: its left-out documents, None for all}.
     """
     file, document = place["file"], place["document"]
     rows = listed.get(file, [])
@@ -390,9 +393,10 @@ def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | N
 
 
 def explain_left_out(a: Side, b: Side) -> str:
-    """A sentence for two runs with different lists of --without-documents: whether the first step
-    whose digests differ has a document that only one of them leaves out. "" for other runs, and if
-    no digests differ.
+    """A sentence for two runs with different lists of --without-documents.
+
+    It says whether the first step whose digests differ has a document that only one of them leaves
+    out. "" for other runs, and if no digests differ.
     """
     step = first_differing_digest(a, b)
     if a.run is None or b.run is None or step is None:
@@ -422,8 +426,9 @@ def explain_left_out(a: Side, b: Side) -> str:
 
 
 def versions_of(run: RunReader) -> dict[str, str]:
-    """{name: value} of the versions that a run's launches logged; several values, in order, if
-    launches differ.
+    """{name: value} of the versions that a run's launches logged.
+
+    If launches differ, several values, in order.
     """
     values: dict[str, dict[str, None]] = {}
     for launch in run.launches:
@@ -474,9 +479,10 @@ def interpolate(points: dict[int, float], at: int) -> float | None:
 
 
 def same_tokens(a: Series, b: Series) -> list[list[Any]]:
-    """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have
-    reached: those at which either was evaluated, and the last one. Values between two measurements
-    are interpolated.
+    """The two runs' losses at equal numbers of tokens, as rows.
+
+    Rows (tokens, loss of a and b, bits per byte of a and b) at the numbers of tokens at which
+    either was evaluated, and at the last one. Values between two measurements are interpolated.
     """
     loss_a, loss_b = curve(a, "loss"), curve(b, "loss")
     bpb_a, bpb_b = curve(a, "bpb"), curve(b, "bpb")

@@ -164,8 +164,9 @@ def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
-    """Write a state dict as safetensors: in one file, or in several with an index if it has more
-    than `shard_bytes`.
+    """Write a state dict as safetensors.
+
+    In one file, or in several with an index if it has more than `shard_bytes`.
     """
     from huggingface_hub import save_torch_state_dict
 

@@ -155,9 +155,7 @@ def step_series(run: RunReader) -> Iterator[Curve]:
 
 
 def planned_mix(run: RunReader) -> list[dict[str, float]]:
-    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] for a run without
-    phases.
-    """
+    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] without phases."""
     phases = run.phases
     if not phases:
         return []
@@ -206,8 +204,10 @@ def point_series(run: RunReader) -> Iterator[Curve]:
 
 
 def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of the row losses of a step, in nats per token; None without
-    finite ones. FileNotFoundError if the step has none: older versions could leave them out.
+    """The 10th and 90th percentile of the row losses of a step, in nats per token.
+
+    None without finite ones. FileNotFoundError if the step has none: older versions could leave
+    them out.
     """
     import numpy as np
 
@@ -223,8 +223,9 @@ def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
 
 
 def band_series(run: RunReader) -> Iterator[Curve]:
-    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if
-    none are recorded.
+    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`.
+
+    Nothing if none are recorded.
     """
     if not (run.run_dir / "logs" / "rows").is_dir():
         return
@@ -288,8 +289,9 @@ def rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
-    """Indices of the steps to draw: the one with the highest loss of each block of `stride`, and
-    the last one.
+    """Indices of the steps to draw.
+
+    The one with the highest loss of each block of `stride`, and the last one.
     """
     if not steps:
         return []
@@ -355,9 +357,7 @@ def is_of_losses(chart: str) -> bool:
 
 
 def wait_range(curves: Sequence[Curve]) -> list[float] | None:
-    """The y range of the chart of data waits, if the first step of each launch would flatten the
-    others.
-    """
+    """The y range of the chart of data waits, if launches' first steps would flatten the others."""
     waits: list[float] = []
     for curve in curves:
         if curve["chart"] == WAIT:
@@ -377,8 +377,9 @@ def chart_rank(name: str) -> tuple[bool, bool]:
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings
-    of the y axis}.
+    """All charts in order, from the `chart_data` of all runs.
+
+    {id, title, section, wide, settings of the y axis}
     """
     curves: list[Curve] = []
     for run in runs:
@@ -510,8 +511,9 @@ def settings(run: Run) -> str:
 
 
 def json_bytes(run: Run) -> int:
-    """About how many bytes of JSON a run's steps take: a value takes 10; each step also has four
-    axis positions and a digest.
+    """About how many bytes of JSON a run's steps take.
+
+    A value takes 10; each step also has four axis positions and a digest.
     """
     if not run.steps:
         return 0

@@ -106,8 +106,9 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str, float]]:
-    """{n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS: the smallest
-    difference of means that n seeds can show at the 5 % level.
+    """The smallest differences of means that some numbers of seeds can show at the 5 % level.
+
+    {n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS.
     """
     return {
         str(n): {

@@ -195,9 +195,7 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
 
 
 def samples_part(run: RunReader) -> list[str]:
-    """The texts that the model wrote: the newest samples from training, and all from the
-    evaluation.
-    """
+    """The texts that the model wrote: the newest from training, and all from the evaluation."""
     lines: list[str] = []
     for i, (when, texts) in enumerate(run.samples().items()):
         if i == 0 or when.startswith("at the evaluation"):

@@ -148,7 +148,7 @@ class History:
 
         Packs its lane again from the last save before the lane read it.
         """
-        lane, place = order.find(epoch, document.group, document.row)
+        lane, place = order.lane_and_place(epoch, document.group, document.row)
         beginning = 0, order.share(lane, 0).start
 
         # the last save at which the lane had not yet passed the document's place

@@ -35,10 +35,10 @@ date. The packer may override:
 `tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to
 change any placement of an existing layout, rename it or raise VERSION.
 
-A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from
-document `key`, beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a
-placement with `start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens
-after that BOS are repeated context whose targets are off.
+A **placement** is `(key, start, length, off)`: `length` tokens of the row come from document `key`,
+beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with
+`start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens after that BOS
+are repeated context whose targets are off.
 
 **Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers
 are stored as bits of a Python integer: bit n is 1 if a filler of n tokens is pending. A second
@@ -72,7 +72,7 @@ up the buffer.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # part of the stream's law: a packer that places anything differently needs a new number
 VERSION = 3
@@ -80,7 +80,15 @@ LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
 Key = Any  # the caller's name for a document; hashable
-Placement = tuple[Key, int, int, int]
+
+
+class Placement(NamedTuple):
+    """A part of a document in a row: `length` of the row's tokens."""
+
+    key: Key
+    start: int  # the first of the document's tokens in the row
+    length: int  # tokens in the row, including the BOS in front of a continuation
+    off: int  # tokens after that BOS that repeat an earlier row: their targets are off
 
 
 class Piece(NamedTuple):
@@ -101,13 +109,25 @@ def token_limit(buffer_size: int, capacity: int) -> int:
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
+class PackingSettings(Protocol):
+    """The settings that packers use, those of `nanochat.order.StreamConfig`."""
+
+    @property
+    def T(self) -> int: ...
+    @property
+    def long_docs(self) -> str: ...
+    @property
+    def overlap(self) -> int: ...
+    @property
+    def pack(self) -> bool: ...
+
+
 class Packer:
     """The base of all packers.
 
-    Counts are in tokens and cover the packer's whole life, including before a resume.
-
-    `state` and `restore` carry everything over: a restored packer places documents exactly as the
-    original would.
+    Counts are in tokens and cover the packer's whole life, including before a resume. `state` and
+    `restore` carry everything over: a restored packer places documents exactly as the original
+    would.
     """
 
     # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
@@ -115,8 +135,8 @@ class Packer:
     own_bos = False  # whether placements with start > 0 begin with a BOS of their own
 
     @classmethod
-    def of(cls, config: Any) -> "Packer":
-        """An empty packer with the settings of a `nanochat.order.StreamConfig`."""
+    def of(cls, config: PackingSettings) -> "Packer":
+        """An empty packer with these settings."""
         return cls(config.T)
 
     def __init__(self, T: int):
@@ -199,7 +219,7 @@ class BestFit(Packer):
     own_bos = True
 
     @classmethod
-    def of(cls, config: Any) -> "BestFit":
+    def of(cls, config: PackingSettings) -> "BestFit":
         return cls(config.T, split=config.long_docs == "split", overlap=config.overlap)
 
     def __init__(self, T: int, *, split: bool = False, overlap: int = 64):
@@ -237,13 +257,20 @@ class BestFit(Packer):
 
         `place` is its place on the token clock (default: behind everything that has arrived).
         """
-        piece = Piece(length, start, self.left + self.counted if place is None else place)
+        if place is None:
+            place = self.left + self.counted
+        piece = Piece(length, start, place)
         self.tokens += length
         self.counted += min(length, self.capacity)
-        if start or length >= self.capacity:
+
+        # long documents and tails wait for their turn on the clock
+        is_tail = start > 0
+        if is_tail or length >= self.capacity:
             self.timed[key] = piece
             self.context += self._context(start)
             return
+
+        # fillers are found by their length
         self.fillers[key] = piece
         if length not in self.by_length:
             self.by_length[length] = []
@@ -252,8 +279,10 @@ class BestFit(Packer):
         self.by_length[length].append(key)
 
     def _context(self, start: int) -> int:
-        """Number of BOS and repeated tokens in front of a tail."""
-        return 1 + min(self.overlap, start - 1) if start else 0
+        """Number of BOS and repeated tokens in front of a tail; 0 for a whole document."""
+        if start == 0:
+            return 0
+        return 1 + min(self.overlap, start - 1)
 
     def whole_length(self, piece: Piece) -> int:
         return piece.start + piece.length - self._context(piece.start)
@@ -284,23 +313,27 @@ class BestFit(Packer):
         """
         length, start, _ = self._pop(key)
         placed = min(length, room)
-        # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at the
-        # first token of the context. If there is little room, the row may end within the context.
         context = self._context(start)
-        off = min(context, placed) - 1 if start else 0
-        placements.append((key, start - context + 1 if start else 0, placed, off))
-        if start:
+        if start == 0:
+            placements.append(Placement(key, 0, placed, 0))
+            used = placed
+        else:
+            # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at
+            # the first token of the context. If there is little room, the row may end within the
+            # context.
+            off = min(context, placed) - 1
+            placements.append(Placement(key, start - context + 1, placed, off))
             self.inserted += 1
             self.repeated += off
-        if placed < length:
-            if self.split:
-                # `used` of the document's `whole` tokens are now in rows. The others arrive again
-                # with new context.
-                used = start + placed - 1 - off if start else placed
-                whole = start + length - context
-                self.push(key, self._context(used) + whole - used, used)
-            else:
-                self.cropped += length - placed
+            used = start + placed - 1 - off
+
+        # `used` of the document's `whole` tokens are now in rows. The others are dropped, or arrive
+        # again with new context.
+        if placed < length and self.split:
+            whole = start + length - context
+            self.push(key, self._context(used) + whole - used, used)
+        elif placed < length:
+            self.cropped += length - placed
         return room - placed
 
     def lead(self, keys: Sequence[Key]) -> None:
@@ -315,48 +348,75 @@ class BestFit(Packer):
         placements: list[Placement] = []
         self.row += 1
         room = self.capacity
+
+        # the first piece
         if not self.leading:
-            # The oldest long document or tail is due if the clock has reached its place.
-            first = next(iter(self.timed), None)
-            if first is None or (self.fillers and self.timed[first].place > self.left):
-                first = next(iter(self.fillers))
-            self.leading = [first]
+            self.leading = [self._due()]
         for key in self.leading:
             room = self._place(key, room, placements)
         self.leading = []
+
+        # the rest of the row
         while room:
-            if not self.fillers:
-                key = next(iter(self.timed))
-            else:
-                length = self._best(room)
-                if length == 0:
-                    # Nothing fits, so a filler is cut: the shortest one if its tail is dropped,
-                    # because that loses least; the longest one if its tail comes back.
-                    length = (self.bits if self.split else self.bits & -self.bits).bit_length() - 1
+            if self.fillers:
+                length = self._best(room) or self._cut()
                 key = self.by_length[length][0]
+            else:
+                key = next(iter(self.timed))
             room = self._place(key, room, placements)
         return placements
+
+    def _due(self) -> Key:
+        """The piece that the token clock puts at the start of a row."""
+        oldest = next(iter(self.timed), None)
+        if oldest is None:
+            return next(iter(self.fillers))
+        is_due = self.timed[oldest].place <= self.left
+        if is_due or not self.fillers:
+            return oldest
+        return next(iter(self.fillers))
+
+    def _cut(self) -> int:
+        """The length of the filler to cut if none fits.
+
+        The shortest one if its tail is dropped, because that loses least; the longest one if its
+        tail comes back.
+        """
+        return _highest(self.bits) if self.split else _lowest(self.bits)
 
     def _best(self, room: int) -> int:
         """The length of the filler that fills `room` best; 0 if none fits."""
         # an exact fit
         if room in self.by_length:
             return room
-        # the larger of two fillers that fit exactly together; two of length room / 2 must be
-        # different ones
-        pairs = self.bits & self.mirror >> self.capacity - room
-        larger = pairs.bit_length() - 1
-        if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
-            return larger
+        # the larger of two fillers that fit exactly together
+        pairs = self.bits & (self.mirror >> (self.capacity - room))
+        if pairs:
+            larger = _highest(pairs)
+            is_half = 2 * larger == room  # then there must be two of them
+            if not is_half or len(self.by_length[larger]) > 1:
+                return larger
         # A filler that is too long by at most the length of the shortest one. Otherwise the row
         # would often end with the shortest filler, cropped. Cropping the longer one saves the short
         # ones for rows that need them.
-        if self.crops_fillers and (longer := self.bits >> room):
-            excess, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
-            if excess <= shortest:
+        longer = self.bits >> room
+        if self.crops_fillers and longer:
+            excess = _lowest(longer)
+            if excess <= _lowest(self.bits):
                 return room + excess
         # the largest that fits
-        return max(0, (self.bits & (1 << room) - 1).bit_length() - 1)
+        fitting = self.bits & ((1 << room) - 1)
+        return _highest(fitting) if fitting else 0
+
+
+def _lowest(bits: int) -> int:
+    """The number of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1
+
+
+def _highest(bits: int) -> int:
+    """The number of the highest bit that is set."""
+    return bits.bit_length() - 1
 
 
 class Binned(BestFit):
@@ -368,7 +428,7 @@ class Binned(BestFit):
     framed = own_bos = False
 
     @classmethod
-    def of(cls, config: Any) -> "Binned":
+    def of(cls, config: PackingSettings) -> "Binned":
         return cls(config.T, pack=config.pack)
 
     def __init__(self, T: int, *, pack: bool = True):
@@ -399,7 +459,10 @@ class Binned(BestFit):
         placements: list[Placement] = []
         self.row += 1
         room = self._place(next(iter(self.fillers)), self.capacity - 1, placements)
-        while self.pack and room and (length := self._best(room)):
+        while self.pack and room:
+            length = self._best(room)
+            if length == 0:
+                break
             room = self._place(self.by_length[length][0], room, placements)
         self.padded += room
         return placements
@@ -437,7 +500,7 @@ class Concat(Packer):
         while room:
             key, (length, start, _) = next(iter(self.documents.items()))
             placed = min(length - start, room)
-            placements.append((key, start, placed, 0))
+            placements.append(Placement(key, start, placed, 0))
             room -= placed
             if room:
                 del self.documents[key]

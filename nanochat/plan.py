@@ -47,7 +47,7 @@ from nanochat.stream import (
     reading_notes,
     refuse_cropping,
     sample_lengths,
-    share,
+    token_share,
 )
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,8 @@ class BucketPlan:
 
     @property
     def cropped(self) -> float:
-        """Cropped share of the tokens that left the buffers (`nanochat.stream.share`)."""
-        return share(self.account, "cropped")
+        """Cropped share of the tokens that left the buffers (`nanochat.stream.token_share`)."""
+        return token_share(self.account, "cropped")
 
     @property
     def repeated(self) -> float:

@@ -5,7 +5,7 @@ A packer says which part of which document goes where, and never sees a token (n
 `assemble` puts the tokens there. It is a pure function, which knows nothing of files, lanes or
 buckets:
 
-    placements   (a, 0, 3, 0)   (b, 40, 6, 2)     all of a; a BOS, then ids 40 to 44 of b, of which 2 are context
+    placements   (a, 0, 3, 0)   (b, 40, 6, 2)     all of a; a BOS, then ids 40 to 44 of b, of which 2 are off
     tokens       # a a   # b b b b b              # is BOS
     live         1 1 1   1 0 0 1 1 1              context is read, but is no target
 
@@ -79,7 +79,8 @@ class Row:
         Padding counts as one more document.
         """
         lengths = [length for _, _, length, _ in self.placed]
-        lengths.append(len(self.tokens) - sum(lengths))
+        padding = len(self.tokens) - sum(lengths)
+        lengths.append(padding)
         return np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
 
     def digest(self, index: int) -> int:
@@ -90,7 +91,10 @@ class Row:
         """
         h = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8)
         h.update(self.tokens.astype("<u4").data)
-        h.update(b"\1" * (len(self.tokens) - 1) if self.live is None else self.live[1:].data)
+        if self.live is None:
+            h.update(b"\1" * (len(self.tokens) - 1))
+        else:
+            h.update(self.live[1:].data)
         return int.from_bytes(h.digest(), "little")
 
 
@@ -112,32 +116,39 @@ def assemble(
     pieces: list[np.ndarray] = []  # become the row's tokens
     off: list[tuple[int, int]] = []  # ranges of the row whose tokens are not targets
     at = 0
-    for (_, start, length, context), document in zip(placements, documents, strict=True):
+    for (_, start, length, repeated), document in zip(placements, documents, strict=True):
         # The tokens. The continuation of a cut document gets a BOS of its own, which counts towards
         # `length`.
         is_tail = own_bos and start > 0
-        num_ids = length - is_tail
+        ids_at = at
         if is_tail:
             pieces.append(np.full(1, bos, document.ids.dtype))
+            ids_at += 1
+        num_ids = at + length - ids_at
         pieces.append(document.ids[start : start + num_ids])
 
-        # Tokens that an earlier row or stored entry also holds are off. The BOS in front of them
-        # stays a target.
+        # Tokens that an earlier row or an earlier stored entry also holds are off. The BOS in front
+        # of them stays a target.
         if is_tail or document.context:
-            has_bos = framed and (is_tail or start == 0)
-            again = min(document.context + framed - start, num_ids)
-            begin, end = at + has_bos, at + is_tail + max(context, again)
-            if begin < end:
-                off.append((begin, end))
+            first_off = at
+            if framed and (is_tail or start == 0):
+                first_off += 1
+            context_end = document.context + framed  # in the document, which begins with BOS
+            in_context = min(context_end - start, num_ids)
+            end_off = ids_at + max(repeated, in_context)
+            if first_off < end_off:
+                off.append((first_off, end_off))
 
         # A silent document is off, and so is the token after it.
         if document.silent:
             off.append((at, at + length + 1))
         at += length
 
+    # padding
     if at < T + 1:
         pieces.append(np.full(T + 1 - at, bos, pieces[0].dtype))
         off.append((at, T + 1))
+
     tokens = np.concatenate(pieces)
     if framed and not off:
         return tokens, None

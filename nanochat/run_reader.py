@@ -451,14 +451,14 @@ def ledger_table(
     step: int, accounts: Mapping[str, Mapping[str, int]], T: int
 ) -> tuple[str, tuple[str, ...], Table]:
     """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
-    from nanochat.stream import LEDGER, share
+    from nanochat.stream import LEDGER, token_share
 
     law, off = "read + bos + repeated = emitted + cropped + pending", unbalanced(accounts)
     buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items())
     verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
     rows = []
     for bucket, account in accounts.items():
-        cropped = f"{100 * share(account, 'cropped'):.2f}"
+        cropped = f"{100 * token_share(account, 'cropped'):.2f}"
         rows.append((bucket, *(account[name] for name in LEDGER), cropped))
     text = (
         f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "

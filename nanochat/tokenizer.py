@@ -351,7 +351,7 @@ class Tokenizer(metaclass=_Opens):
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write tokenizer.json and the file beside it, unless the folder already holds exactly that.
+        """Write tokenizer.json and the file beside it, unless the folder has exactly that.
 
         ValueError if it holds a different tokenizer, unless `force`.
         """

@@ -130,7 +130,7 @@ def history_place(history, bucket, found, group, row):
     order = open_order(
         source.groups, source.means, small=source.small, bucket=bucket, config=history.config
     )
-    return order.find(found.epoch, group, row)[1]
+    return order.lane_and_place(found.epoch, group, row)[1]
 
 
 def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):

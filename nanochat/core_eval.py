@@ -406,9 +406,9 @@ def evaluate_group(
 
 
 def evaluate_task(model: Model, tokenizer: Encoder, task: Task) -> list[bool]:
-    """Collective.
+    """Whether the model answers each item of a task correctly, in the order of `task.items`.
 
-    Whether the model answers each item of a task correctly, in the order of `task.items`.
+    Collective.
     """
     _, rank, _, world_size = get_dist_info()
     num_items = len(task.items)

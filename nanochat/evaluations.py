@@ -21,11 +21,11 @@ from nanochat.trainer import LONG_S, Stop, Trainer
 
 
 def log_validation(run: Trainer) -> None:
-    """Collective.
+    """Evaluate the model on validation data; print and log its bits per byte. Collective.
 
-    Evaluate the model on validation data, and print and log its bits per byte, for all buckets
-    together and for each one; nats per token if the tokenizer does not know bytes. Raises Stop on
-    all ranks if a stop is requested while one of them waits for data.
+    The figures are those of all buckets together and of each one; nats per token if the tokenizer
+    does not know bytes. Raises Stop on all ranks if a stop is requested while one of them waits for
+    data.
     """
     settings = run.settings
     layout = run.loader.layout
@@ -83,10 +83,9 @@ def log_samples(run: Trainer) -> None:
 
 
 def log_core(run: Trainer) -> None:
-    """Collective.
+    """Evaluate CORE; print it, log it and, under nanochat's names, send it to trackers. Collective.
 
-    Evaluate CORE; print it, log it and, under nanochat's names, send it to the trackers. Raises
-    Stop on all ranks, between two tasks, if a stop is requested.
+    Raises Stop on all ranks, between two tasks, if a stop is requested.
     """
     step = run.progress.step
     settings = run.settings
@@ -109,10 +108,10 @@ def log_core(run: Trainer) -> None:
 
 
 def log_ranks(run: Trainer, began: float) -> None:
-    """Collective, called before the ranks wait for each other.
+    """Log how long each rank took for its own rows of a step. Collective.
 
-    Log how long each rank took for its own rows of the step that began at `began`
-    (time.perf_counter), and the clock and power of its GPU.
+    Called before the ranks wait for each other. The step began at `began` (time.perf_counter). Also
+    logs the clock and power of each rank's GPU.
     """
     device, state = run.loader.device, dict[str, float]()
     if device.type == "cuda":

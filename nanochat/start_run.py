@@ -58,12 +58,12 @@ from nanochat.core_eval import read_bundle
 from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dist import (
     PER_MACHINE,
-    agree,
+    check_all_equal,
     get_compute_dtype,
+    on_all_ranks,
     on_rank0,
     other_processors,
     peak_memory,
-    same,
     versions,
     write_memory,
 )
@@ -249,7 +249,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
-    same({**settings.to_json(), **shared})
+    check_all_equal({**settings.to_json(), **shared})
     for difference in other_processors():
         print0(
             f"note: {difference}; the data is the same, but bits depend on which rank computes what "
@@ -264,7 +264,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
                 f"the machines, give this machine --node-rank=0, or start over with --resume=scratch"
             )
 
-    agree(check_shared)
+    on_all_ranks(check_shared)
     return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
@@ -583,7 +583,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
             ) from e
         return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
-    data = agree(opened)
+    data = on_all_ranks(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
     return replace(start, cursors=cursors, skip=0), data
 

@@ -38,12 +38,12 @@ from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
 from nanochat.dist import (
     RANKS_EVERY,
-    agree,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
     elastic_problem,
     gather_all,
+    on_all_ranks,
     peak_memory,
     write_collectives,
 )
@@ -332,7 +332,7 @@ def launch_run(settings: Settings, launch: dict[str, Any]) -> int:
             timeout_s=2 * settings.collective_timeout_seconds + LONG_S,
         )
         try:
-            settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
+            settings, tokenizer = on_all_ranks(lambda: command(settings, world_size, device.type))
             print0("start: reading the run directory and the data files")
             start = inspect_run(settings, device)
             if (over := start.over()) is not None:
@@ -362,7 +362,7 @@ def train(
     horizon = start.horizon
     num_steps = start.horizon.num_iterations
     schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
-    owner: Any = agree(lambda: claim_run(start, data) if rank == 0 else None)
+    owner: Any = on_all_ranks(lambda: claim_run(start, data) if rank == 0 else None)
     with ExitStack() as stack:
         identities = gather_all(identify())
         state: RunState | Silence = (

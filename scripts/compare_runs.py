@@ -259,7 +259,7 @@ class Part:
     compared: int
     gaps: list[Gap]
 
-    def describe(self) -> str:
+    def text(self) -> str:
         """One line to print."""
         if not self.gaps:
             return f"{self.name}: {self.compared:,} equal"
@@ -369,7 +369,7 @@ def summarize(parts: list[Part], notes: list[str]) -> tuple[bool, str]:
     first = differing[0]  # all parts before it are equal
     data_equal = parts[0].kind == "data" and first.kind != "data"
     same = "same data; " if data_equal else ""
-    return False, same + first.describe() + end
+    return False, same + first.text() + end
 
 
 def first_differing_digest(a: Side, b: Side) -> int | None:
@@ -559,7 +559,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("", *table(header, rows), sep="\n")
     print()
     for part in parts:
-        print(part.describe())
+        print(part.text())
         if args.tensors and part.kind == "checkpoint":
             for gap in part.gaps:
                 print(f"  {gap.where}: {gap.text}")

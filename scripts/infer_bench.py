@@ -32,7 +32,7 @@ from nanochat.gpt import GPT
 from scripts.sample import ask_for_model, device_of
 
 # a tokenizer without a stop token
-ENDLESS = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)
+ENDLESS: Any = SimpleNamespace(get_bos_token_id=lambda: -1, get_special_tokens=list)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -177,6 +177,19 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
         file.chmod(0o644)  # like the other files: safetensors lets only the owner read it
 
 
+def byte_letters() -> dict[int, str]:
+    """GPT-2's table of one letter per byte.
+
+    The letter is the byte itself if it is visible, else the next one from 256 on.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    letters = {byte: chr(byte) for byte in visible}
+    for i, byte in enumerate(hidden):
+        letters[byte] = chr(256 + i)
+    return letters
+
+
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
     """Our ranks as an object of the package `tokenizers` with the same ids.
 
@@ -190,44 +203,35 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
 
     from nanochat.integrations.fast_encoders import hard_sample
 
-    # GPT-2's table of one letter per byte: the byte itself if it is visible, else the next letter
-    # from 256 on
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    letters = {byte: chr(byte) for byte in visible} | {
-        byte: chr(256 + i) for i, byte in enumerate(hidden)
-    }
+    # the vocabulary and its merges, in letters
+    ranks = tokenizer.enc._mergeable_ranks
+    special = tokenizer.enc._special_tokens
+    letters = byte_letters()
 
     def written(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
-    ranks, special = tokenizer.enc._mergeable_ranks, tokenizer.enc._special_tokens
-    cuts = sorted(
-        (rank, at, token)
-        for token, rank in ranks.items()
-        for at in range(1, len(token))
-        if token[:at] in ranks and token[at:] in ranks
-    )
-    library = Tokenizer(
-        models.BPE(
-            vocab={written(token): rank for token, rank in ranks.items()} | special,
-            merges=[(written(token[:at]), written(token[at:])) for _, at, token in cuts],
-            ignore_merges=True,
-        )
-    )
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    vocab = {written(token): rank for token, rank in ranks.items()} | special
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in ranks and right in ranks:
+                merges.append((written(left), written(right)))
+
+    # the tokenizer
+    library = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(tokenizer.enc._pat_str), "isolated")
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([split, to_letters])
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(text, normalized=False) for text in special])
     library.encode_special_tokens = True  # like ours: "<|bos|>" in a text is seven characters
+
+    # it must give the same ids
     for text in map(replace_surrogates, [*hard_sample(), *special]):
-        if library.encode(text, add_special_tokens=False).ids != tokenizer.encode(
-            text, num_threads=1
-        ):
+        theirs = library.encode(text, add_special_tokens=False).ids
+        if theirs != tokenizer.encode(text, num_threads=1):
             raise ValueError(
                 f"tokenizer.json: `tokenizers` and tiktoken give different ids for {text[:40]!a} with "
                 f"the pattern {tokenizer.enc._pat_str!r}; this tokenizer cannot be exported"

@@ -157,11 +157,10 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
         )
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
-    inspected = inspect_run(settings, torch.device("cpu"))
-    start, data = find_data(inspected, tokenizer)
-    config = stream_config(start.settings)
-    rows_per_step = start.settings.total_batch_size // config.T
-    return Opened(RunReader(start.run_dir), data, config, rows_per_step, start.cursors)
+    run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
+    config = stream_config(run.settings)
+    rows_per_step = run.settings.total_batch_size // config.T
+    return Opened(RunReader(run.run_dir), run.data, config, rows_per_step, run.cursors)
 
 
 def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Namespace) -> Opened:

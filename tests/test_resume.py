@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nanochat import checkpoint, gpt, run_journal, run_owner, start_run, trainer
+from nanochat import checkpoint, gpt, run_guard, run_owner, start_run, trainer
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.run_dir import read_log
 from scripts import base_train, inspect_data, status
@@ -93,16 +93,16 @@ def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, t
 def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(
     reference, monkeypatch, ends_at
 ):
-    """Checkpoints must be listed after the check that no launch owns the run."""
+    """Checkpoints must be listed after the run is locked."""
     take_over(reference["path"], "checkpoint-4")
 
-    def save_and_end(run, check=run_owner.check_free):
+    def save_and_end(run, claim=run_owner.claim):
         name = "final" if ends_at == STEPS else f"checkpoint-{ends_at}"
         shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
         shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # like --keep-last-k=1
-        return check(run)
+        return claim(run)
 
-    monkeypatch.setattr(start_run, "check_free", save_and_end)
+    monkeypatch.setattr(run_guard, "claim", save_and_end)
     outcome = succeed()
     assert (
         "nothing to do" in outcome.out
@@ -459,7 +459,7 @@ def test_a_failed_evaluation_is_logged_and_the_run_completes(
     """Every call fails once the run has started."""
     monkeypatch.setattr(start_run, "read_bundle", lambda *args: [])
     fails = partial(monkeypatch.setattr, function, out_of_memory)
-    monkeypatch.setattr(run_journal.Journal, "started", lambda *args, **how: fails())
+    monkeypatch.setattr(base_train, "announce", lambda *args: fails())
     outcome = succeed(**SHORT, **flags)
     failed = [event for event in events("evaluation_failed") if event["what"] == what]
     assert [event["step"] for event in failed] == failures

@@ -1,23 +1,28 @@
 """
 How a run starts or resumes: the path from the command line to the first step.
 
-    flags ------------------ command: add this machine's tokenizer, processes, device       every rank; compared
+    flags
       |
-    inspect_run ------------ find the existing run and its newest good checkpoint,          rank 0; broadcast
-      |                        and resolve automatic settings: lanes, leaves, steps, batch
-      |       no run yet           a new run, from step 0 or from another run's weights
-      |       unfinished           refuse changed settings; newest good checkpoint, or step 0
-      |       completed, halted    print that; change nothing
-      |       being trained        refuse, and name the process that trains it
+    Guard ---------- lock the run (nanochat/run_guard.py)                                rank 0
+      |                being trained        refuse, and name the process that trains it
       |
-    find_data -------------- pin the files or compare them with the pinned ones, open them   rank 0, then every rank
+    command -------- add this machine's tokenizer, processes, device                     every rank
       |
-    claim_run -------------- make the plan, become the owner, clean up, write config.json,   rank 0
-                             tokenizer/, data_manifest.json, plan.json
+    inspect_run ---- find the existing run and its newest good checkpoint, and resolve   rank 0,
+      |              automatic settings: lanes, leaves, steps, batch                     broadcast
+      |                no run yet           a new run, from step 0 or from another run's weights
+      |                unfinished           refuse changed settings; newest good checkpoint, or step 0
+      |                completed, halted    print that; change nothing
+      |
+    find_data ------ pin the files or compare them with the pinned ones, open them       rank 0, then
+      |                                                                                  every rank
+      |
+    begin_run ------ make the plan, sign the run, clean up, write config.json,           rank 0
+                     tokenizer/, data_manifest.json, plan.json
 
-`inspect_run` returns a `Start`, whose settings alone count afterwards. Everything before
-`claim_run` only reads, so a refused command leaves no trace. scripts.validate runs everything
-before `claim_run`.
+`inspect_run` returns a `Start`, whose settings alone count afterwards, and `find_data` a `Run`:
+the same with its data. Everything before `begin_run` only reads, so a refused command leaves no
+trace. scripts.validate runs everything but the guard and `begin_run`.
 """
 
 import contextlib

@@ -462,7 +462,7 @@ def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(
         RunState(owner_of(tmp_path), [identify()], status="running") as state,
     ):
         if status:
-            state.close(status, reason)
+            state.end(status, reason)
             state.update(status="running", step=5)
         if error is not None:
             raise error

@@ -59,7 +59,7 @@ with StopWatch() as stop:
                 status = "completed" * (step == 20) or "stopped" * bool(reason)
             if status or step % number("SAVE_EVERY", 1000) == 0:
                 run.update(checkpoint=f"checkpoint-{step}")
-        run.close(status, reason)
+        run.end(status, reason)
 sys.exit(3 if status == "halted" else 0)
 """
 

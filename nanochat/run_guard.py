@@ -19,12 +19,12 @@ from typing import Any
 
 from nanochat.config import Settings
 from nanochat.dist import (
-    agree,
     autodetect_device_type,
     compute_cleanup,
     compute_init,
     elastic_problem,
     gather_all,
+    on_all_ranks,
     write_collectives,
 )
 from nanochat.run_dir import run_path
@@ -62,7 +62,7 @@ class Guard:
                 log.warning("%s", problem)
             self._join(stack)
             self.ranks = gather_all(identify())
-            self.owner = agree(lambda: claim(self.run_dir) if self.rank == 0 else None)
+            self.owner = on_all_ranks(lambda: claim(self.run_dir) if self.rank == 0 else None)
             if self.owner is not None:
                 stack.callback(self.owner.release)
             self._stack = stack.pop_all()

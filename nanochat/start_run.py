@@ -57,11 +57,11 @@ from nanochat.config import Settings, resume_settings
 from nanochat.core_eval import read_bundle
 from nanochat.dist import (
     PER_MACHINE,
-    agree,
+    check_all_equal,
     get_compute_dtype,
+    on_all_ranks,
     on_rank0,
     other_processors,
-    same,
     versions,
 )
 from nanochat.files import data_folder, default_data_path
@@ -268,7 +268,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
-    same({**settings.to_json(), **shared})
+    check_all_equal({**settings.to_json(), **shared})
     for difference in other_processors():
         print0(
             f"note: {difference}; the data is the same, but bits depend on which rank computes what "
@@ -283,7 +283,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
                 f"the machines, give this machine --node-rank=0, or start over with --resume=scratch"
             )
 
-    agree(check_shared)
+    on_all_ranks(check_shared)
     return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
@@ -436,7 +436,7 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
             ) from e
         return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
 
-    data = agree(opened)
+    data = on_all_ranks(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
     fields = {field.name: getattr(start, field.name) for field in dataclasses.fields(start)}
     return Run(**{**fields, "cursors": cursors, "skip": 0}, data=data)

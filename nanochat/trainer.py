@@ -41,7 +41,7 @@ from nanochat.checkpoint import (
 from nanochat.common import counted, get_dist_info, print0
 from nanochat.config import Settings
 from nanochat.dataloader import DataLoader, StepLayout
-from nanochat.dist import agree, gather_all, get_peak_flops, on_rank0, share, wide_dtype
+from nanochat.dist import broadcast, gather_all, get_peak_flops, on_all_ranks, on_rank0, wide_dtype
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW
 from nanochat.reduce import LeafAccumulator
@@ -147,12 +147,12 @@ def make_model(
     source, is_rank0 = start.checkpoint or start.origin, get_dist_info()[1] == 0
     if source is not None:
         # rank 0 reads, so other machines need no access to the files
-        agree(lambda: source.load_weights(model) if is_rank0 else None)
+        on_all_ranks(lambda: source.load_weights(model) if is_rank0 else None)
         if start.checkpoint is not None or settings.init_optimizer:
-            optimizer.load_state(agree(lambda: source.optimizer_state() if is_rank0 else {}))
+            optimizer.load_state(on_all_ranks(lambda: source.optimizer_state() if is_rank0 else {}))
     # also new weights: their bits depend on a processor's instructions
     for tensor in model.state_dict().values():
-        share(tensor)
+        broadcast(tensor)
     progress = start.first_progress()
     if (own := start.checkpoint) is not None:
         on_rank0(lambda: note_other_schedule(own.load(SCHEDULER_NAME), schedule.state()))

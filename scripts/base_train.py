@@ -33,7 +33,7 @@ from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main
 from nanochat.common import StopAsked, counted, duration, print0
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.dist import RANKS_EVERY, agree, gather_all, peak_memory, reserved_memory
+from nanochat.dist import RANKS_EVERY, gather_all, on_all_ranks, peak_memory, reserved_memory
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.reduce import LeafAccumulator
 from nanochat.run_guard import Guard
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def look(asked: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
     """Collective. How the command's run starts or resumes, and its tokenizer. Changes nothing."""
-    settings, tokenizer = agree(lambda: command(asked, guard.world_size, guard.device.type))
+    settings, tokenizer = on_all_ranks(lambda: command(asked, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
 
@@ -106,7 +106,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
     settings = run.settings
     device = guard.device
     print_split(run)
-    agree(lambda: begin_run(run, guard) if guard.rank == 0 else None)
+    on_all_ranks(lambda: begin_run(run, guard) if guard.rank == 0 else None)
     guard.watch()
     print0("start: building the model")
     with ExitStack() as stack:

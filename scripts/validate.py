@@ -27,7 +27,15 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
-from nanochat.plan import Plan, describe, halts_probably, make_run_plan, problem, refusal, warnings
+from nanochat.plan import (
+    Plan,
+    halts_probably,
+    make_run_plan,
+    plan_lines,
+    problem,
+    refusal,
+    warnings,
+)
 from nanochat.run_dir import is_run_dir, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import check_free
@@ -114,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ok(order.describe(run.settings, run.cursors, run.steps_to_read))
         return EXIT_FAILED if refused else 0
     plan = make_run_plan(run, run.data)
-    print(*describe(plan), LEGEND, sep="\n")
+    print(*plan_lines(plan), LEGEND, sep="\n")
     if args.plot:
         draw(plan, args.plot)
         ok(f"plot {args.plot}")

@@ -238,7 +238,7 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
 
 def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     compared = []
-    monkeypatch.setattr(start_run, "same", compared.append)
+    monkeypatch.setattr(start_run, "check_all_equal", compared.append)
     monkeypatch.setattr(run_journal, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
     assert (

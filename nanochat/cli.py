@@ -33,6 +33,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
+from enum import Flag, auto
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,32 @@ TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"
 # ---- settings -----------------------------------------------------------------------------------
 
 
-def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
+class Decides(Flag):
+    """What a setting decides about a run. A later launch may change only settings that decide
+    nothing: those that say where, how fast and how long the run computes."""
+
+    NOTHING = 0
+    ROWS = auto()  # which tokens and targets are in each row; a receipt records these settings
+    WEIGHTS = auto()  # the shape or the meaning of the weights, so other values cannot use them
+    STEP = auto()  # anything else that a step computes, or where the run begins
+
+
+# why a setting is fixed, unless it has a reason of its own
+REASONS = {
+    Decides.ROWS: "decides which tokens come in which order",
+    Decides.WEIGHTS: "decides the shape of the model",
+    Decides.STEP: "decides what a step computes",
+}
+
+
+def setting(
+    default: Any, help: str, *, decides: Decides = Decides.NOTHING, note: str = "", **more: Any
+) -> Any:
     """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry
     of config.json and a rule for resuming. Declare a field there, or in the module that uses it.
 
-    help: the text in --help. fixed: why a resume must not change the setting; empty if it may.
-    note: the effect of a change, printed when a resume changes the setting. Further keywords:
+    help: the text in --help. note: a sentence for readers, never compared with anything: why the
+    setting is fixed, or what a change does, which a resume prints. Further keywords:
 
         flag=False                   the value follows from other settings or the machine, so it has no flag
         auto=True                    the default means "automatic": a resume keeps the run's value
@@ -77,7 +98,8 @@ def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more:
         choices, metavar, type       as in argparse's add_argument
         also=["--other-name"]        additional names of the flag
     """
-    return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
+    rules = {"help": help, "decides": decides, "note": note or REASONS.get(decides, "")}
+    return field(default=default, metadata={**rules, **more})
 
 
 # ---- flags --------------------------------------------------------------------------------------

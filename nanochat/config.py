@@ -1,7 +1,7 @@
 """
 The settings of a run: one frozen dataclass, its command-line flags, and what a resume may change.
 
-    warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", fixed=STEP)
+    warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", decides=Decides.STEP)
 
 This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in
 config.json, its rule for a resume, and its row in the table of settings in docs/reference.md. To
@@ -15,9 +15,10 @@ different flags, on purpose or by accident:
     the command's        {"depth": 16, "save_every": 500, "lanes": -1}
                             refused      allowed            automatic: keeps the run's 64
 
-A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume
-that changes it is refused with the reason. A setting that only decides where, how fast and how long
-the run computes may change; the change is printed, with its `note` if it has one. To train with
+A setting that decides which rows are read, or what a step computes from them, is fixed
+(`cli.Decides`): a resume that changes it is refused, with its `note` as the reason. A setting that
+only decides where, how fast and how long the run computes may change; the change is printed, with
+its `note` if it has one. To train with
 other settings, start a new run from the old one (--init-from). If an old config.json lacks a
 setting, the default applies; if it has one that this code lacks, the resume is refused. Rejected: a
 warning instead of a refusal. No one reads the log of a job that resumes at night.
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
-from nanochat.cli import Parser, setting
+from nanochat.cli import Decides, Parser, setting
 from nanochat.common import check_shape, parse_json, show
 from nanochat.curriculum import Curriculum, load
 from nanochat.files import DATASET_NAME, read_data_args, split_weights
@@ -44,12 +45,8 @@ from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import Selection, TextSettings
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
 
-# why a setting is fixed
-SHAPE = "decides the shape of the model"
-STREAM = "decides which tokens come in which order"
-TARGETS = "decides which targets count in the loss"
-STEP = "decides what a step computes"
 DATA_ARGS = "file with a long --data-path, as Megatron's: paths, or weights and paths, separated by spaces or lines"
+TARGETS = "decides which targets count in the loss"
 ORIGIN = "decides how the run begins"
 # what a change does
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
@@ -100,19 +97,20 @@ class RunSettings:
         "auto",
         "type of activations, embeddings and Muon's matmuls: auto | bfloat16 | float32 (without TF32)",
         auto=True,
-        fixed="decides the type of activations, embeddings and Muon's matmuls",
+        decides=Decides.STEP,
+        note="decides the type of activations, embeddings and Muon's matmuls",
     )
     fp8: bool = setting(
         False,
         "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher",
-        fixed=STEP,
+        decides=Decides.STEP,
     )
     attention_kernel: str = setting(
         "wheel",
         "attention on CUDA: wheel is FlashAttention-2, which comes with PyTorch; cudnn is cuDNN for full "
         "windows, with --no-deterministic only; fa3 is a separate package",
         choices=KERNELS,
-        fixed=STEP,
+        decides=Decides.STEP,
     )
     compile: str = setting(
         "auto",
@@ -123,11 +121,17 @@ class RunSettings:
     deterministic: bool = setting(
         True,
         "on CUDA, use only kernels whose results do not depend on scheduling (default: on)",
-        fixed=STEP,
+        decides=Decides.STEP,
     )
-    seed: int = setting(42, "seed of the initial weights and of the data order", fixed=STREAM)
+    seed: int = setting(
+        42, "seed of the initial weights and of the data order", decides=Decides.ROWS
+    )
     data_seed: int | None = setting(
-        None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM
+        None,
+        "seed of the data order alone (default: --seed)",
+        type=int,
+        metavar="N",
+        decides=Decides.ROWS,
     )
     world_size: int = setting(
         1,
@@ -150,22 +154,25 @@ class ModelSettings:
     depth: int = setting(
         20,
         "number of layers; width, batch size and horizon follow from it",
-        fixed=SHAPE,
+        decides=Decides.WEIGHTS,
         least=1,
         most=10**4,
     )
     aspect_ratio: int = setting(
         64,
         "model width divided by depth; the width is rounded up to whole heads",
-        fixed=SHAPE,
+        decides=Decides.WEIGHTS,
         least=1,
         most=10**4,
     )
-    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
+    head_dim: int = setting(
+        128, "size of an attention head", decides=Decides.WEIGHTS, least=1, most=10**4
+    )
     max_seq_len: int = setting(
         2048,
         "T: tokens per row that are trained on",
-        fixed="decides the length of a row",
+        decides=Decides.ROWS | Decides.WEIGHTS,
+        note="decides the length of a row",
         least=1,
         most=10**8,
     )
@@ -173,14 +180,17 @@ class ModelSettings:
         "causal",
         "how attention is masked; all but causal confine it to one document",
         choices=tuple(MODES),
-        fixed="decides which tokens a token attends to",
+        decides=Decides.STEP,
+        note="decides which tokens a token attends to",
     )
     window_pattern: str = setting(
         "SSSL",
         "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
-        fixed=SHAPE,
+        decides=Decides.WEIGHTS,
     )
-    vocab_size: int = setting(0, "vocabulary size of the tokenizer", flag=False, fixed=SHAPE)
+    vocab_size: int = setting(
+        0, "vocabulary size of the tokenizer", flag=False, decides=Decides.WEIGHTS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +212,7 @@ class DataSettings:
         "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
         "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "
         "nanochat/source_xyz.py",
-        fixed=STREAM,
+        decides=Decides.ROWS,
     )
     tokenizer: str | None = setting(
         None,
@@ -216,7 +226,8 @@ class DataSettings:
         "",
         "fingerprint of the tokenizer",
         flag=False,
-        fixed="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
+        decides=Decides.WEIGHTS,
+        note="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
     )
     tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
@@ -229,21 +240,22 @@ class DataSettings:
         "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
         "from 0); their tokens stay in the rows",
         metavar="LIST",
-        fixed=TARGETS,
+        decides=Decides.STEP,
+        note=TARGETS,
         of_order="lanes",
     )
     packing: str = setting(
         "bestfit",
         "how documents are packed into rows",
         choices=tuple(LAYOUTS),
-        fixed=STREAM,
+        decides=Decides.ROWS,
         of_order="lanes",
     )
     pack: bool = setting(
         True,
         "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
         "--packing=binned",
-        fixed=STREAM,
+        decides=Decides.ROWS,
         of_order="lanes",
     )
     long_docs: str = setting(
@@ -251,34 +263,38 @@ class DataSettings:
         "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
         "on it in a later row",
         choices=("crop", "split"),
-        fixed=STREAM,
+        decides=Decides.ROWS,
         of_order="lanes",
     )
     overlap: int = setting(
         64,
         "with --long-docs=split: number of tokens repeated as context before the tail of a document",
-        fixed=STREAM,
+        decides=Decides.ROWS,
     )
     buffer_size: int = setting(
         128,
         "number of pending short documents per lane, from which bestfit fills rows",
-        fixed=STREAM,
+        decides=Decides.ROWS,
     )
-    packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
+    packer_version: int = setting(
+        VERSION, "version of the packer", flag=False, decides=Decides.ROWS
+    )
     lanes: int = setting(
         -1,
         "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
         "data can feed",
         auto=True,
         least=1,
-        fixed="decides each lane's share of the data",
+        decides=Decides.ROWS,
+        note="decides each lane's share of the data",
     )
     leaves: int = setting(
         -1,
         "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
         ">= the number of processes",
         auto=True,
-        fixed="decides the order in which gradients are added",
+        decides=Decides.STEP,
+        note="decides the order in which gradients are added",
     )
     plan: str = setting(
         "error",
@@ -289,7 +305,8 @@ class DataSettings:
         None,
         "YAML file with the mix of buckets (subfolders of the data) in each phase of the run",
         metavar="YAML",
-        fixed="decides which bucket each row comes from; its notation and the last phase's duration may change",
+        decides=Decides.ROWS,
+        note="decides which bucket each row comes from; its notation and the last phase's duration may change",
         of_order="lanes",
     )
     allow_bucket_exhaustion: bool = setting(
@@ -314,14 +331,15 @@ class MegatronSettings:
         "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
         "the run is sample i (--attention-mode replaces reset_attention_mask; reset_position_ids would have no effect)",
         choices=tuple(ORDERS),
-        fixed=STREAM,
+        decides=Decides.ROWS,
     )
     split: str | None = setting(
         None,
         "shares of training, validation and test (default: 969,30,1; with separate validation files, all "
         "documents are used for training)",
         auto=True,
-        fixed="decides which documents are used for training and which for validation",
+        decides=Decides.ROWS,
+        note="decides which documents are used for training and which for validation",
         of_order="megatron",
     )
     blend_weights: list | None = setting(
@@ -330,18 +348,23 @@ class MegatronSettings:
         "repeated as needed)",
         type=numbers,
         metavar="A,B",
-        fixed=STREAM,
+        decides=Decides.ROWS,
         of_order="megatron",
     )
     eod_mask_loss: bool = setting(
-        False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron"
+        False,
+        "compute no loss where the input is EOD",
+        decides=Decides.ROWS,
+        note=TARGETS,
+        of_order="megatron",
     )
     num_samples: int = setting(
         -1,
         "number of samples in the whole run",
         flag=False,
         auto=True,
-        fixed="decides Megatron's order, which is a shuffle of exactly this many samples",
+        decides=Decides.ROWS,
+        note="decides Megatron's order, which is a shuffle of exactly this many samples",
     )
     index_cache: str | None = setting(
         None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR"
@@ -384,43 +407,53 @@ class OptimizerSettings:
         -1,
         "tokens per step; -1: derived from the size of the model",
         auto=True,
-        fixed=STEP,
+        decides=Decides.ROWS,
+        note="decides what a step computes",
         least=1,
         most=10**12,
     )
     embedding_lr: float = setting(
-        0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE
+        0.3, "learning rate of the embeddings (AdamW)", decides=Decides.STEP, least=0, most=MAX_RATE
     )
     unembedding_lr: float = setting(
-        0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE
+        0.008,
+        "learning rate of the output head (AdamW)",
+        decides=Decides.STEP,
+        least=0,
+        most=MAX_RATE,
     )
     matrix_lr: float = setting(
-        0.02, "learning rate of the matrices (Muon)", fixed=STEP, least=0, most=MAX_RATE
+        0.02, "learning rate of the matrices (Muon)", decides=Decides.STEP, least=0, most=MAX_RATE
     )
     scalar_lr: float = setting(
         0.5,
         "learning rate of the scalars of each layer (AdamW)",
-        fixed=STEP,
+        decides=Decides.STEP,
         least=0,
         most=MAX_RATE,
     )
-    weight_decay: float = setting(0.28, "cautious weight decay of the matrices", fixed=STEP)
+    weight_decay: float = setting(
+        0.28, "cautious weight decay of the matrices", decides=Decides.STEP
+    )
     max_grad_norm: float | None = setting(
-        None, "scale larger gradients down to this norm (default: off)", fixed=STEP, above=0
+        None,
+        "scale larger gradients down to this norm (default: off)",
+        decides=Decides.STEP,
+        above=0,
     )
     skip_spikes: float | None = setting(
         None,
         "skip the update of a step whose loss or gradient norm is this many robust deviations above the median "
         "of the last 128 steps (default: off)",
         metavar="SIGMA",
-        fixed=STEP,
+        decides=Decides.STEP,
         above=0,
     )
     z_loss: float = setting(
         0.0,
         "coefficient of the squared logsumexp of the logits, added to the training loss only; reported losses "
         "exclude it",
-        fixed=STEP,
+        decides=Decides.STEP,
         least=0,
     )
 
@@ -479,20 +512,32 @@ class LongRunSettings:
         600.0, "end the run if a rank hangs for this long", above=0
     )
     init_from: str | None = setting(
-        None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN
+        None,
+        "start a new run with the weights of another",
+        metavar="RUN[@STEP]",
+        decides=Decides.STEP,
+        note=ORIGIN,
     )
     init_optimizer: bool = setting(
-        False, "with --init-from: also load that run's optimizer state", fixed=ORIGIN
+        False,
+        "with --init-from: also load that run's optimizer state",
+        decides=Decides.STEP,
+        note=ORIGIN,
     )
     init_data: str = setting(
         "fresh",
         "with --init-from: start at the beginning of the data, or where that "
         "checkpoint stopped reading",
         choices=("fresh", "continue"),
-        fixed=ORIGIN,
+        decides=Decides.STEP,
+        note=ORIGIN,
     )
     skip_steps: int = setting(
-        0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0
+        0,
+        "for a new run: skip the rows of this many steps",
+        decides=Decides.STEP,
+        note=ORIGIN,
+        least=0,
     )
 
 
@@ -765,21 +810,15 @@ def resume_settings(
         if name == "curriculum":  # compare its effect, not its notation
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
-            fits = (
-                fits
-                and f.metadata["fixed"] != SHAPE
-                and name not in ("max_seq_len", "tokenizer_fingerprint")
-            )
+            decides, note = f.metadata["decides"], f.metadata["note"]
+            fits = fits and Decides.WEIGHTS not in decides
             # the positive form of a switch, because values follow
             what = flag(name).replace("--no-", "--")
-            if f.metadata["fixed"]:
-                refused.append(
-                    f"{what}: the run has {before!r}, this launch {after!r} ({f.metadata['fixed']})"
-                )
+            if decides:
+                refused.append(f"{what}: the run has {before!r}, this launch {after!r} ({note})")
             else:
-                notices[f"{what}: the run started with {before!r}, this launch has {after!r}"] = (
-                    f.metadata["note"]
-                )
+                change = f"{what}: the run started with {before!r}, this launch has {after!r}"
+                notices[change] = note
     unknown = run.keys() - FIELDS.keys() - REMOVED - {"origin", "derived"}
     refused += [
         f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
@@ -825,8 +864,7 @@ def settings_table() -> str:
     may change."""
     lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
     for name, f in FIELDS.items():
-        if reason := f.metadata["fixed"] or f.metadata["note"]:
-            lines.append(
-                f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {reason} |"
-            )
+        if note := f.metadata["note"]:
+            may_change = "no" if f.metadata["decides"] else "yes"
+            lines.append(f"| `{flag(name)}` | {may_change} | {note} |")
     return "\n".join(lines) + "\n"

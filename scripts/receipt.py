@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
     as_path,
     begin_launch,
@@ -49,7 +49,7 @@ from nanochat.common import (
     read_json,
     write_json,
 )
-from nanochat.config import FIELDS, STREAM, Settings, flag
+from nanochat.config import FIELDS, Settings, flag
 from nanochat.files import data_folder
 from nanochat.run_dir import find_run, unpack_cursors
 from nanochat.run_order import stream_config
@@ -65,17 +65,7 @@ NAME = "receipt.json"
 EVERY = 1000  # steps between marks
 MANY = 300  # files in a readable list
 SHORT = 3  # hexadecimal digits of a hash in a compressed list
-# the settings that determine the rows: those marked STREAM, and some that determine more than the
-# order
-SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
-    "max_seq_len",
-    "total_batch_size",
-    "lanes",
-    "curriculum",
-    "split",
-    "eod_mask_loss",
-    "num_samples",
-]
+SETTINGS = [name for name, f in FIELDS.items() if Decides.ROWS in f.metadata["decides"]]
 # and "files", or "packed" if there are many
 BUCKET = {"number": int, "contents": str, "others": dict}
 MARK = {"digest": str, "chain": str}

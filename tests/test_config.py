@@ -1,7 +1,10 @@
 """One dataclass of settings gives consistent flags, help, rules for a resume, and table in the
 docs."""
 
+import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +24,9 @@ from nanochat.config import (
     resume_settings,
     settings_table,
 )
+from scripts import receipt
 
+ROOT = Path(__file__).parents[1]
 RUN_DIR = Path("/runs/d4")
 RUN = replace(
     Settings(),
@@ -377,7 +382,7 @@ def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
     run = RUN.to_json()
     # the run's side is not checked for contradictions, so each can differ alone
     run[name] = changed(name)
-    if rule["fixed"]:
+    if rule["decides"]:
         with pytest.raises(ValueError, match=re.escape(flag(name).replace("--no-", "--"))):
             resume_settings(run, RUN, run_dir=RUN_DIR)
     else:
@@ -389,7 +394,7 @@ def test_the_table_of_settings_has_a_row_for_each_rule():
     """tests/test_docs.py compares the rows with the docs, but would not miss those at the end."""
     rows = [line.split("`")[1] for line in settings_table().splitlines()[2:]]
     assert rows == [
-        flag(name) for name, f in FIELDS.items() if f.metadata["fixed"] or f.metadata["note"]
+        flag(name) for name, f in FIELDS.items() if f.metadata["decides"] or f.metadata["note"]
     ]
 
 
@@ -495,3 +500,48 @@ def test_the_notation_and_last_duration_of_a_curriculum_may_change():
         resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
     assert '{"duration_tokens":null,"shares":{"web":1}}' in str(caught.value)
     assert '{"duration_tokens":null,"shares":{"code":1}}' in str(caught.value)
+
+
+# ---- rules are data, sentences are not -----------------------------------------------------------
+
+REWORD = """
+import json, sys
+from pathlib import Path
+from nanochat import cli
+
+declare = cli.setting
+
+def reworded(default, help, **rules):
+    for name in ("fixed", "note"):
+        if isinstance(rules.get(name), str):
+            rules[name] += f" (said otherwise: {help})"
+    return declare(default, help, **rules)
+
+cli.setting = reworded
+from tests.test_config import rules_of_settings
+print(json.dumps(rules_of_settings(Path(sys.argv[1]))))
+"""
+
+
+def rules_of_settings(run_dir):
+    """(the settings in a receipt, {setting: what a resume with another value is told}) for a run in
+    `run_dir` with a checkpoint."""
+    answers = {}
+    for name in FIELDS:
+        run = {**RUN.to_json(), name: changed(name)}
+        try:
+            resume_settings(run, RUN, run_dir=run_dir)
+            answers[name] = "allowed"
+        except ValueError as e:
+            answers[name] = "weights fit" if "; --init-from=" in str(e) else "refused"
+    return [receipt.SETTINGS, answers]
+
+
+def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path):
+    run_dir = tmp_path / "d4"
+    (run_dir / "checkpoints/checkpoint-5").mkdir(parents=True)
+    words = [sys.executable, "-c", REWORD, str(run_dir)]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    rules = rules_of_settings(run_dir)
+    assert json.loads(printed) == rules
+    assert {*rules[1].values()} == {"allowed", "weights fit", "refused"}

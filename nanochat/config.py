@@ -36,14 +36,14 @@ from typing import Any, get_args, get_type_hints
 from nanochat.attention import KERNELS, MODES
 from nanochat.cli import Decides, Parser, setting
 from nanochat.common import check_shape, parse_json, show
-from nanochat.curriculum import Curriculum, load
+from nanochat.curriculum import Curriculum, CurriculumSettings, load
 from nanochat.files import DATASET_NAME, read_data_args, split_weights
-from nanochat.order import LAYOUTS, ORDERS
-from nanochat.packing import VERSION
+from nanochat.gpt import ASPECT_RATIO, GPTConfig
+from nanochat.order import ORDERS, StreamSettings
 from nanochat.run_dir import checkpoint_folders
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import Selection, TextSettings
-from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
+from nanochat.tokenizer import TokenizerSettings
 
 DATA_ARGS = "file with a long --data-path, as Megatron's: paths, or weights and paths, separated by spaces or lines"
 TARGETS = "decides which targets count in the loss"
@@ -159,7 +159,7 @@ class ModelSettings:
         most=10**4,
     )
     aspect_ratio: int = setting(
-        64,
+        ASPECT_RATIO,
         "model width divided by depth; the width is rounded up to whole heads",
         decides=Decides.WEIGHTS,
         least=1,
@@ -169,7 +169,7 @@ class ModelSettings:
         128, "size of an attention head", decides=Decides.WEIGHTS, least=1, most=10**4
     )
     max_seq_len: int = setting(
-        2048,
+        GPTConfig.sequence_len,
         "T: tokens per row that are trained on",
         decides=Decides.ROWS | Decides.WEIGHTS,
         note="decides the length of a row",
@@ -184,7 +184,7 @@ class ModelSettings:
         note="decides which tokens a token attends to",
     )
     window_pattern: str = setting(
-        "SSSL",
+        GPTConfig.window_pattern,
         "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
         decides=Decides.WEIGHTS,
     )
@@ -214,22 +214,6 @@ class DataSettings:
         "nanochat/source_xyz.py",
         decides=Decides.ROWS,
     )
-    tokenizer: str | None = setting(
-        None,
-        f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
-        "scripts.tok_train writes it)",
-        also=["--tokenizer-dir"],
-        metavar="NAME",
-    )
-    eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
-    tokenizer_fingerprint: str = setting(
-        "",
-        "fingerprint of the tokenizer",
-        flag=False,
-        decides=Decides.WEIGHTS,
-        note="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
-    )
-    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
         None,
         "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
@@ -244,81 +228,10 @@ class DataSettings:
         note=TARGETS,
         of_order="lanes",
     )
-    packing: str = setting(
-        "bestfit",
-        "how documents are packed into rows",
-        choices=tuple(LAYOUTS),
-        decides=Decides.ROWS,
-        of_order="lanes",
-    )
-    pack: bool = setting(
-        True,
-        "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
-        "--packing=binned",
-        decides=Decides.ROWS,
-        of_order="lanes",
-    )
-    long_docs: str = setting(
-        "crop",
-        "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
-        "on it in a later row",
-        choices=("crop", "split"),
-        decides=Decides.ROWS,
-        of_order="lanes",
-    )
-    overlap: int = setting(
-        64,
-        "with --long-docs=split: number of tokens repeated as context before the tail of a document",
-        decides=Decides.ROWS,
-    )
-    buffer_size: int = setting(
-        128,
-        "number of pending short documents per lane, from which bestfit fills rows",
-        decides=Decides.ROWS,
-    )
-    packer_version: int = setting(
-        VERSION, "version of the packer", flag=False, decides=Decides.ROWS
-    )
-    lanes: int = setting(
-        -1,
-        "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
-        "data can feed",
-        auto=True,
-        least=1,
-        decides=Decides.ROWS,
-        note="decides each lane's share of the data",
-    )
-    leaves: int = setting(
-        -1,
-        "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
-        ">= the number of processes",
-        auto=True,
-        decides=Decides.STEP,
-        note="decides the order in which gradients are added",
-    )
     plan: str = setting(
         "error",
         "what to do when a forecast (plan) shows the data running out before the last step; off: make no plan",
         choices=("error", "warn", "off"),
-    )
-    curriculum: dict | None = setting(
-        None,
-        "YAML file with the mix of buckets (subfolders of the data) in each phase of the run",
-        metavar="YAML",
-        decides=Decides.ROWS,
-        note="decides which bucket each row comes from; its notation and the last phase's duration may change",
-        of_order="lanes",
-    )
-    allow_bucket_exhaustion: bool = setting(
-        False,
-        "when a bucket has run dry, continue with the other buckets",
-        note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
-        of_order="lanes",
-    )
-    allow_budget_mismatch: bool = setting(
-        False,
-        "allow a run longer or shorter than all phases of its curriculum together",
-        of_order="lanes",
     )
 
 
@@ -402,6 +315,14 @@ class OptimizerSettings:
         least=1,
         most=10**6,
         note=ROUNDING + "sums are grouped differently",
+    )
+    leaves: int = setting(
+        -1,
+        "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
+        ">= the number of processes",
+        auto=True,
+        decides=Decides.STEP,
+        note="decides the order in which gradients are added",
     )
     total_batch_size: int = setting(
         -1,
@@ -549,6 +470,9 @@ class Settings(
     OptimizerSettings,
     HorizonSettings,
     MegatronSettings,
+    CurriculumSettings,
+    StreamSettings,
+    TokenizerSettings,
     TextSettings,
     DataSettings,
     ModelSettings,

@@ -40,7 +40,7 @@ from nanochat.order import StreamConfig
 from nanochat.rows import Row
 from nanochat.sources import Source, open_source, scan
 from nanochat.stream import Cursor, LaneState, Stream, open_stream
-from nanochat.tokenizer import Tokenizer, get_tokenizer
+from nanochat.tokenizer import Tokenizer, TokenizerSettings, get_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class DataLoader:
         num_leaves: int = 1,
         cursors: Sequence[Cursor] | None = None,
         start_step: int = 0,
-        num_threads: int = 4,
+        num_threads: int = TokenizerSettings.tokenizer_threads,
         with_doc_ids: bool = False,
         drop_dry: bool = False,
     ):
@@ -390,7 +390,8 @@ def validation_config(source: Source, T: int) -> StreamConfig:
     nothing."""
     documents = int(source.groups.sum())
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
-    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
+    overlap = min(StreamConfig.overlap, T // 4)
+    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=overlap, max_epochs=1)
 
 
 def validation_loader(
@@ -404,7 +405,7 @@ def validation_loader(
     rank: int = 0,
     world_size: int = 1,
     num_leaves: int = 1,
-    num_threads: int = 4,
+    num_threads: int = TokenizerSettings.tokenizer_threads,
     with_doc_ids: bool = False,
 ) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same

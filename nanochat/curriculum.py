@@ -149,18 +149,15 @@ class CurriculumSettings:
         metavar="YAML",
         decides=Decides.ROWS,
         note="decides which bucket each row comes from; its notation and the last phase's duration may change",
-        of_order="lanes",
     )
     allow_bucket_exhaustion: bool = setting(
         False,
         "when a bucket has run dry, continue with the other buckets",
         note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
-        of_order="lanes",
     )
     allow_budget_mismatch: bool = setting(
         False,
         "allow a run longer or shorter than all phases of its curriculum together",
-        of_order="lanes",
     )
 
 

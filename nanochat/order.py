@@ -53,19 +53,23 @@ PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending on
 class StreamSettings:
     """rows"""
 
+    order: str = setting(
+        "lanes",
+        "lanes: packed documents | any other: a part of its own, whose flags --order=NAME --help lists",
+        choices=tuple(ORDERS),
+        decides=Decides.ROWS,
+    )
     packing: str = setting(
         "bestfit",
         "how documents are packed into rows",
         choices=tuple(LAYOUTS),
         decides=Decides.ROWS,
-        of_order="lanes",
     )
     pack: bool = setting(
         True,
         "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
         "--packing=binned",
         decides=Decides.ROWS,
-        of_order="lanes",
     )
     long_docs: str = setting(
         "crop",
@@ -73,7 +77,6 @@ class StreamSettings:
         "on it in a later row",
         choices=("crop", "split"),
         decides=Decides.ROWS,
-        of_order="lanes",
     )
     overlap: int = setting(
         64,

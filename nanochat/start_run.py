@@ -67,7 +67,7 @@ from nanochat.dist import (
     versions,
     write_memory,
 )
-from nanochat.files import data_folder, default_data_path
+from nanochat.files import FORMATS, data_folder, default_data_path
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
@@ -795,10 +795,8 @@ def print_split(start: Start, data: RunData) -> None:
     val = data.manifests["val"]
     # both splits are in the same files
     if any("documents" in manifest for manifest in val.values()):
-        print0(
-            f"data: {counted(len(files_of(train)), '.bin file')}, whose documents --split={settings.split} "
-            f"divides into training, validation and test"
-        )
+        files = counted(len(files_of(train)), ".bin file")
+        print0(f"data: {files}, each with documents for training and for validation")
         return
     reads = f"this run trains on {start.horizon.total_tokens:,} tokens"
     chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
@@ -876,9 +874,8 @@ def print_summary(
             f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
             f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf"
         )
-    if start.settings.data_format in ("shards", "megatron") and not is_remote(
-        start.settings.data_path or ""
-    ):
+    are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
+    if are_token_files and not is_remote(start.settings.data_path or ""):
         print0(
             f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
             f"scripts.status {start.run_dir.name} or the next launch names it"

@@ -27,6 +27,7 @@ tokenizers of other programs; each is saved as a copy of its program's file besi
 
 import argparse
 import base64
+import contextlib
 import importlib.util
 import logging
 import re
@@ -443,9 +444,10 @@ class RustBPETokenizer(Tokenizer):
     @cached_property
     def encoder(self) -> Encoder:
         """tiktoken, or a faster encoder with the same ids if the extra `fast` is installed."""
-        if importlib.util.find_spec("fastokens") is None:
-            return TiktokenEncoder(self.enc)
-        return open_door(TOKENIZERS["fast"])(self.enc)
+        if importlib.util.find_spec("fastokens") is not None:
+            with contextlib.suppress(ModuleNotFoundError):  # the part behind the door is removed
+                return open_door(TOKENIZERS["fast"])(self.enc)
+        return TiktokenEncoder(self.enc)
 
     @classmethod
     def train_from_iterator(

@@ -130,8 +130,9 @@ def begin_launch(cache: Path | str | None = None) -> None:
     """Begin a launch: discard cached metadata of objects, so that it is requested again. `cache`:
     see `Launch`."""
     LAUNCH.cache = cache
-    if "nanochat.integrations.object_storage" in sys.modules:
-        sys.modules["nanochat.integrations.object_storage"].forget()
+    opened = sys.modules.get(STORAGE.partition(":")[0])
+    if opened is not None:
+        opened.forget()
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:

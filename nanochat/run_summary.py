@@ -14,6 +14,7 @@ from nanochat.common import counted, get_dist_info, is_remote, print0, show
 from nanochat.config import flag
 from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
+from nanochat.files import FORMATS
 from nanochat.run_dir import CONFIG_NAME
 from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
 from nanochat.splits import describe_split, files_of, last_file_validates
@@ -27,10 +28,8 @@ def print_split(run: Run) -> None:
     val = run.data.manifests["val"]
     # both splits are in the same files
     if any("documents" in manifest for manifest in val.values()):
-        print0(
-            f"data: {counted(len(files_of(train)), '.bin file')}, whose documents --split={settings.split} "
-            f"divides into training, validation and test"
-        )
+        files = counted(len(files_of(train)), ".bin file")
+        print0(f"data: {files}, each with documents for training and for validation")
         return
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
     chosen = not run.config and last_file_validates(settings.data_path or "", settings.val_path)
@@ -102,9 +101,8 @@ def print_summary(
             f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
             f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf"
         )
-    if start.settings.data_format in ("shards", "megatron") and not is_remote(
-        start.settings.data_path or ""
-    ):
+    are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
+    if are_token_files and not is_remote(start.settings.data_path or ""):
         print0(
             f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
             f"scripts.status {start.run_dir.name} or the next launch names it"

@@ -171,7 +171,9 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
     fork.run(num_iterations=2, tag="older")
     field = "    final_lr_frac: float = "
     line = "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"
-    flag = '    wave: float = setting(0.0, "amplitude of a wave in the rates", fixed="what a step computes")'
+    flag = (
+        '    wave: float = setting(0.0, "amplitude of a wave in the rates", decides=Decides.STEP)'
+    )
     fork.edit("nanochat/schedule.py", field, f"{flag}\n{field}")
     fork.edit("nanochat/schedule.py", line, f"{line} * (1 + self.wave * math.sin(step))")
     plain = fork.run(tag="older")

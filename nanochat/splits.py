@@ -38,7 +38,7 @@ from nanochat.files import (
     list_files,
     list_parquet_files,
 )
-from nanochat.sources import Manifest, Manifests, reader_class, scan
+from nanochat.sources import Manifest, Manifests, reader_class, scan_all
 from nanochat.text import ALL, Selection, text_suffix
 
 log = logging.getLogger(__name__)
@@ -510,13 +510,7 @@ def pin_files(
         mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
     roots = {"train": data_path, "val": data_path if val_path is None else val_path}
-    manifests: Manifests = {}
-    for split, buckets in files.items():
-        if data_format in MAGICS:
+    if data_format in MAGICS:
+        for split, buckets in files.items():
             check_format(roots[split], list(chain.from_iterable(buckets.values())), data_format)
-        of_split = selection.for_split(split)
-        manifests[split] = {
-            bucket: scan(roots[split], paths, selection=of_split)
-            for bucket, paths in buckets.items()
-        }
-    return manifests
+    return scan_all(roots, files, selection)

@@ -574,14 +574,13 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
 
     def opened() -> RunData:
         try:
-            if rank > 0:
-                check_files(manifests)
+            found = check_files(manifests) if rank > 0 else manifests
         except (OSError, ValueError) as e:
             raise ValueError(
                 f"{e}; every machine of a launch reads the data itself: copy or mount the same files "
                 "under the same path on this machine"
             ) from e
-        return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
+        return open_data(found, tokenizer, as_stored=settings.packing == "binned")
 
     data = agree(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
@@ -636,7 +635,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"
         )
-    check_files(manifests)
+    manifests = check_files(manifests)
     tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
 

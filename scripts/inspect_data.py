@@ -48,7 +48,7 @@ from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import RunData
+from nanochat.sources import RunData, is_prepared
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import Cursor, Stream, ledger, open_stream
@@ -64,6 +64,7 @@ WORST = 3  # rows shown per spike, and documents shown per row
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
+line: where it begins in a file that is not parquet, from 1
 epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
@@ -89,6 +90,12 @@ class Opened:
     @property
     def rows_per_lane(self) -> int:
         return self.rows_per_step // self.config.V
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether documents come from lines of files that were prepared (nanochat/prepare.py)."""
+        manifests = self.data.manifests["train"].values()
+        return any(is_prepared(entry) for manifest in manifests for entry in manifest["files"])
 
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
@@ -277,6 +284,8 @@ def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
             "stop": start + length - inserted,
             "of": len(document.ids),
         }
+        if opened.has_lines:
+            place["line"] = source.line_of(group, number)
         documents.append(place)
         at += length
     return documents
@@ -694,7 +703,9 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         listed = source.without.get(document.group)
         left_out = listed is not None and bool(listed[document.row])
         ids, words = np.zeros(0, np.int64), ""
+        line_of_file = None
         if document.group >= 0:
+            line_of_file = source.line_of(document.group, document.row)
             [content] = source.read(document.group, np.array([document.row]))
             ids = content.ids[:]
             words = first_words(opened, ids)
@@ -724,10 +735,15 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "text": words,
                 "without": left_out,
             }
+            if line_of_file is not None:
+                head["line"] = line_of_file
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
         kind = "" if split == "train" else ", validation"
-        print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
+        place = visible(document.name)
+        if line_of_file is not None:
+            place += f", line {line_of_file:,} of the file"
+        print(f"{place} ({document.bucket}{kind}): {visible(words)}")
         any_rows |= print_passes(opened, passes, with_text=bool(args.text))
         reason = remark(opened, traced, left_out)
         if reason:

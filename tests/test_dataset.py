@@ -26,7 +26,7 @@ from nanochat.run_order import order_of
 from nanochat.sources import check_files, open_data, scan
 from nanochat.splits import DataFile, describe_split, split_train_val
 from nanochat.text import open_parquet, read_batches
-from nanochat.text_kinds import as_parquet
+from nanochat.text_kinds import read_texts
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
@@ -128,10 +128,10 @@ def test_a_line_larger_than_any_document_is_an_error_before_it_fills_the_memory(
     data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
     (tmp_path / name).write_bytes(compressed(data, (tmp_path / name).suffix))
     with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):
-        as_parquet(tmp_path / name)
+        list(read_texts(tmp_path / name))
     (tmp_path / "large.txt").write_bytes(b"x" * 1001)
     with pytest.raises(ValueError, match=r"large\.txt: a document of more than 1,000 bytes"):
-        as_parquet(tmp_path / "large.txt")
+        list(read_texts(tmp_path / "large.txt"))
     assert not list(tmp_path.rglob("*.parquet"))
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
     with (

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import text_kinds
+from nanochat import prepare, text_kinds
 from nanochat.files import find_files
 from nanochat.parquet_source import ParquetSource
 from nanochat.sources import check, fingerprint, scan
@@ -92,7 +92,7 @@ def test_law_the_two_parts_follow_the_rule(tmp_path_factory, num, fraction, min_
 def test_every_kind_gives_the_same_documents_and_groups_and_warns_about_skipped_ones(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", 8)
+    monkeypatch.setattr(prepare, "GROUP_DOCUMENTS", 8)
     write_jsonl(tmp_path / "jsonl" / "a.jsonl.zst", DOCUMENTS)
     write_parquet(tmp_path / "parquet" / "a.parquet", DOCUMENTS, 31)
     write_saved(tmp_path / "arrow", [DOCUMENTS])
@@ -105,7 +105,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_warns_about_skipped_
     groups = []
     for kind in ("jsonl", "parquet", "arrow"):
         caplog.clear()
-        text_kinds._warn_of_skipped.cache_clear()
+        text_kinds.warn_once.cache_clear()
         manifest = scan(tmp_path / kind, selection=selection)
         assert (
             check(manifest) == manifest
@@ -161,7 +161,12 @@ def test_law_no_part_of_a_txt_file_is_empty(lines, end, fraction):
     validation."""
     content = "\n".join(lines) + end
     train, val = (
-        "".join(Selection(val_fraction=fraction, part=part).of_one_document(content, {"short": 0}))
+        "".join(
+            document.text
+            for document in Selection(val_fraction=fraction, part=part).of_one_document(
+                content, {"short": 0}
+            )
+        )
         for part in ("train", "val")
     )
     assert (

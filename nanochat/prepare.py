@@ -37,8 +37,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,8 +73,24 @@ GROUP_DOCUMENTS = 1024  # per row group
 RECORDS = "prepared.json"
 FILE, LINE = "from_file", "from_line"  # columns: where a document is in the user's own files
 FULL = (errno.ENOSPC, errno.EDQUOT)
-Records = dict[str, dict[str, Any]]  # {parquet file, relative to its folder: its record}
-RECORD = {"key": str, "source": str, "documents": int, "bytes": int, "skipped": dict}
+
+
+class Record(NamedTuple):
+    """What is known about a prepared file. `skipped`: see `numbered_documents`."""
+
+    key: str  # of the `TextFile`
+    source: str  # the user's own file
+    documents: int
+    num_bytes: int  # of the parquet file
+    skipped: dict[str, Any]
+
+    @property
+    def has_mistakes(self) -> bool:
+        """Whether broken lines or nulls were skipped, which --strict forbids."""
+        return bool(self.skipped["count"] or self.skipped.get("nulls"))
+
+
+Records = dict[str, Record]  # by the name of the parquet file, relative to its folder
 
 
 class TextFile(NamedTuple):
@@ -86,7 +101,7 @@ class TextFile(NamedTuple):
     split: str  # train or val
     selection: Selection
 
-    def version(self) -> list[Any]:
+    def version(self) -> list[str | int]:
         """What changes when the file does, without reading it. OSError if it does not exist."""
         stat = self.path.stat()
         if is_remote(self.path):
@@ -151,10 +166,10 @@ def _targets(files: Sequence[TextFile]) -> dict[str, TextFile]:
 def _read_records(folder: Path) -> Records:
     """The records of a prepared folder; {} if it does not exist, or if its file is corrupt."""
     try:
-        records: Records = read_json(folder / RECORDS, {"files": dict})["files"]
-    except (FileNotFoundError, ValueError):
+        files = read_json(folder / RECORDS, {"files": dict})["files"]
+        return {name: Record(**record) for name, record in files.items()}
+    except (FileNotFoundError, ValueError, TypeError):
         return {}
-    return {name: record for name, record in records.items() if RECORD.keys() <= record.keys()}
 
 
 def _missing(folder: Path, records: Records, targets: dict[str, TextFile]) -> list[str]:
@@ -163,16 +178,8 @@ def _missing(folder: Path, records: Records, targets: dict[str, TextFile]) -> li
     missing = []
     for name, file in targets.items():
         record = records.get(name)
-        place = folder / name
-        is_whole = record is not None and _size(place) == record["bytes"]
-        if (
-            record is None
-            or not is_whole
-            or (
-                file.selection.strict
-                and (record["skipped"]["count"] or record["skipped"].get("nulls"))
-            )
-        ):
+        is_whole = record is not None and _size(folder / name) == record.num_bytes
+        if record is None or not is_whole or (file.selection.strict and record.has_mistakes):
             missing.append(name)
     return missing
 
@@ -207,35 +214,47 @@ def _alone(folder: Path) -> Iterator[None]:
 def _make(
     folder: Path, records: Records, missing: dict[str, TextFile], keys: dict[str, str]
 ) -> Records:
-    """Prepare the missing files, several at once, and return the records of all. What is finished
-    when an error occurs is kept, and recorded."""
+    """Prepare the missing files, several at once, and return the records of all. After an error,
+    what is finished is kept, and recorded."""
     elsewhere = _by_key()
     records = dict(records)
+    errors: list[Exception] = []
+    bar = tqdm(
+        desc=f"preparing {counted(len(missing), 'file')}", unit=" documents", delay=1, disable=None
+    )
 
-    def make(name: str, bar: Any) -> tuple[str, dict[str, Any]]:
+    def tick(documents: int) -> None:
+        bar.update(documents)
+        if errors:
+            raise InterruptedError("another file failed")
+
+    def make(name: str) -> tuple[str, Record | None]:
         file, place = missing[name], folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        record = None if file.selection.strict else _link(elsewhere.get(keys[name]), place)
-        if record is None:
-            record = _convert(file, place, bar)
-        return name, {**record, "key": keys[name]}
+        try:
+            tick(0)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            record = None if file.selection.strict else _link(elsewhere.get(keys[name]), place)
+            return name, record or _convert(file, keys[name], place, tick)
+        except Exception as e:
+            errors.append(e)
+            return name, None
 
     try:
-        total = counted(len(missing), "file")
-        with tqdm(desc=f"preparing {total}", unit=" documents", delay=1, disable=None) as bar:
-            for name, record in each(partial(make, bar=bar), missing):
-                records[name] = record
-    except OSError as e:
-        if e.errno not in FULL:
-            raise
+        with bar:
+            for name, record in each(make, missing):
+                if record is not None:
+                    records[name] = record
+    finally:
+        _keep(folder, records)
+    if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
         done = f"{len(records)} of {counted(len(keys), 'file')}"
         raise OSError(
-            f"{folder}: no room for text as parquet ({e.strerror}; {done} finished); make room, or set "
+            f"{folder}: no room for text as parquet ({errors[0].strerror}; {done} finished); make room, or set "
             f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
             f"what can be deleted"
         ) from None
-    finally:
-        _keep(folder, records)
+    if errors:
+        raise errors[0]
     return records
 
 
@@ -247,33 +266,38 @@ def _keep(folder: Path, records: Records) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile; the next launch starts over
-        write_json(folder / RECORDS, {"format": FORMAT, "files": records})
+        files = {name: record._asdict() for name, record in records.items()}
+        write_json(folder / RECORDS, {"format": FORMAT, "files": files})
 
 
-def _by_key() -> dict[str, tuple[Path, dict[str, Any]]]:
+def _by_key() -> dict[str, tuple[Path, Record]]:
     """{key: (parquet file, its record)} of everything that is prepared."""
     known = {}
     for path in prepared_dir().glob(f"*/{RECORDS}"):
         for name, record in _read_records(path.parent).items():
-            known[record["key"]] = path.parent / name, record
+            known[record.key] = path.parent / name, record
     return known
 
 
-def _link(known: tuple[Path, dict[str, Any]] | None, place: Path) -> dict[str, Any] | None:
+def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
     """Make `place` a hard link to the same file in another folder, and return its record. None if
     there is none."""
-    if known is None or known[0] == place or _size(known[0]) != known[1]["bytes"]:
+    if known is None:
+        return None
+    other, record = known
+    if other == place or _size(other) != record.num_bytes:
         return None
     try:
         place.unlink(missing_ok=True)
-        os.link(known[0], place)
+        os.link(other, place)
     except OSError:  # deleted meanwhile, or a file system without hard links
         return None
-    return known[1]
+    return record
 
 
-def _convert(file: TextFile, place: Path, bar: Any) -> dict[str, Any]:
-    """Write the selected documents of a file as parquet, and return its record."""
+def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None]) -> Record:
+    """Write the selected documents of a file as parquet, and return its record. `tick` is called
+    with the number of documents of each group that is written, and may raise."""
     version = file.version()
     source = local_copy(file.path)
     origin = {"size": source.stat().st_size, "hash": hash_file(source)}
@@ -292,7 +316,7 @@ def _convert(file: TextFile, place: Path, bar: Any) -> dict[str, Any]:
             writer.write_table(pa.table(columns, schema=schema), row_group_size=GROUP_DOCUMENTS)
             num_documents += len(group)
             text_bytes += sum(len(document.text.encode()) for document in group)
-            bar.update(len(group))
+            tick(len(group))
         if not num_documents:
             raise no_document(source, file.selection, skipped)
         if file.version() != version:
@@ -300,12 +324,7 @@ def _convert(file: TextFile, place: Path, bar: Any) -> dict[str, Any]:
                 f"{file.path}: it changed while being read; run the same command again when it is complete"
             )
         writer.add_key_value_metadata({TEXT_BYTES: str(text_bytes), ORIGIN: json.dumps(origin)})
-    return {
-        "source": str(file.path),
-        "documents": num_documents,
-        "bytes": place.stat().st_size,
-        "skipped": skipped,
-    }
+    return Record(key, str(file.path), num_documents, place.stat().st_size, skipped)
 
 
 def _columns(group: Sequence[Numbered], name: str) -> list[pa.Array]:
@@ -320,28 +339,27 @@ def _report(
     folder: Path, records: Records, targets: dict[str, TextFile], *, was_ready: bool
 ) -> None:
     """Log where the prepared files are, and warn about what was skipped in them."""
-    with_nulls = {}
-    for name, file in targets.items():
-        skipped = records[name]["skipped"]
+    with_nulls: dict[Path, int] = {}
+    made = [records[name] for name in targets]
+    for record, file in zip(made, targets.values()):
+        skipped = record.skipped
         if skipped.get("nulls"):
             with_nulls[file.path] = skipped["nulls"]
         for line in describe_skipped(file.path, file.selection, {**skipped, "nulls": 0}):
-            more = f" (more in {folder / RECORDS})" if skipped["count"] > 1 else ""
-            warn_once(f"{line}{more if 'broken line' in line else ''}")
+            is_cut = skipped["count"] > 1 and "broken line" in line
+            warn_once(f"{line} (more in {folder / RECORDS})" if is_cut else line)
     if with_nulls:
         total = counted(sum(with_nulls.values()), "null")
         files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
         field = next(iter(targets.values())).selection.text_field
         warn_once(f"skipped {total} in column `{field}` of {files}")
-    documents = sum(records[name]["documents"] for name in targets)
-    size = sum(records[name]["bytes"] for name in targets)
     log.info(
-        "text: %s, %s, %s as parquet in %s (%.1f MB; delete the folder to free the space)",
+        "text: %s with %s %s as parquet in %s (%.1f MB; python -m nanochat.prepare --remove deletes it)",
         counted(len({file.path for file in targets.values()}), "file"),
-        counted(documents, "document"),
-        "were prepared" if was_ready else "now prepared",
+        counted(sum(record.documents for record in made), "document"),
+        "prepared before" if was_ready else "prepared now",
         folder,
-        size / 1e6,
+        sum(record.num_bytes for record in made) / 1e6,
     )
 
 
@@ -378,7 +396,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for folder in chosen:
         records = _read_records(folder).values()
-        sources = sorted(record["source"] for record in records)
+        sources = sorted({record.source for record in records})
         made_from = few(sources) if folder != older else "an older version, no longer used"
         rows.append([folder.name, disk_bytes(folder) / 1e6, len(records), made_from])
     if rows:

@@ -44,9 +44,9 @@ def converted(monkeypatch):
     names = []
     convert = prepare._convert
 
-    def counting(file, place, bar):
+    def counting(file, *args):
         names.append(file.name)
-        return convert(file, place, bar)
+        return convert(file, *args)
 
     monkeypatch.setattr(prepare, "_convert", counting)
     return names

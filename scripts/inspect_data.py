@@ -64,7 +64,6 @@ WORST = 3  # rows shown per spike, and documents shown per row
 LEGEND = """\
 lane_row: the row's number in its lane; {loss}at: position in the row; tokens: how many are in the row
 off: how many of them have no loss; group: part of the file; document, document_in_group: number in file and group
-line: where it begins in a file that is not parquet, from 1
 epoch: pass over the data; start, stop: its tokens from start to before stop; of: all it has; numbers count from 0"""
 FIND_LEGEND = """\
 epoch: pass over the data; row: its number in the step; lane: the virtual reader; start, stop: its tokens from start
@@ -354,6 +353,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if not args.json:
         print_rows(lines, texts, whole_row=args.row is not None)
         print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
+        if opened.has_lines:
+            print("line: where the document begins in the file, from 1")
     return 0
 
 
@@ -740,10 +741,9 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
         kind = "" if split == "train" else ", validation"
-        place = visible(document.name)
+        print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
         if line_of_file is not None:
-            place += f", line {line_of_file:,} of the file"
-        print(f"{place} ({document.bucket}{kind}): {visible(words)}")
+            print(f"it begins at line {line_of_file:,} of the file")
         any_rows |= print_passes(opened, passes, with_text=bool(args.text))
         reason = remark(opened, traced, left_out)
         if reason:

@@ -401,7 +401,7 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
 
         capsys.readouterr()
         assert inspect_data.main(["find", "run", "--document=a.jsonl:5"]) == 0
-        assert "a.jsonl:5, line 7 of the file" in capsys.readouterr().out
+        assert "it begins at line 7 of the file" in capsys.readouterr().out
         assert inspect_data.main(["rows", "run", "--step=0", "--json"]) == 0
         for line in capsys.readouterr().out.splitlines():
             for document in json.loads(line)["documents"]:

@@ -44,7 +44,7 @@ from nanochat.common import (
     open_door,
     read_json,
 )
-from nanochat.files import BUCKET, data_folder, find_files
+from nanochat.files import BUCKET, data_at, list_files
 from nanochat.prepare import TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
@@ -246,21 +246,23 @@ def scan(
     """The manifest of one bucket: some files (default: all) below `root`. Text is prepared first,
     if necessary. ValueError or FileNotFoundError for the first file that cannot be read."""
     split = selection.part or "train"
-    files = find_files(root) if files is None else files
-    return scan_all({split: root}, {split: {BUCKET: files}}, selection)[split][BUCKET]
+    data = data_at(root)
+    files = list_files(data).data if files is None else files
+    return scan_all({split: data.folder}, {split: {BUCKET: files}}, selection)[split][BUCKET]
 
 
 def scan_all(
-    roots: Mapping[str, Path | str],
+    folders: Mapping[str, Path],
     files: Mapping[str, Mapping[str, Sequence[Path]]],
     selection: Selection = ALL,
 ) -> Manifests:
-    """The manifests of {split: {bucket: files}} below the `roots` of the splits; see `scan`."""
+    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan`."""
     manifests: Manifests = {}
     for split, buckets in files.items():
         part = selection.for_split(split)
         manifests[split] = {
-            bucket: _begin_manifest(roots[split], paths, part) for bucket, paths in buckets.items()
+            bucket: _begin_manifest(folders[split], paths, part)
+            for bucket, paths in buckets.items()
         }
     manifests = prepared(manifests, strict=selection.strict)
     for of_split in manifests.values():
@@ -272,9 +274,8 @@ def scan_all(
     return manifests
 
 
-def _begin_manifest(root: Path | str, files: Sequence[Path], selection: Selection) -> Manifest:
+def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -> Manifest:
     """A manifest that lacks the pins of the files that are to be prepared; see `prepared`."""
-    folder = data_folder(root)
     field = selection.text_field
 
     def begin(path: Path) -> dict[str, Any]:
@@ -422,20 +423,20 @@ def fingerprint(manifest: Manifest) -> str:
 
 def check_files(
     manifests: Mapping[str, Mapping[str, Manifest]],
-    data_path: Path | str | None = None,
-    val_path: Path | str | None = None,
+    folder: Path | None = None,
+    val_folder: Path | None = None,
     *,
     strict: bool = False,
 ) -> Manifests:
-    """Compare a run's manifests with the files on this machine (below other paths, if given), and
+    """Compare a run's manifests with the files on this machine (below other folders, if given), and
     return them with the paths in use. Text is prepared again if it is not prepared on this machine.
     FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`,
     has a broken line."""
-    roots = {"train": data_path, "val": val_path or data_path}
+    folders = {"train": folder, "val": val_folder or folder}
     moved: Manifests = {}
     for split, buckets in manifests.items():
         moved[split] = {
-            bucket: _find_again(manifest, roots[split]) for bucket, manifest in buckets.items()
+            bucket: _find_again(manifest, folders[split]) for bucket, manifest in buckets.items()
         }
     found = prepared(moved, strict=strict)
     for split, buckets in manifests.items():
@@ -444,11 +445,12 @@ def check_files(
     return found
 
 
-def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
+def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
     manifests = {manifest.get("part", "train"): {BUCKET: manifest}}
     [[checked]] = [
-        buckets.values() for buckets in check_files(manifests, root, root, strict=strict).values()
+        buckets.values()
+        for buckets in check_files(manifests, folder, folder, strict=strict).values()
     ]
     return checked
 
@@ -461,10 +463,10 @@ def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
         _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
 
 
-def _find_again(manifest: Manifest, root: Path | str | None) -> Manifest:
-    """The manifest under another root, if given. FileNotFoundError names a file that does not
+def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
+    """The manifest below another folder, if given. FileNotFoundError names a file that does not
     exist; ValueError one that is to be prepared, and has another size."""
-    folder = data_folder(root or manifest["root"])
+    folder = folder or as_path(manifest["root"])
     new_root = str(folder.resolve())
     began = ""
     if new_root != manifest["root"]:

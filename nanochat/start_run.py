@@ -67,7 +67,7 @@ from nanochat.dist import (
     versions,
     write_memory,
 )
-from nanochat.files import data_folder, default_data_path
+from nanochat.files import data_at, default_data_path
 from nanochat.fp8 import convert
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.order import MAX_LANES, default_lanes, fed_lanes
@@ -230,9 +230,10 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base
     dir>/tokenizer. ValueError or FileNotFoundError if neither exists."""
-    folder = data_folder(data_path)
-    if len(folder.parts) == 1:  # listed files without a common folder
-        folder = data_folder(data_path.partition(",")[0])
+    data = data_at(data_path)
+    folder = data.folder
+    if data.files and len(folder.parts) == 1:  # listed files without a common folder
+        folder = data.files[0].parent
     beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
     return get_tokenizer(
         settings.tokenizer or beside, eod_token=settings.eod_token, data_path=settings.data_path
@@ -568,7 +569,9 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
                     f"--without-documents={settings.without_documents}: the file has changed since "
                     f"this run began; restore it, or start a new run with --model-tag=NAME"
                 )
-        return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
+        data = data_at(settings.data_path or "")
+        val = None if settings.val_path is None else data_at(settings.val_path).folder
+        return check_files(manifests, data.folder, val, strict=settings.strict)
 
     manifests = start.manifests or on_rank0(pinned)
 
@@ -800,7 +803,8 @@ def print_split(start: Start, data: RunData) -> None:
         )
         return
     reads = f"this run trains on {start.horizon.total_tokens:,} tokens"
-    chosen = not start.config and last_file_validates(settings.data_path or "", settings.val_path)
+    is_new = not start.config and settings.val_path is None
+    chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
     print0(
         *describe_split(
             files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen

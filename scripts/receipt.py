@@ -50,7 +50,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import FIELDS, STREAM, Settings, flag
-from nanochat.files import data_folder
+from nanochat.files import data_at
 from nanochat.run_dir import find_run, unpack_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
@@ -307,14 +307,14 @@ def find_manifests(
 ) -> dict[str, Manifest]:
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""
-    root = data_folder(data_path)
+    root = data_at(data_path).folder
     listed: dict[str, list[FileLine]] = {}
     for name, bucket in receipt["files"].items():
         listed[name] = lines_of(bucket, path)
         for file in listed[name]:
             check_size(file, root)
     paths = {name: [root / file.name for file in files] for name, files in listed.items()}
-    manifests = scan_all({"train": data_path}, {"train": paths}, selection)["train"]
+    manifests = scan_all({"train": root}, {"train": paths}, selection)["train"]
     with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
         for name, bucket in receipt["files"].items():
             manifest, lines = manifests[name], list[FileLine]()

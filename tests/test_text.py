@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import prepare, text_kinds
-from nanochat.files import find_files
+from nanochat.files import data_at, find_files
 from nanochat.parquet_source import ParquetSource
 from nanochat.sources import check, fingerprint, scan
 from nanochat.splits import split_train_val
@@ -242,7 +242,7 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
     ]
     assert [list(read_texts(path)) for path in find_files(folder)] == files
     assert list(read_texts(find_files(folder)[0], Selection("meta.text"))) == files[0]
-    split = split_train_val(folder)
+    split = split_train_val(data_at(folder))
     assert [len(split[part]["data"]) for part in ("train", "val")] == [2, 1]
     with pytest.raises(ValueError, match=r"00000-of-00003\.arrow: no `body` column.*--text-field"):
         list(read_texts(find_files(folder)[0], Selection("body")))
@@ -281,13 +281,13 @@ def test_impossible_flags_are_one_sentence(tmp_path):
         with pytest.raises(ValueError, match=message):
             Selection.of(values)
     with pytest.raises(ValueError, match="--val-fraction: the data already has validation files"):
-        split_train_val(path, path, shared=True)
+        split_train_val(data_at(path), data_at(path), shared=True)
     with pytest.raises(ValueError, match=r"a\.jsonl: no document is left in .*--val-fraction 0\.1"):
         scan(path, selection=Selection(val_fraction=0.1, part="val"))
     with pytest.raises(ValueError, match=r"a\.jsonl: no document .*; 2 shorter than --min-chars"):
         scan(path, selection=Selection(min_chars=5))
     with pytest.raises(ValueError, match="or divide its documents with --val-fraction"):
-        split_train_val(path)
+        split_train_val(data_at(path))
 
 
 def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(

@@ -117,13 +117,13 @@ class RunReader:
 
     def files(self) -> Table:
         """(bucket and split, folder, number, bytes, documents) of the files that the run reads.
-        Bytes are those of the user's files, before any conversion."""
+        Bytes are those of the user's own files."""
         return [
             (
                 f"{bucket} ({split})",
                 m["root"],
                 len(m["files"]),
-                sum(f.get("own_size", f["size"]) for f in m["files"]),
+                sum(f["size"] for f in m["files"]),
                 sum(sum(f["groups"]) for f in m["files"]),
             )
             for split, buckets in self.manifests.items()

@@ -68,6 +68,7 @@ DATA_MANIFEST = "data_manifest.json"  # in the run directory
 SMALL_TOKENS = 32 << 20
 SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
+UNKNOWN = ""  # the hash of a file that older code did not pin
 Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
 # {"train": {bucket: manifest}, "val": {bucket: manifest}}
 Manifests = dict[str, dict[str, Manifest]]
@@ -341,8 +342,8 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
 
 
 def is_prepared(entry: Mapping[str, Any]) -> bool:
-    """Whether a run reads a file as prepared parquet. Older runs have "own_size" instead."""
-    return "parquet" in entry or "own_size" in entry
+    """Whether a run reads a file as prepared parquet."""
+    return "parquet" in entry
 
 
 def read_manifests(path: Path) -> Manifests:
@@ -359,7 +360,18 @@ def read_manifests(path: Path) -> Manifests:
             if not manifest["files"]:
                 raise ValueError(f"{where}: a bucket has no files; {remedy}")
             _check_without(manifest, where, remedy)
+            manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
     return manifests
+
+
+def _as_pinned_now(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a prepared file, as older code pinned it: by the bytes of the parquet file that
+    it wrote. "written" keeps them, because they are part of the fingerprint in the run's saves."""
+    if "own_size" not in entry:
+        return entry
+    of_own_file = {"size": entry["own_size"], "footer": UNKNOWN, "parquet": ""}
+    rest = {name: value for name, value in entry.items() if name != "own_size"}
+    return {**rest, **of_own_file, "written": [entry["size"], entry["footer"]]}
 
 
 def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
@@ -417,7 +429,10 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
 def fingerprint(manifest: Manifest) -> str:
     """A hash of the contents of a manifest's files, independent of their location, and of the
     options that select their documents."""
-    pins = [[e["size"], e["footer"], e["groups"], e.get("tokens")] for e in manifest["files"]]
+    pins = []
+    for entry in manifest["files"]:
+        size, footer = entry.get("written", (entry["size"], entry["footer"]))
+        pins.append([size, footer, entry["groups"], entry.get("tokens")])
     return hash_json(pins + Selection.of(manifest).hashed())
 
 
@@ -458,8 +473,8 @@ def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = Fals
 def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
     """ValueError if the user's own file, from which a file was prepared, has changed; OSError if it
     is gone. Reads it, but prepares nothing."""
-    _check_same(path, "size", entry.get("own_size", entry["size"]), path.stat().st_size)
-    if "own_size" not in entry:  # older runs have no hash of it
+    _check_same(path, "size", entry["size"], path.stat().st_size)
+    if entry["footer"] != UNKNOWN:
         _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
 
 
@@ -480,8 +495,7 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
                 f"folder with --data-path, or start a new run with other data (--model-tag)"
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed
-            size = entry.get("own_size", entry["size"])
-            _check_same(path, "size", size, path.stat().st_size)
+            _check_same(path, "size", entry["size"], path.stat().st_size)
     return {**manifest, "root": new_root}
 
 
@@ -502,8 +516,6 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[dict[str, Any]]
 
     def compare(old: dict[str, Any]) -> dict[str, Any]:
         path = as_path(manifest["root"]) / old["name"]
-        if "own_size" in old:
-            return _compare_older(path, old, field)
         place = place_of(manifest, old)
         is_same_object = is_same_place and etag_of(place) == {"etag": old.get("etag")}
         if is_same_object and place.suffix == ".parquet":
@@ -515,10 +527,10 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[dict[str, Any]]
         if "blocks" in old and "blocks" in new:  # older runs and object storage have none
             compared.append("blocks")
         for key in compared:
-            _check_same(path, "hash" if key == "footer" else key, old.get(key), new.get(key))
-        if "parquet" in old:
-            new["parquet"] = old["parquet"]
-        return new
+            if old.get(key) != UNKNOWN:
+                _check_same(path, "hash" if key == "footer" else key, old.get(key), new.get(key))
+        kept: dict[str, Any] = {key: old[key] for key in ("parquet", "written") if key in old}
+        return {**new, **kept}
 
     make_local_copies(
         place_of(manifest, entry).with_suffix(".idx")
@@ -526,12 +538,3 @@ def _compare(old_manifest: Manifest, manifest: Manifest) -> list[dict[str, Any]]
         if entry["name"].endswith(".bin")
     )
     return list(each(compare, manifest["files"]))
-
-
-def _compare_older(path: Path, old: dict[str, Any], field: str) -> dict[str, Any]:
-    """The entry of a prepared file of an older run, which pinned the bytes that pyarrow wrote. They
-    stay as they are, because the run's saves name them; only the documents are compared."""
-    new = pin(Path(old["parquet"]), old["name"], field)
-    for key in ("groups", "tokens"):
-        _check_same(path, key, old[key], new[key])
-    return old

@@ -411,7 +411,7 @@ class DataFile(NamedTuple):
 def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
     """The files of all buckets of a split."""
     return [
-        DataFile(file["name"], file.get("own_size", file["size"]), sum(file["groups"]))
+        DataFile(file["name"], file["size"], sum(file["groups"]))
         for manifest in manifests.values()
         for file in manifest["files"]
     ]

@@ -130,7 +130,7 @@ def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
         )
     else:
         content = hash_file(path)
-    return FileLine(pinned[:16], content, str(entry.get("own_size", entry["size"])), entry["name"])
+    return FileLine(pinned[:16], content, str(entry["size"]), entry["name"])
 
 
 def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     entries = [entry for manifest in manifests.values() for entry in manifest["files"]]
     listed: dict[str, Any] = {}
     with tqdm(
-        total=sum(entry.get("own_size", entry["size"]) for entry in entries),
+        total=sum(entry["size"] for entry in entries),
         unit="B",
         unit_scale=True,
         desc="hashing the data",

@@ -567,7 +567,7 @@ def test_with_strict_a_null_is_an_error(tmp_path):
 def test_parquet_without_nulls_is_read_in_place(tmp_path, how):
     path = write_parquet(tmp_path / "a.parquet", ["one", "two"], **how)
     [entry] = scan(path)["files"]
-    assert entry["size"] == path.stat().st_size and "own_size" not in entry
+    assert entry["size"] == path.stat().st_size and "parquet" not in entry
 
 
 def test_a_column_without_statistics_is_read_once(tmp_path, monkeypatch):

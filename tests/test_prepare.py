@@ -12,7 +12,14 @@ import pytest
 
 from nanochat import prepare
 from nanochat.run_dir import iter_log
-from nanochat.sources import check, check_files, fingerprint, open_source, scan
+from nanochat.sources import (
+    check,
+    check_files,
+    fingerprint,
+    open_source,
+    read_manifests,
+    scan,
+)
 from nanochat.splits import pin_files
 from nanochat.text import Selection
 from scripts import inspect_data, receipt, verify
@@ -317,31 +324,46 @@ def test_a_file_that_arrives_later_does_not_change_a_run(data):
     assert check_files(manifests, data) == manifests
 
 
-def older(manifest):
-    """The manifest as older code pinned it: by the bytes of the parquet file that it wrote."""
-    entries = []
-    for entry in manifest["files"]:
-        rest = {name: value for name, value in entry.items() if name != "parquet"}
-        entries.append({**rest, "size": 7, "footer": "00", "own_size": entry["size"]})
-    return {**manifest, "files": entries}
+@pytest.fixture
+def older(tmp_path):
+    """A function that gives a manifest as older code pinned it: by the bytes of the parquet file
+    that it wrote. Returns (its fingerprint then, the manifest as it is read now)."""
+
+    def older(manifest):
+        entries = []
+        for entry in manifest["files"]:
+            rest = {name: value for name, value in entry.items() if name != "parquet"}
+            entries.append({**rest, "size": 7, "footer": "00", "own_size": entry["size"]})
+        old = {**manifest, "files": entries}
+        path = tmp_path / "data_manifest.json"
+        path.write_text(json.dumps({"train": {"data": old}, "val": {}}))
+        return fingerprint(old), read_manifests(path)["train"]["data"]
+
+    return older
 
 
-def test_a_run_that_older_code_began_keeps_its_fingerprint(data):
-    old = older(scan(data, selection=Selection(min_chars=5)))
-    found = check(old)
-    assert fingerprint(found) == fingerprint(old)
+def test_a_run_that_older_code_began_keeps_its_fingerprint(data, older):
+    before, old = older(scan(data, selection=Selection(min_chars=5)))
+    found = check(check(old))
+    assert fingerprint(found) == fingerprint(old) == before
     [first, *_] = open_source(found, ByteTokenizer()).texts(0)
     assert first in DOCUMENTS
 
 
-def test_changed_documents_of_a_run_that_older_code_began_are_an_error(data):
-    old = older(scan(data))
+def test_a_run_that_older_code_began_pins_the_hashes_when_it_resumes(data, older):
+    _, old = older(scan(data))
+    found = check(old)
+    hashes = [entry["footer"] for entry in found["files"]]
+    assert hashes == [entry["footer"] for entry in scan(data)["files"]]
+
+
+def test_changed_documents_of_a_run_that_older_code_began_are_an_error(data, older):
+    """The file keeps its size, of which alone older code had a record."""
+    _, old = older(scan(data))
     lines = (data / "b.jsonl").read_text().splitlines()
     number = next(i for i, line in enumerate(lines) if len(line) > 30)
-    text = json.loads(lines[number])["text"]
-    lines[number] = json.dumps({"text": text[:-9]}) + " " * (
-        len(lines[number]) - len(json.dumps({"text": text[:-9]}))
-    )
+    shorter = json.dumps({"text": json.loads(lines[number])["text"][:-9]})
+    lines[number] = shorter.ljust(len(lines[number]))
     (data / "b.jsonl").write_text("\n".join(lines) + "\n")
     with pytest.raises(ValueError, match=r"b\.jsonl: it has changed since this run began \(tokens"):
         check(old)

@@ -536,7 +536,7 @@ class Pretokenizer:
         # keep the text's groups and size: rows then equal those made from text
         if self.windows.max_length == 0:
             same_groups = text_suffix(i.path.name) == ".parquet" and not selection.skips_some
-            # otherwise, training reads a converted file
+            # otherwise, training reads a prepared file
             if same_groups and not skipped.get("nulls"):
                 footer = read_footer(i.path, selection.text_field)
                 text_bytes = footer.text_bytes

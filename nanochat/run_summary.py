@@ -14,7 +14,7 @@ from nanochat.common import counted, get_dist_info, is_remote, print0, show
 from nanochat.config import flag
 from nanochat.dataloader import StepLayout
 from nanochat.dist import peak_memory, write_memory
-from nanochat.files import FORMATS
+from nanochat.files import FORMATS, data_at
 from nanochat.run_dir import CONFIG_NAME
 from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
 from nanochat.splits import describe_split, files_of, last_file_validates
@@ -32,7 +32,8 @@ def print_split(run: Run) -> None:
         print0(f"data: {files}, each with documents for training and for validation")
         return
     reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
-    chosen = not run.config and last_file_validates(settings.data_path or "", settings.val_path)
+    is_new = not run.config and settings.val_path is None
+    chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
     print0(
         *describe_split(
             files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen

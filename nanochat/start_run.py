@@ -64,7 +64,7 @@ from nanochat.dist import (
     other_processors,
     versions,
 )
-from nanochat.files import data_folder, default_data_path
+from nanochat.files import data_at, default_data_path
 from nanochat.plan import rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -249,9 +249,10 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
 def find_tokenizer(settings: Settings, data_path: str) -> Tokenizer:
     """The tokenizer that the settings name; by default tokenizer/ in the data folder, or <base
     dir>/tokenizer. ValueError or FileNotFoundError if neither exists."""
-    folder = data_folder(data_path)
-    if len(folder.parts) == 1:  # listed files without a common folder
-        folder = data_folder(data_path.partition(",")[0])
+    data = data_at(data_path)
+    folder = data.folder
+    if data.files and len(folder.parts) == 1:  # listed files without a common folder
+        folder = data.files[0].parent
     beside = folder / "tokenizer" if (folder / "tokenizer/tokenizer.json").is_file() else None
     return get_tokenizer(
         settings.tokenizer or beside, eod_token=settings.eod_token, data_path=settings.data_path
@@ -421,20 +422,21 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
                     f"--without-documents={settings.without_documents}: the file has changed since "
                     f"this run began; restore it, or start a new run with --model-tag=NAME"
                 )
-        return check_files(manifests, settings.data_path, settings.val_path, strict=settings.strict)
+        data = data_at(settings.data_path or "")
+        val = None if settings.val_path is None else data_at(settings.val_path).folder
+        return check_files(manifests, data.folder, val, strict=settings.strict)
 
     manifests = start.manifests or on_rank0(pinned)
 
     def opened() -> RunData:
         try:
-            if rank > 0:
-                check_files(manifests)
+            found = check_files(manifests) if rank > 0 else manifests
         except (OSError, ValueError) as e:
             raise ValueError(
                 f"{e}; every machine of a launch reads the data itself: copy or mount the same files "
                 "under the same path on this machine"
             ) from e
-        return open_data(manifests, tokenizer, as_stored=settings.packing == "binned")
+        return open_data(found, tokenizer, as_stored=settings.packing == "binned")
 
     data = on_all_ranks(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
@@ -490,7 +492,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"
         )
-    check_files(manifests)
+    manifests = check_files(manifests)
     tokenizer, config = get_tokenizer(run_dir / "tokenizer"), stream_config(settings)
     return open_data(manifests, tokenizer, as_stored=not config.framed), config, settings
 

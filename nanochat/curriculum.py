@@ -47,7 +47,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import did_you_mean, read_yaml
+from nanochat.cli import Decides, did_you_mean, read_yaml, setting
 from nanochat.common import check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer computes from a curriculum
@@ -145,14 +145,36 @@ class Phase:
         return {bucket: number // divisor for bucket, number in whole.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CurriculumSettings:
+    """curriculum"""
+
+    curriculum: dict | None = setting(
+        None,
+        "YAML file with the mix of buckets (subfolders of the data) in each phase of the run",
+        metavar="YAML",
+        decides=Decides.ROWS,
+        note="decides which bucket each row comes from; its notation and the last phase's duration may change",
+    )
+    allow_bucket_exhaustion: bool = setting(
+        False,
+        "when a bucket has run dry, continue with the other buckets",
+        note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
+    )
+    allow_budget_mismatch: bool = setting(
+        False,
+        "allow a run longer or shorter than all phases of its curriculum together",
+    )
+
+
 @dataclass(frozen=True)
 class Curriculum:
     """The contents of a curriculum file. ValueError if they contradict each other."""
 
     phases: list[Phase]
     max_epochs: dict[str, int] = field(default_factory=dict)
-    allow_bucket_exhaustion: bool = False
-    allow_budget_mismatch: bool = False
+    allow_bucket_exhaustion: bool = CurriculumSettings.allow_bucket_exhaustion
+    allow_budget_mismatch: bool = CurriculumSettings.allow_budget_mismatch
 
     def __post_init__(self) -> None:
         if not self.phases:

@@ -21,7 +21,6 @@ shared memory, state and a shutdown of their own.
 
 import contextlib
 import itertools
-import logging
 import math
 import queue
 import threading
@@ -29,21 +28,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from nanochat import dist
-from nanochat.common import block, get_dist_info
-from nanochat.files import list_parquet_files
+from nanochat.common import block, open_door
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
-from nanochat.sources import Source, open_source, scan
+from nanochat.sources import Source
 from nanochat.stream import Cursor, LaneState, OpensStream, Stream, open_stream
-from nanochat.tokenizer import Tokenizer, get_tokenizer
-
-log = logging.getLogger(__name__)
+from nanochat.tokenizer import Tokenizer, TokenizerSettings
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches ready in advance
@@ -269,7 +263,7 @@ class DataLoader:
         num_leaves: int = 1,
         cursors: Sequence[Cursor] | None = None,
         start_step: int = 0,
-        num_threads: int = 4,
+        num_threads: int = TokenizerSettings.tokenizer_threads,
         with_doc_ids: bool = False,
         drop_dry: bool = False,
     ):
@@ -438,7 +432,8 @@ def validation_config(source: Source, T: int) -> StreamConfig:
     documents = int(source.groups.sum())
     # the largest power of two up to 64 for which a lane has 128 documents
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
-    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
+    overlap = min(StreamConfig.overlap, T // 4)
+    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=overlap, max_epochs=1)
 
 
 def validation_loader(
@@ -452,7 +447,7 @@ def validation_loader(
     rank: int = 0,
     world_size: int = 1,
     num_leaves: int = 1,
-    num_threads: int = 4,
+    num_threads: int = TokenizerSettings.tokenizer_threads,
     with_doc_ids: bool = False,
 ) -> Iterator[MicroBatch]:
     """This rank's part of the first `num_tokens` validation tokens, in whole rows.
@@ -514,134 +509,19 @@ def validation_prompts(
     return prompts[:NUM_PROMPTS]
 
 
-# ---- nanochat's loaders --------------------------------------------------------------------------
+# ---- nanochat's names ----------------------------------------------------------------------------
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-State = dict[str, Any]
-
-
-def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-    *args: Any, **kwargs: Any
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """`nanochat_batches`, with a warning if there are several ranks: nanochat's state, saved by
-    rank 0, serves all.
-    """
-    _, rank, _, world_size = get_dist_info()
-    if world_size > 1 and rank == 0:
-        log.warning(
-            "the loader's state_dict has the place of its own rank only: each of the %d ranks must save its "
-            "own and resume with it, or use nanochat.dataloader.DataLoader",
-            world_size,
-        )
-    return nanochat_batches(*args, **kwargs)
+NANOCHAT_NAMES = (
+    "tokenizing_distributed_data_loader",
+    "tokenizing_distributed_data_loader_bos_bestfit",
+    "tokenizing_distributed_data_loader_with_state",
+    "tokenizing_distributed_data_loader_with_state_bos_bestfit",
+)
 
 
-def nanochat_batches(
-    tokenizer: Tokenizer,
-    B: int,
-    T: int,
-    split: str,
-    tokenizer_threads: int = 4,
-    tokenizer_batch_size: int = 128,
-    device: torch.device | str | None = None,
-    resume_state_dict: State | None = None,
-    buffer_size: int = 1000,
-    data_dir: Path | str | None = None,
-    *,
-    layout: str = "bestfit",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """Yields `inputs, targets, state_dict` without end: (B, T) int64 on `device` (None: the best
-    available), rows that start with BOS, documents cropped. `data_dir`: a folder of parquet files,
-    whose last file is used for validation; None: the download.
-
-    The loader does not know the global batch size, so a step is B rows on each of the W ranks.
-    `state_dict` shows pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the
-    exact cursors of its lanes. The loader resumes with the very next row, on the same rank of the
-    same number of ranks; otherwise ValueError (`DataLoader` resumes on any number). The lanes share
-    `buffer_size`.
-    """
-    _, rank, _, world_size = get_dist_info()
-    if split not in ("train", "val"):
-        raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
-    state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
-    if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
-        raise ValueError(
-            f"resume_state_dict: it has no {', '.join(missing)}, so another loader wrote it. The "
-            f"original nanochat's state names a row group, not the next row, and this loader reads "
-            f"documents in a different order: start without resume_state_dict"
-        )
-    if (state["rank"], state["world_size"]) != (rank, world_size):
-        raise ValueError(
-            f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
-            f"is rank {rank} of {world_size}. Give each rank the state that it saved itself, or use "
-            f"nanochat.dataloader.DataLoader, which resumes on any number of ranks"
-        )
-    # of each rank
-    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= max(1, 64 // world_size))
-    config = StreamConfig(
-        T=T,
-        V=lanes * world_size,
-        layout=layout,
-        buffer_size=max(16, buffer_size // lanes),
-        unit_size=min(64, tokenizer_batch_size),
-    )
-    paths = [Path(p) for p in list_parquet_files(data_dir)]
-    names = [p.name for p in paths]
-    source = open_source(
-        scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer
-    )
-    with DataLoader(
-        config,
-        {split: source},
-        tokenizer=tokenizer,
-        rows_per_step=B * world_size,
-        device_batch_size=B,
-        device=device or dist.autodetect_device_type(),
-        rank=rank,
-        world_size=world_size,
-        num_threads=tokenizer_threads,
-        cursors=state["cursors"],
-    ) as loader:
-        assert isinstance(loader.stream, Stream)
-        for batch in loader:
-            cursors = loader.cursors()
-            at = cursors[0]["buckets"][split]
-            order = loader.stream.feeds[split][cursors[0]["lane"]].order
-            last = max(at["place"] - 1, 0)  # the document that this lane read last
-            name, row_group = source.locate(int(order.unit(at["epoch"], last, last + 1)[0][0]))
-            yield (
-                batch.inputs,
-                batch.targets,
-                {
-                    "pq_idx": names.index(name),
-                    "rg_idx": row_group,
-                    "epoch": at["epoch"] + 1,
-                    "cursors": cursors,
-                    "rank": rank,
-                    "world_size": world_size,
-                },
-            )
-
-
-def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) -> Iterator[Batch]:
-    """`nanochat_batches` without the state."""
-    for inputs, targets, _ in nanochat_batches(*args, **kwargs):
-        yield inputs, targets
-
-
-def tokenizing_distributed_data_loader_with_state(
-    *args: Any, **kwargs: Any
-) -> Iterator[tuple[Any, Any, State]]:
-    """The loader with state, for the `concat` layout and the default tokenizer; arguments start
-    with B, T, split.
-    """
-    return tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        get_tokenizer(), *args, **kwargs, layout="concat"
-    )
-
-
-def tokenizing_distributed_data_loader(*args: Any, **kwargs: Any) -> Iterator[Batch]:
-    """`tokenizing_distributed_data_loader_with_state` without the state."""
-    return tokenizing_distributed_data_loader_bos_bestfit(
-        get_tokenizer(), *args, **kwargs, layout="concat"
-    )
+def __getattr__(name: str) -> Any:
+    """nanochat's four loaders, which its forks import from here. They use `DataLoader`, so their
+    module is above this one."""
+    if name not in NANOCHAT_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return open_door(f"nanochat.integrations.nanochat_loaders:{name}")

@@ -42,6 +42,8 @@ from nanochat.dist import get_compute_dtype
 from nanochat.optim import MuonAdamW
 
 ROPE_BASE = 100_000
+# the usual shape: width per layer, and size of an attention head
+ASPECT_RATIO, HEAD_DIM = 64, 128
 ROPE_ROOM = 10  # rotary tables cover this many times sequence_len, so generation can exceed it
 VOCAB_MULTIPLE = 64
 SHORT_WINDOW_MULTIPLE = 128  # a tile of the attention kernels
@@ -115,9 +117,9 @@ class GPTConfig:
         *,
         vocab_size: int,
         sequence_len: int,
-        aspect_ratio: int = 64,
-        head_dim: int = 128,
-        window_pattern: str = "SSSL",
+        aspect_ratio: int = ASPECT_RATIO,
+        head_dim: int = HEAD_DIM,
+        window_pattern: str = window_pattern,
     ) -> "GPTConfig":
         """The shape for a given depth, the one dial.
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanochat.cli import Decides, setting
 from nanochat.common import permutation, words
 from nanochat.curriculum import Curriculum
 from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
@@ -48,25 +49,78 @@ MIN_LANES = 8  # minimum of the default V, however small the data is
 PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending ones
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """rows"""
+
+    order: str = setting(
+        "lanes",
+        "lanes: packed documents | any other: a part of its own, whose flags --order=NAME --help lists",
+        choices=tuple(ORDERS),
+        decides=Decides.ROWS,
+    )
+    packing: str = setting(
+        "bestfit",
+        "how documents are packed into rows",
+        choices=tuple(LAYOUTS),
+        decides=Decides.ROWS,
+    )
+    pack: bool = setting(
+        True,
+        "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
+        "--packing=binned",
+        decides=Decides.ROWS,
+    )
+    long_docs: str = setting(
+        "crop",
+        "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
+        "on it in a later row",
+        choices=("crop", "split"),
+        decides=Decides.ROWS,
+    )
+    overlap: int = setting(
+        64,
+        "with --long-docs=split: number of tokens repeated as context before the tail of a document",
+        decides=Decides.ROWS,
+    )
+    buffer_size: int = setting(
+        128,
+        "number of pending short documents per lane, from which bestfit fills rows",
+        decides=Decides.ROWS,
+    )
+    packer_version: int = setting(
+        VERSION, "version of the packer", flag=False, decides=Decides.ROWS
+    )
+    lanes: int = setting(
+        -1,
+        "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
+        "data can feed",
+        auto=True,
+        least=1,
+        decides=Decides.ROWS,
+        note="decides each lane's share of the data",
+    )
+
+
 @dataclass(frozen=True)
 class StreamConfig:
     """Everything that decides the tokens of a row except the data and tokenizer.
 
-    ValueError for impossible values.
+    It is `StreamSettings`, and what a run derives. ValueError for impossible values.
     """
 
     T: int  # targets in a row; the row holds T + 1 tokens
-    V: int = 64  # lanes
+    V: int = MAX_LANES
     seed: int = 0
-    layout: str = "bestfit"  # bestfit | concat | binned
-    long_docs: str = "crop"  # crop | split, for bestfit
-    overlap: int = 64  # tokens of context repeated in front of a continuation, for split
-    buffer_size: int = 128  # short documents pending in a lane, for bestfit
+    layout: str = StreamSettings.packing
+    long_docs: str = StreamSettings.long_docs  # for bestfit
+    overlap: int = StreamSettings.overlap  # for split
+    buffer_size: int = StreamSettings.buffer_size  # for bestfit
     unit_size: int = 64  # maximum number of documents read and tokenized at once
-    pack: bool = True  # False: one entry per row, for binned
+    pack: bool = StreamSettings.pack  # for binned
     max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
     curriculum: Curriculum | None = None
-    packer_version: int = VERSION
+    packer_version: int = StreamSettings.packer_version
 
     def __post_init__(self) -> None:
         for name in ("T", "V", "buffer_size", "unit_size"):

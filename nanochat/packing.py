@@ -222,7 +222,7 @@ class BestFit(Packer):
     def of(cls, config: PackingSettings) -> "BestFit":
         return cls(config.T, split=config.long_docs == "split", overlap=config.overlap)
 
-    def __init__(self, T: int, *, split: bool = False, overlap: int = 64):
+    def __init__(self, T: int, *, split: bool = False, overlap: int = 0):
         super().__init__(T)
         self.split, self.overlap = split, overlap
         self.max_tokens = None if split else self.capacity

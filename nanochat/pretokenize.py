@@ -551,7 +551,7 @@ class Pretokenizer:
         if self.windows.max_length == 0:
             is_parquet = text_suffix(i.path.name) == ".parquet"
             skips_some = selection.skips_some or skipped.get("nulls")
-            if is_parquet and not skips_some:  # otherwise, training reads a converted file
+            if is_parquet and not skips_some:  # otherwise, training reads a prepared file
                 footer = read_footer(i.path, selection.text_field)
                 text_bytes = footer.text_bytes
                 groups = [n for n in footer.counts if n]

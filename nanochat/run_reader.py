@@ -124,13 +124,13 @@ class RunReader:
     def files(self) -> Table:
         """(bucket and split, folder, number, bytes, documents) of the files that the run reads.
 
-        Bytes are those of the user's files, before any conversion.
+        Bytes are those of the user's own files.
         """
         rows: Table = []
         for split, buckets in self.manifests.items():
             for bucket, manifest in buckets.items():
                 entries = manifest["files"]
-                num_bytes = sum(entry.get("own_size", entry["size"]) for entry in entries)
+                num_bytes = sum(entry["size"] for entry in entries)
                 documents = sum(sum(entry["groups"]) for entry in entries)
                 name = f"{bucket} ({split})"
                 rows.append((name, manifest["root"], len(entries), num_bytes, documents))

@@ -38,6 +38,7 @@ from nanochat.order import Order, StreamConfig, open_order
 from nanochat.packing import Piece, Placement
 from nanochat.rows import Document, Packed, Row, assemble
 from nanochat.sources import Source
+from nanochat.tokenizer import TokenizerSettings
 
 FORMAT = 5  # of cursors
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
@@ -604,7 +605,7 @@ class Stream:
         *,
         tokenizer: str,
         cursors: Sequence[Cursor] | None = None,
-        num_threads: int = 4,
+        num_threads: int = TokenizerSettings.tokenizer_threads,
         drop_dry: bool = False,
         feed: type[Feed] = Feed,
     ):

@@ -11,7 +11,6 @@ import numpy as np
 from nanochat.common import hash_json
 from nanochat.rows import Document
 from nanochat.sources import Manifest, Source
-from nanochat.text import Selection
 from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
 
@@ -68,7 +67,7 @@ class TokenSource(Source):
             )
 
     @staticmethod
-    def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
+    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
         return open_tokens(path).pin(name)
 
     @staticmethod

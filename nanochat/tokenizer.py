@@ -27,10 +27,12 @@ tokenizers of other programs; each is saved as a copy of its program's file besi
 
 import argparse
 import base64
+import contextlib
 import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
+from nanochat.cli import Decides, setting
 from nanochat.common import (
     as_path,
     check_shape,
@@ -459,9 +462,10 @@ class RustBPETokenizer(Tokenizer):
     @cached_property
     def encoder(self) -> Encoder:
         """tiktoken, or a faster encoder with the same ids if the extra `fast` is installed."""
-        if importlib.util.find_spec("fastokens") is None:
-            return TiktokenEncoder(self.enc)
-        return open_door(TOKENIZERS["fast"])(self.enc)
+        if importlib.util.find_spec("fastokens") is not None:
+            with contextlib.suppress(ModuleNotFoundError):  # the part behind the door is removed
+                return open_door(TOKENIZERS["fast"])(self.enc)
+        return TiktokenEncoder(self.enc)
 
     @classmethod
     def train_from_iterator(
@@ -633,6 +637,28 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
 
 
 # ---- opening a tokenizer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """tokenizer"""
+
+    tokenizer: str | None = setting(
+        None,
+        f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
+        "scripts.tok_train writes it)",
+        also=["--tokenizer-dir"],
+        metavar="NAME",
+    )
+    eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
+    tokenizer_fingerprint: str = setting(
+        "",
+        "fingerprint of the tokenizer",
+        flag=False,
+        decides=Decides.WEIGHTS,
+        note="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
+    )
+    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:

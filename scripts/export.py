@@ -62,8 +62,8 @@ from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
+from nanochat.run_settings import build_model, resolve
 from nanochat.sources import DATA_MANIFEST
-from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.receipt import NAME as RECEIPT_NAME
 from scripts.receipt import make_receipt

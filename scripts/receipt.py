@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
     as_path,
     begin_launch,
@@ -49,12 +49,12 @@ from nanochat.common import (
     read_json,
     write_json,
 )
-from nanochat.config import FIELDS, STREAM, Settings, flag
-from nanochat.files import data_folder
+from nanochat.config import REMOVED, Settings, fields_of, flag
+from nanochat.files import data_at
 from nanochat.run_dir import find_run, unpack_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
-from nanochat.sources import Manifest, RunData, open_data, pin
+from nanochat.sources import Manifest, RunData, is_prepared, open_data, scan_all
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
@@ -65,17 +65,6 @@ NAME = "receipt.json"
 EVERY = 1000  # steps between marks
 MANY = 300  # files in a readable list
 SHORT = 3  # hexadecimal digits of a hash in a compressed list
-# the settings that determine the rows: those marked STREAM, and some that determine more than the
-# order
-SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
-    "max_seq_len",
-    "total_batch_size",
-    "lanes",
-    "curriculum",
-    "split",
-    "eod_mask_loss",
-    "num_samples",
-]
 # and "files", or "packed" if there are many
 BUCKET = {"number": int, "contents": str, "others": dict}
 MARK = {"digest": str, "chain": str}
@@ -130,7 +119,7 @@ def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
         )
     else:
         content = hash_file(path)
-    return FileLine(pinned[:16], content, str(entry.get("own_size", entry["size"])), entry["name"])
+    return FileLine(pinned[:16], content, str(entry["size"]), entry["name"])
 
 
 def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
@@ -138,7 +127,7 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     entries = [entry for manifest in manifests.values() for entry in manifest["files"]]
     listed: dict[str, Any] = {}
     with tqdm(
-        total=sum(entry.get("own_size", entry["size"]) for entry in entries),
+        total=sum(entry["size"] for entry in entries),
         unit="B",
         unit_scale=True,
         desc="hashing the data",
@@ -170,6 +159,15 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     return listed
 
 
+def row_settings(settings: Settings) -> dict[str, Any]:
+    """{name: value} of the settings that decide the rows of a run."""
+    return {
+        name: getattr(settings, name)
+        for name, f in fields_of(type(settings)).items()
+        if Decides.ROWS in f.metadata["decides"]
+    }
+
+
 def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
     """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or
     FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
@@ -193,7 +191,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
         "run": run.name,
         "steps": steps,
         "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
-        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "settings": row_settings(settings),
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
         "files": list_files(data.manifests["train"]),
         "marks": marks,
@@ -265,24 +263,41 @@ def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
     return files
 
 
-def compare_file(
-    file: FileLine, root: Path, selection: Selection
-) -> tuple[dict[str, Any], FileLine]:
-    """(manifest entry, line) of a file as it is now. ValueError or FileNotFoundError if it differs
-    from the receipt."""
+def check_size(file: FileLine, root: Path) -> None:
+    """ValueError or FileNotFoundError if a file of a receipt is missing below `root`, or has
+    another size. Fast, so it comes before text is prepared."""
     path = root / file.name
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: missing, but the receipt lists it; restore it, or name the folder that has "
             f"it with --data-path"
         )
-    entry = pin(path, file.name, selection)
+    size = path.stat().st_size
+    is_pair = path.suffix == ".bin"  # its size is that of both files
+    if not is_pair and file.size not in ("-", str(size)):
+        raise ValueError(
+            f"{path}: it has {size} bytes, the receipt says {file.size}, so the run was trained on a "
+            f"different file; restore that file"
+        )
+
+
+def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLine:
+    """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
+    ValueError if they differ."""
+    file, entry = pair
+    path = root / file.name
     now = describe_file(root, entry)
     if problem := file.differs(path, now):
+        same_bytes = "-" not in (now.content, file.content) and now.content == file.content
+        if same_bytes and is_prepared(entry):
+            raise ValueError(
+                f"{path}: the receipt is of a run that older code began, which pinned text that is not "
+                f"parquet differently; verify it with the code that wrote it"
+            )
         raise ValueError(
             f"{problem}, so the run was trained on a different file; restore that file"
         )
-    return entry, now
+    return now
 
 
 def find_manifests(
@@ -290,14 +305,19 @@ def find_manifests(
 ) -> dict[str, Manifest]:
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""
-    root, manifests = data_folder(data_path), dict[str, Manifest]()
+    root = data_at(data_path).folder
+    listed: dict[str, list[FileLine]] = {}
+    for name, bucket in receipt["files"].items():
+        listed[name] = lines_of(bucket, path)
+        for file in listed[name]:
+            check_size(file, root)
+    paths = {name: [root / file.name for file in files] for name, files in listed.items()}
+    manifests = scan_all({"train": root}, {"train": paths}, selection)["train"]
     with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
         for name, bucket in receipt["files"].items():
-            entries, lines = list[dict[str, Any]](), list[FileLine]()
-            for entry, line in each(
-                partial(compare_file, root=root, selection=selection), lines_of(bucket, path)
-            ):
-                entries.append(entry)
+            manifest, lines = manifests[name], list[FileLine]()
+            pairs = list(zip(listed[name], manifest["files"]))
+            for line in each(partial(compare_file, root=root), pairs):
                 lines.append(line)
                 bar.update(int(line.size))
             now = hash_contents(lines)
@@ -306,7 +326,7 @@ def find_manifests(
                     f"{data_path}: one of the {len(lines):,} files of bucket {name!r} is not the one that "
                     f"the run was trained on; the receipt's hashes are too short to name it"
                 )
-            manifests[name] = {"root": str(root.resolve()), "files": entries, **bucket["others"]}
+            manifest |= bucket["others"]
     return manifests
 
 
@@ -378,11 +398,12 @@ def open_receipt(
         raise ValueError(
             f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}"
         )
-    if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
+    settings = Settings.from_json(receipt["settings"])
+    known = {*fields_of(type(settings)), *REMOVED}
+    if unknown := sorted(receipt["settings"].keys() - known):
         raise ValueError(
             f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})"
         )
-    settings = Settings.from_json(receipt["settings"])
     config = stream_config(settings)
     tokenizer = choose_tokenizer(path, receipt, settings, given)
     selection = Selection.of(settings.to_json()).for_split("train")

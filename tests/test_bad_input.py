@@ -150,7 +150,11 @@ DATA = [  # (command line, files, words)
         {"one/train/a.parquet": TEXTS, "one/test/a.parquet": TEXTS},
         ("it has train/ but no val/ (test/ is used for neither)", "--val-path"),
     ),
-    ("base_train --data-args-path=gone.txt", {}, ("--data-args-path=gone.txt: no such file",)),
+    (
+        "base_train --order=megatron --data-args-path=gone.txt",
+        {},
+        ("--data-args-path=gone.txt: no such file",),
+    ),
     (ONE, {"one/a.parquet": blank(False)}, ("only empty documents",)),
     (
         "base_train --data-path=data --val-path=blank.jsonl",
@@ -615,7 +619,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(copied, monkeypatch, line
     after = fingerprint(copied)
     assert {name: after.get(name) for name in before} == before
     new = {name for name in after.keys() - before.keys() if not Path(name).name.startswith(".")}
-    caches = ("converted/", "wandb/matplotlib/")
+    caches = ("prepared/", "wandb/matplotlib/")
     assert not {name for name in new if not name.startswith(caches)}, (
         "the command left a file behind"
     )

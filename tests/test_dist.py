@@ -453,15 +453,18 @@ def test_every_ranks_own_time_is_logged_at_intervals():
 
 def test_clock_and_power_are_logged_if_they_can_be_read(monkeypatch):
     events = []
-    journal = types.SimpleNamespace(event=lambda name, **record: events.append(record["ranks"][0]))
-    run = types.SimpleNamespace(
-        loader=types.SimpleNamespace(device=torch.device("cuda", 0)), journal=journal
+    journal = types.SimpleNamespace(
+        event=lambda name, step, **record: events.append(record["ranks"][0])
+    )
+    parts = types.SimpleNamespace(
+        loader=types.SimpleNamespace(device=torch.device("cuda", 0)),
+        progress=types.SimpleNamespace(step=7),
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    log_ranks(run, 0.0)  # without a driver
+    log_ranks(parts, journal, 0.0)  # without a driver
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 650_000)
-    log_ranks(run, 0.0)
+    log_ranks(parts, journal, 0.0)
     assert (
         events[0].keys() == {"own_s"}
         and events[1]["clock_mhz"] == 1980

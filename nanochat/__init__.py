@@ -1,0 +1,45 @@
+"""
+The map of this package. Importing it does nothing.
+
+The core, in reading order: from a text to an update of the weights.
+
+    tokenizer        text to ids and back
+    packing          document lengths to rows: what goes where, without a token in sight
+    rows             what goes where, and ids, to rows: tokens, and which of them are targets
+    order            which lane reads which documents when
+    stream           the tokens in row k of lane l, whatever the number of processes
+    dataloader       rows to batches on the device
+    gpt              the model; `attention` and `fp8` are parts of it
+    reduce           gradients of all ranks, added in one fixed order
+    optim            Muon and AdamW, sharded over the ranks
+    trainer          one step of all ranks, and the state that a run carries
+
+Files and text:
+
+    files            what a data path names             sources          files behind one interface, and their pins
+    splits           training, validation, buckets      parquet_source   text from parquet (spill: large groups)
+    text             which documents are read           token_source     documents from token files
+    text_kinds       jsonl, txt, arrow, ...             tokens           the format of token files
+    prepare          other text to parquet, once        pretokenize      text to token files, once
+    dataset          nanochat's names; download
+
+The stream: `curriculum` mixes buckets, `plan` says when one runs dry, `find` where a document is.
+
+Training: `schedule`, `spikes`, `steps` (plain values), `loss_eval` and `evaluations` (between steps),
+`core_eval` (CORE), `engine` (generation).
+
+A run, from its command to its end:
+
+    config           the settings                       run_owner        which launch owns a run
+    run_settings     what follows from them             run_stop         why a run stops
+    run_order        what they mean for the data        run_guard        what protects a launch
+    start_run        how a run starts or resumes        watchdog         ends a launch that hangs
+    run_summary      what a launch prints first         run_saves        when a run saves
+    run_dir          the folders and files of a run     checkpoint       what a save writes, and reads
+    run_journal      where steps and events go          run_state        where a run stands
+    run_reader       what a run recorded
+
+The floor: `common` (files, JSON, hashes), `cli` (flags), `dist` (processes).
+
+`integrations/` connects to other programs, behind the doors that dev/ARCHITECTURE.md lists.
+"""

@@ -278,27 +278,35 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
         return
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     if kernel == "cudnn":
-        if deterministic:
-            raise ValueError(
-                "--attention-kernel=cudnn: this kernel is not deterministic; add --no-deterministic, or "
-                "omit the flag"
-            )
-        if not prefers_cudnn():
-            raise ValueError(
-                f"--attention-kernel=cudnn: PyTorch does not choose this kernel on "
-                f"{torch.cuda.get_device_name()} with cuDNN {torch.backends.cudnn.version()}; omit the "
-                f"flag"
-            )
-        return
+        _check_cudnn(deterministic)
+    elif kernel == "fa3":
+        _activate_fa3(deterministic)
+    elif deterministic and torch.cuda.get_device_capability()[0] == 9:
+        log.info(
+            "note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: we estimate "
+            "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)",
+            INSTALL_FA3,
+        )
+
+
+def _check_cudnn(deterministic: bool) -> None:
+    """ValueError if PyTorch would not use cuDNN, or must not."""
+    if deterministic:
+        raise ValueError(
+            "--attention-kernel=cudnn: this kernel is not deterministic; add --no-deterministic, or "
+            "omit the flag"
+        )
+    if not prefers_cudnn():
+        raise ValueError(
+            f"--attention-kernel=cudnn: PyTorch does not choose this kernel on "
+            f"{torch.cuda.get_device_name()} with cuDNN {torch.backends.cudnn.version()}; omit the "
+            f"flag"
+        )
+
+
+def _activate_fa3(deterministic: bool) -> None:
+    """Replace FlashAttention-2 with version 3. ValueError if it does not work here."""
     capability = torch.cuda.get_device_capability()
-    if kernel == "wheel":
-        if deterministic and capability[0] == 9:
-            log.info(
-                "note: the deterministic attention kernel of PyTorch's wheel is slow on this GPU: we estimate "
-                "that --attention-kernel=fa3 in a new run saves 6 to 9 %% of a step (%s)",
-                INSTALL_FA3,
-            )
-        return
     if capability[0] != 9:
         raise ValueError(
             f"--attention-kernel=fa3: this kernel does not run on {torch.cuda.get_device_name()} "

@@ -288,7 +288,6 @@ class DataLoader:
         self.wait_s = 0.0  # total time that `next` has waited for batches
         # the stream's last two states, by the number of steps done
         self._ends = {start_step: self.stream.state()}
-
         # the slots travel between the thread and the consumer
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()

@@ -599,21 +599,18 @@ class GPT(nn.Module):
         if micro_batches == num_leaves:
             gradients = max(0, gradients - layers)
 
-        logits = size * tokens * self.config.padded_vocab_size
-        if not compiled:
-            logits = 18 * min(tokens, LOSS_CHUNK) * self.config.vocab_size
+        logits = 18 * min(tokens, LOSS_CHUNK) * self.config.vocab_size
+        if compiled:
+            logits = size * tokens * self.config.padded_vocab_size
         # The gradients of a step's first micro-batch lie where its logits were, so the second one's
         # logits do not fit there: that memory stays empty, except for the gradients.
-        empty = max(0, logits - gradients - pending) if compiled and micro_batches > 1 else 0
-        parts = {
-            "weights": weights,
-            "gradients": gradients,
-            "optimizer": (8 * (total - matrices) + 4 * matrices) // world_size,
-            "pending leaves": pending,
-            "casts": casts,
-            "layers": layers,
-            "logits or one layer": max(logits + empty, int(unit * one_layer)),
-        }
+        if compiled and micro_batches > 1:
+            logits += max(0, logits - gradients - pending)
+
+        parts = {"weights": weights, "gradients": gradients}
+        parts["optimizer"] = (8 * (total - matrices) + 4 * matrices) // world_size
+        parts |= {"pending leaves": pending, "casts": casts, "layers": layers}
+        parts["logits or one layer"] = max(logits, int(unit * one_layer))
         return parts | {"spare": int(SPARE * sum(parts.values()))}
 
     def _kept_tensors(self, compiled: bool) -> tuple[float, float]:

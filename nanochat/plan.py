@@ -285,6 +285,7 @@ def make_plan(
         feed=Rehearsal,
     )
     buckets = stream.buckets
+    lengths = {bucket: lengths[bucket] for bucket in buckets}
 
     # what the mix requests; the run takes rows `first` to `stop` - 1 of each lane
     first = stream.rows[0] - start_step * n
@@ -294,36 +295,24 @@ def make_plan(
 
     # pack the rows of all steps, unless no bucket can run dry
     whole_run = (stop - first) * config.V * config.T
-    for bucket in buckets:
+    for bucket, of_bucket in lengths.items():
         # with `drop_dry`, all other buckets could be dry
         needed = whole_run if drop_dry else asked[bucket]
-        lengths[bucket].plenty = has_plenty(config, bucket, lengths[bucket], needed)
-    is_rehearsed = not all(lengths[bucket].plenty for bucket in buckets)
-    steps = range(start_step if is_rehearsed else num_steps, num_steps)
+        of_bucket.plenty = has_plenty(config, bucket, of_bucket, needed)
+    all_plenty = all(of_bucket.plenty for of_bucket in lengths.values())
+    steps = range(num_steps if all_plenty else start_step, num_steps)
     rehearsed = _rehearse_steps(stream, n, steps)
-    accounts = ledger(stream.cursors(rehearsed.state), config.T)
+    accounts: dict[str, dict[str, int] | None] = dict.fromkeys(buckets)
+    if not all_plenty:
+        accounts |= ledger(stream.cursors(rehearsed.state), config.T)
 
     plans = {}
-    for bucket in buckets:
-        of = lengths[bucket]
-        account = accounts[bucket]
-        trained = account["rows"] * config.T if is_rehearsed else asked[bucket]
-        if of.plenty:
-            rows_per_lane = asked[bucket] // config.T // config.V
-            account = _sample(config, bucket, of, min(SAMPLE_ROWS, rows_per_lane))
-        plans[bucket] = BucketPlan(
-            documents=of.documents,
-            tokens=of.tokens,
-            max_epochs=config.epochs(bucket),
-            asked=asked[bucket],
-            trained=trained,
-            usable=rehearsed.usable.get(bucket),
-            dry_step=rehearsed.dry_step.get(bucket),
-            account=account,
-            exact=not of.plenty,
+    for bucket, of_bucket in lengths.items():
+        plans[bucket] = _bucket_plan(
+            config, bucket, of_bucket, asked[bucket], accounts[bucket], rehearsed
         )
     return Plan(
-        estimate=any(lengths[bucket].sample is not None for bucket in buckets),
+        estimate=any(of_bucket.sample is not None for of_bucket in lengths.values()),
         T=config.T,
         V=config.V,
         rows_per_step=rows_per_step,
@@ -392,6 +381,32 @@ def _rehearse_steps(stream: Stream, n: int, steps: range) -> Rehearsed:
             return Rehearsed(step, halt, state, usable, dry_step)
         state = stream.state()
     return Rehearsed(steps.stop, "", state, usable, dry_step)
+
+
+def _bucket_plan(
+    config: StreamConfig,
+    bucket: str,
+    lengths: Lengths,
+    asked: int,
+    account: dict[str, int] | None,
+    rehearsed: Rehearsed,
+) -> BucketPlan:
+    """What a run takes from a bucket; `account`: None if no row was rehearsed."""
+    trained = asked if account is None else account["rows"] * config.T
+    if account is None or lengths.plenty:  # of a sample
+        rows_per_lane = asked // config.T // config.V
+        account = _sample(config, bucket, lengths, min(SAMPLE_ROWS, rows_per_lane))
+    return BucketPlan(
+        documents=lengths.documents,
+        tokens=lengths.tokens,
+        max_epochs=config.epochs(bucket),
+        asked=asked,
+        trained=trained,
+        usable=rehearsed.usable.get(bucket),
+        dry_step=rehearsed.dry_step.get(bucket),
+        account=account,
+        exact=not lengths.plenty,
+    )
 
 
 def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:

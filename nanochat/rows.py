@@ -130,14 +130,11 @@ def assemble(
         # Tokens that an earlier row or an earlier stored entry also holds are off. The BOS in front
         # of them stays a target.
         if is_tail or document.context:
-            first_off = at
-            if framed and (is_tail or start == 0):
-                first_off += 1
+            begins_with_bos = framed and (is_tail or start == 0)
+            first_off = at + 1 if begins_with_bos else at
             context_end = document.context + framed  # in the document, which begins with BOS
             in_context = min(context_end - start, num_ids)
-            end_off = ids_at + max(repeated, in_context)
-            if first_off < end_off:
-                off.append((first_off, end_off))
+            off.append((first_off, ids_at + max(repeated, in_context)))
 
         # A silent document is off, and so is the token after it.
         if document.silent:
@@ -150,10 +147,11 @@ def assemble(
         off.append((at, T + 1))
 
     tokens = np.concatenate(pieces)
-    if framed and not off:
+    ranges = [span for span in off if span[0] < span[1]]
+    if framed and not ranges:
         return tokens, None
     live = np.ones(len(tokens), np.uint8)
-    for begin, end in off:
+    for begin, end in ranges:
         live[begin:end] = 0
     if not framed:  # stored entries end with EOD, which does not predict the token after it
         live[1:] &= tokens[:-1] != bos

@@ -478,17 +478,8 @@ class TokenFile:
 
     # -- the whole file
 
-    def pin(self, name: str) -> dict[str, Any]:
-        """What a run stores to pin the pair.
-
-        {"name", "size" of the .bin, "footer", "groups", "tokens", and "blocks", or for a remote
-        pair the "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx,
-        `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in
-        manifest.json.
-        """
-        # the pair must be the one that its record describes
-        record = self.record or {}
-        groups = record_groups(self.record, len(self))
+    def _check_record(self, record: Mapping[str, Any], groups: Sequence[int]) -> None:
+        """ValueError unless the pair is the one that its record describes."""
         found = {"entries": len(self), "tokens": self.num_tokens, "bin_bytes": self.num_bytes}
         for key, value in found.items():
             if record.get(key, value) != value:
@@ -500,6 +491,18 @@ class TokenFile:
                 f"{self.path}: the groups in {MANIFEST_NAME} have {groups!r:.80} entries, expected "
                 f"numbers that add up to {len(self):,}; {REDO}"
             )
+
+    def pin(self, name: str) -> dict[str, Any]:
+        """What a run stores to pin the pair.
+
+        {"name", "size" of the .bin, "footer", "groups", "tokens", and "blocks", or for a remote
+        pair the "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx,
+        `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in
+        manifest.json.
+        """
+        record = self.record or {}
+        groups = record_groups(self.record, len(self))
+        self._check_record(record, groups)
 
         # the index: its size, header and both ends
         start = HEADERS[self.format].size

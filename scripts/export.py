@@ -56,7 +56,7 @@ from nanochat.common import as_local_path, as_path, begin_launch, fsync_dir, rea
 from nanochat.config import Settings
 from nanochat.engine import load_model
 from nanochat.files import DATASET_NAME, default_data_path, is_folder
-from nanochat.gpt import GPTConfig
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.integrations.export_check import check_hf, check_nanochat
 from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_order import order_of
@@ -313,13 +313,9 @@ def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, by
     }
 
 
-def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> bytes:
-    """README.md, the model card: facts about the model, its data, and how to use it.
-
-    It names no path of the machine that trained it.
-    """
+def facts_about(checkpoint: Checkpoint, run: RunReader) -> list[tuple[str, Any]]:
+    """(fact, value) of a checkpoint."""
     step = checkpoint.step
-    tag = run.config.get("model_tag") or run.name
     measured, value = "bits per byte", "not measured"
     val = run.newest("val", step)
     if val is not None and val["bpb"] is not None:
@@ -330,9 +326,7 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
     for launch in run.launches:
         if launch.first <= step:
             code = launch.started.get("code")
-
-    facts = [
-        ("parameters", num_parameters),
+    return [
         ("steps", step),
         ("tokens", checkpoint.trainer_state["tokens"]),
         (f"validation {measured}", value),
@@ -340,9 +334,19 @@ def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> b
         ("checksum of the checkpoint", checkpoint.trainer_state["checksum"]),
         ("code, commit", code or "unknown"),
     ]
+
+
+def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> bytes:
+    """README.md, the model card: facts about the model, its data, and how to use it.
+
+    It names no path of the machine that trained it.
+    """
+    step = checkpoint.step
+    tag = run.config.get("model_tag") or run.name
     files = []
     for name, root, _, size, documents in run.files():
         files.append((name, documents, size, Path(root).name))
+    facts = [("parameters", num_parameters), *facts_about(checkpoint, run)]
     about = "\n".join(markdown(("fact", "value"), facts))
     data = "\n".join(markdown(("data", "documents", "bytes", "folder"), files))
     return f"""---
@@ -490,7 +494,7 @@ def from_nanochat(source: str) -> NanochatCheckpoint:
 
     FileNotFoundError or ValueError, which names the file, if one is missing or is not nanochat's.
     """
-    # which checkpoint
+    # the checkpoint
     text, at = source, ""
     if re.search(r"@\d+$", source):
         text, _, at = source.rpartition("@")
@@ -526,6 +530,27 @@ def from_nanochat(source: str) -> NanochatCheckpoint:
     return NanochatCheckpoint(folder.absolute(), step, state, config, batch)
 
 
+def difference_from(model: GPT, source: NanochatCheckpoint, shape: GPTConfig) -> str:
+    """How our model differs from a checkpoint of nanochat; "" if it does not.
+
+    Loads the weights into the model.
+    """
+    ours = asdict(model.config)
+    differing = []
+    for name, value in asdict(shape).items():
+        if value != ours[name]:
+            made = f"--depth, --aspect-ratio and --head-dim make it {ours[name]}"
+            differing.append(f"{name} is {value}, but {made}")
+    if differing:
+        return "; ".join(differing)
+    try:
+        model.load_state_dict(source.state, assign=True)
+    except RuntimeError as e:
+        # names the tensors that are missing, unknown or different in shape
+        return " ".join(str(e).split())[:400]
+    return ""
+
+
 def settings_of(
     source: NanochatCheckpoint, args: argparse.Namespace
 ) -> tuple[Settings, GPTConfig, Tokenizer]:
@@ -559,20 +584,7 @@ def settings_of(
         num_iterations=max(1, source.step),
         **source.batch,
     )
-    model = build_model(settings)
-    ours = asdict(model.config)
-    differing = []
-    for name, value in asdict(shape).items():
-        if value != ours[name]:
-            made = f"--depth, --aspect-ratio and --head-dim make it {ours[name]}"
-            differing.append(f"{name} is {value}, but {made}")
-    difference = "; ".join(differing)
-    if not difference:
-        try:
-            model.load_state_dict(source.state, assign=True)
-        except RuntimeError as e:
-            # names the tensors that are missing, unknown or different in shape
-            difference = " ".join(str(e).split())[:400]
+    difference = difference_from(build_model(settings), source, shape)
     if difference:
         raise ValueError(
             f"{source.folder}: its architecture differs from ours (nanochat's as of July 2026): "

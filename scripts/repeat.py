@@ -291,21 +291,14 @@ def parse_args(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         action="store_true",
         help="train the first seed once more, and report the difference, which must be 0",
     )
+    number: dict[str, Any] = {"type": whole(1), "default": 1, "metavar": "N"}
     p.add_argument(
         "--jobs",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="number of runs to train at the same time; if "
-        "N > 1, their output goes to files in <base dir>/repeats",
+        **number,
+        help="number of runs to train at the same time; if N > 1, their output goes to files in "
+        "<base dir>/repeats",
     )
-    p.add_argument(
-        "--nproc",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="processes per run, started by torchrun",
-    )
+    p.add_argument("--nproc", **number, help="processes per run, started by torchrun")
     return p.parse_args(words[:at]), words[at + 1 :]
 
 

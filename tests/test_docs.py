@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import nanochat
 from dev.e2e_docs import blocks, pages, run_pages
 from nanochat.config import settings_table
 from nanochat.run_stop import SIGNALS
@@ -33,6 +34,12 @@ def test_the_file_map_lists_every_module_and_no_other():
         if path.name != "__init__.py"
     }
     assert len(modules) > 40 and listed == modules
+
+
+def test_the_map_of_the_package_names_every_module():
+    words = set(re.findall(r"\w+", nanochat.__doc__))
+    modules = {path.stem for path in (ROOT / "nanochat").glob("*.py")} - {"__init__"}
+    assert len(modules) > 40 and modules - words == set()
 
 
 def test_the_table_of_settings_is_that_of_the_code():

@@ -713,7 +713,7 @@ def run_case(child: Child, name: str, number: int, seed: int) -> tuple[str, str]
     verdict, details = child.ask(name, child.base, number, path, data != kept[path])
     for p, before in kept.items():
         p.write_bytes(before)
-    shutil.rmtree(child.base / "converted", ignore_errors=True)
+    shutil.rmtree(child.base / "prepared", ignore_errors=True)
     return verdict, f"{path.relative_to(child.base)}: {details}"
 
 

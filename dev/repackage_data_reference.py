@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, whole
 from nanochat.common import counted
-from nanochat.files import data_folder, find_files, index_to_filename
+from nanochat.files import data_at, find_files, index_to_filename
 from nanochat.text import ALL, SUFFIXES, Selection, add_text_flags
 from nanochat.text_kinds import read_documents
 from scripts.export import new_folder
@@ -64,7 +64,7 @@ def read_records(
     "chars", and of skipped "broken" lines, which cause a warning, and "short" documents."""
     # names are relative to the given folder; the position of the argument makes them unique
     files = [
-        (f"{i}/{path.relative_to(data_folder(root)).as_posix()}", path)
+        (f"{i}/{path.relative_to(data_at(root).folder).as_posix()}", path)
         for i, root in enumerate(inputs)
         for path in find_files(root)
     ]

@@ -21,7 +21,6 @@ from nanochat.files import (
 )
 from nanochat.integrations import download
 from nanochat.text import open_parquet, read_batches
-from nanochat.text_kinds import as_parquet
 
 __all__ = [
     "download_single_file",
@@ -57,13 +56,12 @@ def parquets_iter_batched(
             f"{paths[0]}: the only file, expected at least 2 (the last one is for validation); add one"
         )
     for path in paths[:-1] if split == "train" else paths[-1:]:
-        path = str(as_parquet(Path(path)))  # without nulls
         with open_parquet(path) as file:
             for group in range(start, file.num_row_groups, step):
+                nulls: dict[str, int] = {}
+                columns = list(read_batches(file, group, path, skipped=nulls))
                 yield [
-                    text
-                    for column in read_batches(file, group, path)
-                    for text in column.to_pylist()
+                    text for column in columns for text in column.to_pylist() if text is not None
                 ]
 
 

@@ -28,6 +28,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -206,25 +207,41 @@ def read_data_args(path: Path | str) -> str:
     return ",".join(words)
 
 
-def named_files(path: Path | str) -> list[Path]:
-    """The files that a --data-path names one by one: a single file, or token files without their
-    suffixes. [] for a folder or a path that does not exist."""
-    if exists(as_path(path)):
-        return [as_path(path)] if as_path(path).is_file() else []
-    return find_prefixes(str(path))
+@dataclass(frozen=True)
+class DataPath:
+    """What a --data-path names, which `data_at` finds out once: everything below a folder, which
+    may not exist; or only some files, which are listed one by one."""
+
+    text: str  # as it was given
+    folder: Path  # names of files are relative to it
+    files: tuple[Path, ...] = ()  # () for a folder
+    are_prefixes: bool = False  # token files that were named without their suffixes
+
+    def __str__(self) -> str:
+        return self.text
+
+    def has_folder(self, name: str) -> bool:
+        """Whether it is a folder with a subfolder of this name."""
+        return not self.files and is_folder(self.folder / name)
 
 
-def data_folder(path: Path | str) -> Path:
-    """The folder that file names are relative to: the --data-path, or the folder of the files that
-    it names."""
-    folders = [file.parent for file in named_files(path)]
-    return (
-        as_path(os.path.commonpath(folders))
-        if len(folders) > 1
-        else folders[0]
-        if folders
-        else as_path(path)
-    )
+def data_at(path: Path | str) -> DataPath:
+    """What a --data-path names: a folder, a file, or token files without their suffixes, separated
+    by commas. FileNotFoundError or ValueError for a list of which some files do not exist."""
+    place = as_path(path)
+    if exists(place):
+        is_single = not place.is_dir()
+        return DataPath(
+            str(place),
+            place.parent if is_single else place,
+            (place,) if is_single else (),
+        )
+    files = find_prefixes(str(path))
+    if not files:
+        return DataPath(str(place), place)
+    folders = [file.parent for file in files]
+    folder = as_path(os.path.commonpath(folders)) if len(folders) > 1 else folders[0]
+    return DataPath(str(path), folder, tuple(files), are_prefixes=True)
 
 
 class Listing(NamedTuple):
@@ -235,50 +252,56 @@ class Listing(NamedTuple):
     ignored: dict[str, list[Path]]
 
 
-def list_files(path: Path | str, data_format: str = "text") -> Listing:
-    """The files of a format at a --data-path: all files below a folder, or the files that it names.
-    FileNotFoundError or ValueError if there are none, or if one cannot be data."""
+def list_files(data: DataPath, data_format: str = "text") -> Listing:
+    """The files of a format that a --data-path names. FileNotFoundError or ValueError if there are
+    none, or if one cannot be data."""
+    _check_format_name(data_format)
     # A format that is not in the table is a suffix (see `nanochat.sources.SOURCES`).
-    path, suffixes = as_path(path), FORMATS.get(data_format, (f".{data_format}",))
-    if (
-        data_format not in FORMATS
-        and not (Path(__file__).parent / f"source_{data_format}.py").is_file()
-    ):
-        ours = GPT_SIMPLE.get(data_format)
-        hint = (
-            f"; gpt-simple's {data_format} is called {ours} here"
-            if ours
-            else did_you_mean(data_format, FORMATS)
-        )
-        raise ValueError(
-            f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
-            f"NAME with a nanochat/source_NAME.py{hint}"
-        )
-    if is_folder(path):
-        return _list_folder(path, data_format, suffixes)
-    files = named_files(path) if exists(path) or data_format != "text" else []
-    if not files:
-        beside = (
-            [p.name for p in path.parent.iterdir()]
-            if is_folder(path.parent) and not is_remote(path)
-            else []
-        )
-        hint = did_you_mean(path.name, beside) or (
-            f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
-        )
-        raise FileNotFoundError(f"{path}: no such data folder{hint}")
+    suffixes = FORMATS.get(data_format, (f".{data_format}",))
+    if not data.files:
+        if not is_folder(data.folder):
+            raise _no_such_folder(data.folder)
+        return _list_folder(data.folder, data_format, suffixes)
+    if data.are_prefixes and data_format == "text":
+        raise _no_such_folder(as_path(data.text))
+    files = list(data.files)
     if not has_suffix(files[0].name, suffixes):
         raise ValueError(
-            f"{path}: expected a folder or a {', '.join(suffixes)} file for "
+            f"{data}: expected a folder or a {', '.join(suffixes)} file for "
             f"--data-format {data_format}; rename it, or change --data-format"
         )
     _check_names(files)
     return Listing(files, {})
 
 
+def _check_format_name(data_format: str) -> None:
+    """ValueError for a --data-format that nothing reads."""
+    own_source = Path(__file__).parent / f"source_{data_format}.py"
+    if data_format in FORMATS or own_source.is_file():
+        return
+    hint = did_you_mean(data_format, FORMATS)
+    if data_format in GPT_SIMPLE:
+        hint = f"; gpt-simple's {data_format} is called {GPT_SIMPLE[data_format]} here"
+    raise ValueError(
+        f"--data-format: got {data_format!r}, expected {', '.join(FORMATS)}, or a "
+        f"NAME with a nanochat/source_NAME.py{hint}"
+    )
+
+
+def _no_such_folder(path: Path) -> FileNotFoundError:
+    """The error for a --data-path that names nothing."""
+    beside: list[str] = []
+    if not is_remote(path) and is_folder(path.parent):
+        beside = [other.name for other in path.parent.iterdir()]
+    hint = did_you_mean(path.name, beside) or (
+        f"; {GET_DATA} (token files may be named without .bin if --data-format is set)"
+    )
+    return FileNotFoundError(f"{path}: no such data folder{hint}")
+
+
 def find_files(path: Path | str, data_format: str = "text") -> list[Path]:
-    """The data of `list_files`."""
-    return list_files(path, data_format).data
+    """The data of `list_files` at a path."""
+    return list_files(data_at(path), data_format).data
 
 
 def has_suffix(name: str, suffixes: Sequence[str]) -> bool:

@@ -1,5 +1,5 @@
 """
-The source of text: parquet files, and other text files after their conversion to parquet.
+The source of text: parquet files. Other text is prepared as parquet first (nanochat/prepare.py).
 
 A row group can only be read from its beginning, but a lane needs 64 documents now and the next 64
 much later. Holding each lane's group decoded would cost megabytes per lane; decoding it for each
@@ -22,11 +22,20 @@ import numpy as np
 import pyarrow as pa
 
 from nanochat.common import counted, etag_of, hash_bytes
+from nanochat.prepare import LINE
 from nanochat.rows import Document
 from nanochat.sources import Manifest, Source
 from nanochat.spill import LARGE_BYTES, Spill, Spills, decode_group
-from nanochat.text import Selection, is_blank, leaf_column, open_parquet, read_batches, text_tokens
-from nanochat.text_kinds import as_parquet, as_pinned, is_empty_text, open_footer, warn_of_nulls
+from nanochat.text import (
+    TEXT_FIELD,
+    is_blank,
+    leaf_column,
+    open_parquet,
+    read_batches,
+    read_footer,
+    text_tokens,
+)
+from nanochat.text_kinds import is_empty_text
 from nanochat.tokenizer import CannotEncode, Tokenizer
 
 
@@ -56,50 +65,48 @@ class KeptUnits:
 
 
 class ParquetSource(Source):
-    """Text in parquet files. Other text files are converted to parquet once."""
+    """Text in parquet files."""
 
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer):
         super().__init__(manifest, tokenizer)
-        selection = Selection.of(manifest)
-        self.field = selection.text_field
-        self.paths = [
-            as_pinned(path, entry, selection) for path, entry in zip(self.paths, manifest["files"])
-        ]
+        self.field = manifest.get("text_field", TEXT_FIELD)
         self._kept = KeptUnits()
         self._groups = functools.cache(self._pack_group)  # of a small bucket
         self._locks = [threading.Lock() for _ in self.groups] if self.small else []
         self._spills = Spills()
         self._text_bytes = functools.cache(self._read_text_bytes)
+        self._lines = functools.lru_cache(64)(self._read_lines)
 
     @staticmethod
-    def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
-        """See `Source.scan_file`. The entry of a file that is converted to parquet describes the
-        parquet file, except for "own_size", which is for reports."""
-        parquet, footer = open_footer(path, selection)
-        own_size = {} if parquet == path else {"own_size": path.stat().st_size}
-        return {
+    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
+        """See `Source.scan_file`. "nulls": their number, if there are any; None if the footer does
+        not say it."""
+        footer = read_footer(path, text_field)
+        documents = sum(footer.counts)
+        entry = {
             "name": name,
-            "size": parquet.stat().st_size,
+            "size": path.stat().st_size,
             "footer": hash_bytes(footer.raw),
             "groups": footer.counts,
-            "tokens": text_tokens(footer.text_bytes, sum(footer.counts)),
-            **etag_of(parquet),
-            **own_size,
+            "tokens": text_tokens(footer.text_bytes, documents),
+            **etag_of(path),
         }
+        if footer.nulls != 0:
+            entry["nulls"] = footer.nulls
+        if footer.origin is not None:  # our own bytes may depend on the version of pyarrow
+            entry["size"], entry["footer"] = footer.origin
+        return entry
 
     @staticmethod
     def is_empty(path: Path) -> bool:
         return is_empty_text(path)
 
     @staticmethod
-    def check_scanned(files: Sequence[Path], selection: Selection) -> None:
-        """See `Source.check_scanned`: one warning about nulls, and an error if all documents are
-        empty."""
-        warn_of_nulls()
-        if all(is_blank(as_parquet(file, selection), selection.text_field) for file in files):
-            part = f"the {selection.part} part of the data" if selection.part else "this data"
+    def check_scanned(files: Sequence[Path], text_field: str) -> None:
+        """See `Source.check_scanned`: an error if all documents are empty."""
+        if all(is_blank(file, text_field) for file in files):
             raise ValueError(
-                f"{files[0]}: {part} ({counted(len(files), 'file')}) contains only empty documents; "
+                f"{files[0]}: this data ({counted(len(files), 'file')}) contains only empty documents; "
                 f"choose other data with --data-path and --val-path, or another --text-field"
             )
 
@@ -138,6 +145,19 @@ class ParquetSource(Source):
                 yield from self._read_large(group, rows, num_documents)
         else:
             yield from self._decode(group, 0, num_documents, 0).to_pylist()
+
+    def line_of(self, group: int, row: int) -> int | None:
+        """See `Source.line_of`."""
+        lines = self._lines(group)
+        return None if lines is None else int(lines[row])
+
+    def _read_lines(self, group: int) -> np.ndarray | None:
+        """(documents,) int64: `line_of` of a group's documents. None if it was not prepared."""
+        file, number = self.file_of(group)
+        with open_parquet(self.paths[file], self.field) as f:
+            if LINE not in f.schema_arrow.names:
+                return None
+            return f.read_row_group(number, columns=[LINE])[LINE].to_numpy()
 
     def _pack_group(self, group: int) -> list[tuple[int, bytes]]:
         """(size in bytes, compressed text) of every document of a group."""

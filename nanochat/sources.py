@@ -19,10 +19,14 @@ the manifest, so the stream ignores them. Hashing whole files at each start woul
 large data sets. The footer holds offsets, sizes and statistics of every column chunk, so a
 rewritten parquet file has a different footer. ETags are compared only if the root is the same,
 because a different storage service gives the same bytes a different ETag.
+
+**Prepared text** (nanochat/prepare.py) is pinned under the name, size and hash of the user's own
+file. Its entry also holds "parquet", the file that is read instead. That is a place on one machine:
+where it does not exist, it is prepared again, and compared.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,14 +37,26 @@ from nanochat.common import (
     check_shape,
     each,
     etag_of,
+    hash_file,
     hash_json,
+    local_copy,
     make_local_copies,
     open_door,
     read_json,
 )
-from nanochat.files import data_folder, find_files
+from nanochat.files import BUCKET, data_at, list_files
+from nanochat.prepare import TextFile, prepare
 from nanochat.rows import Document
-from nanochat.text import ALL, JSON_LINES, SUFFIXES, Selection, text_suffix, text_tokens
+from nanochat.text import (
+    ALL,
+    JSON_LINES,
+    SUFFIXES,
+    TEXT_FIELD,
+    Selection,
+    text_suffix,
+    text_tokens,
+)
+from nanochat.text_kinds import count_nulls
 from nanochat.tokenizer import Tokenizer
 
 SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
@@ -52,6 +68,7 @@ DATA_MANIFEST = "data_manifest.json"  # in the run directory
 SMALL_TOKENS = 32 << 20
 SMALL_DOCUMENTS = 1 << 20  # unless it has more documents than this
 
+UNKNOWN = ""  # the hash of a file that older code did not pin
 Manifest = dict[str, Any]  # has the shape PINNED; the files may move to another "root"
 # {"train": {bucket: manifest}, "val": {bucket: manifest}}
 Manifests = dict[str, dict[str, Manifest]]
@@ -95,7 +112,7 @@ class Source:
             int(self.groups @ self.means) <= SMALL_TOKENS
             and int(self.groups.sum()) <= SMALL_DOCUMENTS
         )
-        self.paths = [as_path(manifest["root"]) / e["name"] for e in files]
+        self.paths = [place_of(manifest, entry) for entry in files]
         self._first_group = np.cumsum([0, *(len(e["groups"]) for e in files)])
         self.without = self._find_without(manifest.get("without", {}))
 
@@ -116,11 +133,10 @@ class Source:
         return without
 
     @staticmethod
-    def scan_file(path: Path, name: str, selection: Selection) -> dict[str, Any]:
+    def scan_file(path: Path, name: str, text_field: str) -> dict[str, Any]:
         """A file's entry in a manifest: {"name", "size", "footer": a hash, "groups": number of
-        documents in each, "tokens": an estimate, needed unless the size gives one}. `selection`
-        says which documents of a text file are read. ValueError or FileNotFoundError if the file
-        cannot be read."""
+        documents in each, "tokens": an estimate, needed unless the size gives one}. `text_field`:
+        the column of text. ValueError or FileNotFoundError if the file cannot be read."""
         raise NotImplementedError
 
     @staticmethod
@@ -130,9 +146,9 @@ class Source:
         return False
 
     @staticmethod
-    def check_scanned(files: Sequence[Path], selection: Selection) -> None:
-        """Report what was found in the files of a bucket once all of them are scanned. ValueError
-        if nothing in them can be trained on."""
+    def check_scanned(files: Sequence[Path], text_field: str) -> None:
+        """ValueError if nothing in the files of a bucket, which are all scanned, can be trained
+        on."""
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """Documents `rows` (n,) of a group, in that order. The rows after these, up to `keep`, will
@@ -158,6 +174,11 @@ class Source:
         """A group's (relative name of its file, number within that file)."""
         file, number = self.file_of(group)
         return self.manifest["files"][file]["name"], number
+
+    def line_of(self, group: int, row: int) -> int | None:
+        """The line of the user's own file, from 1, at which a document of prepared text begins.
+        None for a file that was not prepared."""
+        return None
 
 
 # ---- the door ------------------------------------------------------------------------------------
@@ -223,18 +244,106 @@ def open_data(
 def scan(
     root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL
 ) -> Manifest:
-    """The manifest of some files (default: all) below `root`. ValueError or FileNotFoundError for
-    the first file that cannot be read."""
-    folder = data_folder(root)
-    files = find_files(root) if files is None else files
-    pins = list(each(lambda file: pin(file, file.relative_to(folder).as_posix(), selection), files))
-    reader_class(files[0].name).check_scanned(files, selection)
-    return {"root": str(folder.resolve()), "files": pins, **selection.named()}
+    """The manifest of one bucket: some files (default: all) below `root`. Text is prepared first,
+    if necessary. ValueError or FileNotFoundError for the first file that cannot be read."""
+    split = selection.part or "train"
+    data = data_at(root)
+    files = list_files(data).data if files is None else files
+    return scan_all({split: data.folder}, {split: {BUCKET: files}}, selection)[split][BUCKET]
 
 
-def pin(path: Path, name: str, selection: Selection) -> dict[str, Any]:
-    """A file's entry in a manifest."""
-    return reader_class(name).scan_file(path, name, selection)
+def scan_all(
+    folders: Mapping[str, Path],
+    files: Mapping[str, Mapping[str, Sequence[Path]]],
+    selection: Selection = ALL,
+) -> Manifests:
+    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan`."""
+    manifests: Manifests = {}
+    for split, buckets in files.items():
+        part = selection.for_split(split)
+        manifests[split] = {
+            bucket: _begin_manifest(folders[split], paths, part)
+            for bucket, paths in buckets.items()
+        }
+    manifests = prepared(manifests, strict=selection.strict)
+    for of_split in manifests.values():
+        for manifest in of_split.values():
+            _pin_prepared(manifest)
+            places = [place_of(manifest, entry) for entry in manifest["files"]]
+            kind = reader_class(manifest["files"][0]["name"])
+            kind.check_scanned(places, selection.text_field)
+    return manifests
+
+
+def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -> Manifest:
+    """A manifest that lacks the pins of the files that are to be prepared; see `prepared`."""
+    field = selection.text_field
+
+    def begin(path: Path) -> dict[str, Any]:
+        name = path.relative_to(folder).as_posix()
+        kind = text_suffix(name)
+        unprepared = {"name": name, "parquet": ""}
+        if kind and (kind != ".parquet" or selection.skips_some):
+            return unprepared
+        entry = reader_class(name).scan_file(path, name, field)
+        nulls = entry.pop("nulls", 0)
+        if nulls is None:  # the footer does not say it
+            nulls = count_nulls(path, field)
+        return unprepared if nulls else entry
+
+    entries = list(each(begin, files))
+    return {"root": str(folder.resolve()), "files": entries, **selection.named()}
+
+
+def _pin_prepared(manifest: Manifest) -> None:
+    """Add the pins of prepared files to a manifest."""
+    field = manifest.get("text_field", TEXT_FIELD)
+    for entry in manifest["files"]:
+        if "parquet" in entry:
+            entry |= pin(Path(entry["parquet"]), entry["name"], field)
+
+
+def pin(path: Path, name: str, text_field: str) -> dict[str, Any]:
+    """A file's entry in a manifest. `path` may be the parquet file that was prepared from it."""
+    entry = reader_class(name).scan_file(path, name, text_field)
+    entry.pop("nulls", None)
+    return entry
+
+
+def place_of(manifest: Manifest, entry: Mapping[str, Any]) -> Path:
+    """The file that is read for an entry of a manifest."""
+    return as_path(entry.get("parquet") or as_path(manifest["root"]) / entry["name"])
+
+
+def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = False) -> Manifests:
+    """The manifests, where each entry of a file that is to be prepared names its parquet file on
+    this machine. Raises the errors of `prepare`."""
+    files: list[TextFile] = []
+    for split, buckets in manifests.items():
+        for manifest in buckets.values():
+            selection = replace(Selection.of(manifest), strict=strict)
+            root = as_path(manifest["root"])
+            for entry in filter(is_prepared, manifest["files"]):
+                name = entry["name"]
+                files.append(TextFile(root / name, name, split, selection))
+    places = iter(prepare(files))
+
+    def with_places(manifest: Manifest) -> Manifest:
+        entries = []
+        for entry in manifest["files"]:
+            place = {"parquet": str(next(places))} if is_prepared(entry) else {}
+            entries.append({**entry, **place})
+        return {**manifest, "files": entries}
+
+    return {
+        split: {bucket: with_places(manifest) for bucket, manifest in buckets.items()}
+        for split, buckets in manifests.items()
+    }
+
+
+def is_prepared(entry: Mapping[str, Any]) -> bool:
+    """Whether a run reads a file as prepared parquet."""
+    return "parquet" in entry
 
 
 def read_manifests(path: Path) -> Manifests:
@@ -251,7 +360,18 @@ def read_manifests(path: Path) -> Manifests:
             if not manifest["files"]:
                 raise ValueError(f"{where}: a bucket has no files; {remedy}")
             _check_without(manifest, where, remedy)
+            manifest["files"] = [_as_pinned_now(entry) for entry in manifest["files"]]
     return manifests
+
+
+def _as_pinned_now(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry of a prepared file, as older code pinned it: by the bytes of the parquet file that
+    it wrote. "written" keeps them, because they are part of the fingerprint in the run's saves."""
+    if "own_size" not in entry:
+        return entry
+    of_own_file = {"size": entry["own_size"], "footer": UNKNOWN, "parquet": ""}
+    rest = {name: value for name, value in entry.items() if name != "own_size"}
+    return {**rest, **of_own_file, "written": [entry["size"], entry["footer"]]}
 
 
 def _check_without(manifest: Manifest, where: str, remedy: str) -> None:
@@ -307,77 +427,114 @@ def leave_out(buckets: Mapping[str, Manifest], list_path: Path | str) -> dict[st
 
 
 def fingerprint(manifest: Manifest) -> str:
-    """A hash of the contents of a manifest's files, independent of their location."""
-    pins = [[e["size"], e["footer"], e["groups"], e.get("tokens")] for e in manifest["files"]]
+    """A hash of the contents of a manifest's files, independent of their location, and of the
+    options that select their documents."""
+    pins = []
+    for entry in manifest["files"]:
+        size, footer = entry.get("written", (entry["size"], entry["footer"]))
+        pins.append([size, footer, entry["groups"], entry.get("tokens")])
     return hash_json(pins + Selection.of(manifest).hashed())
 
 
 def check_files(
     manifests: Mapping[str, Mapping[str, Manifest]],
-    data_path: Path | str | None = None,
-    val_path: Path | str | None = None,
+    folder: Path | None = None,
+    val_folder: Path | None = None,
     *,
     strict: bool = False,
 ) -> Manifests:
-    """Compare a run's manifests with the files on this machine (below other paths, if given); see
-    `check`."""
-    roots = {"train": data_path, "val": val_path or data_path}
-    return {
-        split: {
-            bucket: check(manifest, roots[split], strict=strict)
-            for bucket, manifest in buckets.items()
+    """Compare a run's manifests with the files on this machine (below other folders, if given), and
+    return them with the paths in use. Text is prepared again if it is not prepared on this machine.
+    FileNotFoundError or ValueError names the first file that is gone, has changed or, if `strict`,
+    has a broken line."""
+    folders = {"train": folder, "val": val_folder or folder}
+    moved: Manifests = {}
+    for split, buckets in manifests.items():
+        moved[split] = {
+            bucket: _find_again(manifest, folders[split]) for bucket, manifest in buckets.items()
         }
-        for split, buckets in manifests.items()
-    }
+    found = prepared(moved, strict=strict)
+    for split, buckets in manifests.items():
+        for bucket, manifest in buckets.items():
+            found[split][bucket]["files"] = _compare(manifest, found[split][bucket])
+    return found
 
 
-def check(manifest: Manifest, root: Path | str | None = None, *, strict: bool = False) -> Manifest:
-    """Compare a manifest with the disk (under another root, if given), and return it with the root
-    in use. FileNotFoundError or ValueError names the first file that is gone, has changed or, if
-    `strict`, has a broken line."""
-    folder = data_folder(root or manifest["root"])
+def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = False) -> Manifest:
+    """`check_files` for one bucket."""
+    manifests = {manifest.get("part", "train"): {BUCKET: manifest}}
+    [[checked]] = [
+        buckets.values()
+        for buckets in check_files(manifests, folder, folder, strict=strict).values()
+    ]
+    return checked
+
+
+def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
+    """ValueError if the user's own file, from which a file was prepared, has changed; OSError if it
+    is gone. Reads it, but prepares nothing."""
+    _check_same(path, "size", entry["size"], path.stat().st_size)
+    if entry["footer"] != UNKNOWN:
+        _check_same(path, "hash", entry["footer"], hash_file(local_copy(path)))
+
+
+def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
+    """The manifest below another folder, if given. FileNotFoundError names a file that does not
+    exist; ValueError one that is to be prepared, and has another size."""
+    folder = folder or as_path(manifest["root"])
     new_root = str(folder.resolve())
-    is_same_place = new_root == manifest["root"]
-    compared = ["size", "footer", "groups", "tokens", *(["etag"] if is_same_place else [])]
-    selection = Selection.of({**manifest, "strict": strict})
-
-    def compare(old: dict[str, Any]) -> dict[str, Any]:
-        """The entry of a file in its present state."""
-        path = folder / old["name"]
+    began = ""
+    if new_root != manifest["root"]:
+        began = f" (when the run began, the data was in {manifest['root']})"
+    folder.is_dir()  # in object storage: one listing instead of a request per file
+    for entry in manifest["files"]:
+        path = folder / entry["name"]
         if not path.exists():
-            began = (
-                ""
-                if is_same_place
-                else f" (when the run began, the data was in {manifest['root']})"
-            )
             raise FileNotFoundError(
                 f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
                 f"folder with --data-path, or start a new run with other data (--model-tag)"
             )
-        if (
-            is_same_place
-            and path.suffix == ".parquet"
-            and etag_of(path) == {"etag": old.get("etag")}
-        ):
-            return old  # the object has not changed, so neither has its footer
-        new = pin(path, old["name"], selection)
-        sampled = {"blocks"} & old.keys() & new.keys()  # older runs and object storage have none
-        for key in (*compared, *sampled):
-            if old.get(key) != new.get(key):
-                what = "hash" if key == "footer" else key
-                raise ValueError(
-                    f"{path}: it has changed since this run began ({what}: {old.get(key)} then, "
-                    f"{new.get(key)} now); restore the old file, or start a new run (--model-tag)"
-                )
-        return new
+        if is_prepared(entry):  # do not prepare it only to find that it has changed
+            _check_same(path, "size", entry["size"], path.stat().st_size)
+    return {**manifest, "root": new_root}
 
-    folder.is_dir()  # in object storage: one listing instead of a request per file
+
+def _check_same(path: Path, what: str, then: Any, now: Any) -> None:
+    """ValueError if a pin of a file has changed."""
+    if then != now:
+        raise ValueError(
+            f"{path}: it has changed since this run began ({what}: {then} then, {now} now); restore "
+            f"the old file, or start a new run (--model-tag)"
+        )
+
+
+def _compare(old_manifest: Manifest, manifest: Manifest) -> list[dict[str, Any]]:
+    """The entries of a manifest's files in their present state. ValueError names the first file
+    that differs from the old manifest."""
+    is_same_place = manifest["root"] == old_manifest["root"]
+    field = manifest.get("text_field", TEXT_FIELD)
+
+    def compare(old: dict[str, Any]) -> dict[str, Any]:
+        path = as_path(manifest["root"]) / old["name"]
+        place = place_of(manifest, old)
+        is_same_object = is_same_place and etag_of(place) == {"etag": old.get("etag")}
+        if is_same_object and place.suffix == ".parquet":
+            return old  # the object has not changed, so neither has its footer
+        new = pin(place, old["name"], field)
+        compared = ["size", "footer", "groups", "tokens"]
+        if is_same_place:
+            compared.append("etag")
+        if "blocks" in old and "blocks" in new:  # older runs and object storage have none
+            compared.append("blocks")
+        for key in compared:
+            if old.get(key) != UNKNOWN:
+                _check_same(path, "hash" if key == "footer" else key, old.get(key), new.get(key))
+        kept: dict[str, Any] = {key: old[key] for key in ("parquet", "written") if key in old}
+        return {**new, **kept}
+
     make_local_copies(
-        (folder / e["name"]).with_suffix(".idx")
-        for e in manifest["files"]
-        if e["name"].endswith(".bin")
+        place_of(manifest, entry).with_suffix(".idx")
+        for entry in manifest["files"]
+        if entry["name"].endswith(".bin")
     )
-    entries = list(each(compare, manifest["files"]))
-    if converted := [folder / entry["name"] for entry in entries if "own_size" in entry]:
-        reader_class(converted[0].name).check_scanned(converted, Selection.of(manifest))
-    return {**manifest, "root": new_root, "files": entries}
+    return list(each(compare, manifest["files"]))

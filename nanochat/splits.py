@@ -23,22 +23,22 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from nanochat.common import as_path, counted, each, few, is_remote
+from nanochat.common import counted, each, few, is_remote
 from nanochat.curriculum import Curriculum
 from nanochat.files import (
     BUCKET,
     MAGICS,
+    DataPath,
     check_format,
-    data_folder,
+    data_at,
     describe_ignored,
-    exists,
     find_files,
     is_folder,
     known_dataset,
     list_files,
     list_parquet_files,
 )
-from nanochat.sources import Manifest, Manifests, reader_class, scan
+from nanochat.sources import Manifest, Manifests, reader_class, scan_all
 from nanochat.text import ALL, Selection, text_suffix
 
 log = logging.getLogger(__name__)
@@ -138,19 +138,19 @@ def val_folders(root: Path) -> list[Path]:
 
 
 def group_by_bucket(
-    files: Sequence[Path], path: Path, *, merge: bool = False
+    files: Sequence[Path], folder: Path, *, merge: bool = False, prefixes: bool = False
 ) -> dict[str, list[Path]]:
-    """{bucket: files} of files below a --data-path: each subfolder is a bucket, and so is each of
-    several prefixes. Files beside the subfolders form the bucket BUCKET; with `merge`, all files
-    do."""
-    folder, prefixes = data_folder(path), not exists(path)
+    """{bucket: files} of files below a folder: each subfolder is a bucket, or with `prefixes` each
+    file. Files beside the subfolders form the bucket BUCKET; with `merge`, all files do."""
     buckets: dict[str, list[Path]] = {}
     for file in files:
         name = file.relative_to(folder)
-        if merge or (len(name.parts) == 1 and not prefixes):
+        if merge:
             bucket = BUCKET
+        elif prefixes:
+            bucket = name.with_suffix("").as_posix()
         else:
-            bucket = name.with_suffix("").as_posix() if prefixes else name.parts[0]
+            bucket = name.parts[0] if len(name.parts) > 1 else BUCKET
         buckets.setdefault(bucket, []).append(file)
     return buckets
 
@@ -159,7 +159,9 @@ def find_buckets(
     path: Path, data_format: str = "text", *, merge: bool = False
 ) -> dict[str, list[Path]]:
     """{bucket: files} of all data at a path; see `group_by_bucket`."""
-    return group_by_bucket(find_files(path, data_format), path, merge=merge)
+    data = data_at(path)
+    files = list_files(data, data_format).data
+    return group_by_bucket(files, data.folder, merge=merge, prefixes=data.are_prefixes)
 
 
 class Splits(NamedTuple):
@@ -171,23 +173,24 @@ class Splits(NamedTuple):
     stray: list[Path]
 
 
-def find_splits(root: Path, data_format: str = "text", *, by_bucket: bool = False) -> Splits:
+def find_splits(data: DataPath, data_format: str = "text", *, by_bucket: bool = False) -> Splits:
     """What folders and names state about the files of a data path. Warns about files that could be
     data but are not used. Files without documents are skipped with one warning. Without
     `by_bucket`, the training files are one bucket."""
-    found = list_files(root, data_format)
-    data, ignored = drop_empty(root, found.data), dict(found.ignored)
-    if is_folder(root / "train"):
-        splits, tests = _by_folders(root, data, data_format, by_bucket)
+    found = list_files(data, data_format)
+    files = drop_empty(data, found.data)
+    ignored = dict(found.ignored)
+    if data.has_folder("train"):
+        splits, tests = _by_folders(data.folder, files, data_format, by_bucket)
     else:
-        splits, tests = _by_names(root, data, by_bucket)
+        splits, tests = _by_names(data, files, by_bucket)
     if splits.stray:
-        used = sorted({"train", *(folder.name for folder in val_folders(root)[:1])})
+        used = sorted({"train", *(folder.name for folder in val_folders(data.folder)[:1])})
         ignored[f"outside {' and '.join(f'{name}/' for name in used)}"] = splits.stray
     if tests:
         ignored["for testing, by name"] = tests
     if ignored:
-        log.warning("%s: %s", root, describe_ignored(root, ignored))
+        log.warning("%s: %s", data, describe_ignored(data.folder, ignored))
     return splits
 
 
@@ -216,23 +219,27 @@ def _by_folders(
     return Splits(train, val, stray), tests
 
 
-def _by_names(root: Path, data: Sequence[Path], by_bucket: bool) -> tuple[Splits, list[Path]]:
+def _by_names(data: DataPath, files: Sequence[Path], by_bucket: bool) -> tuple[Splits, list[Path]]:
     """(splits, files for testing) of files whose names may state a split. Names of files that a
     --data-path lists one by one state none."""
     uses: dict[Path, str] = {}
-    if is_folder(root):
-        names = {file: PurePosixPath(file.relative_to(root).as_posix()) for file in data}
+    if not data.files:
+        names = {file: PurePosixPath(file.relative_to(data.folder).as_posix()) for file in files}
         try:
             stated = stated_splits(list(names.values()))
         except ValueError as e:
-            raise ValueError(f"{root}: {e}") from None
+            raise ValueError(f"{data}: {e}") from None
         uses = {file: stated[name] for file, name in names.items()}
     by_use = defaultdict[str, list[Path]](list)
-    for file in data:
+    for file in files:
         by_use[uses.get(file) or "train"].append(file)
-    train = group_by_bucket(by_use["train"], root, merge=not by_bucket)
-    val = group_by_bucket(by_use["val"], root, merge=not by_bucket)
-    return Splits(train, val, []), by_use["test"]
+    buckets = {
+        use: group_by_bucket(
+            by_use[use], data.folder, merge=not by_bucket, prefixes=data.are_prefixes
+        )
+        for use in ("train", "val")
+    }
+    return Splits(buckets["train"], buckets["val"], []), by_use["test"]
 
 
 def content_of(path: Path) -> str:
@@ -250,28 +257,29 @@ def content_of(path: Path) -> str:
     return "nothing" if is_empty else "documents"
 
 
-def drop_empty(root: Path, files: Sequence[Path]) -> list[Path]:
+def drop_empty(data: DataPath, files: Sequence[Path]) -> list[Path]:
     """The files that hold documents. One warning lists the others. ValueError if no file holds any,
     or if some only stand for data that was not fetched."""
-    contents = list(each(content_of, files) if is_remote(root) else map(content_of, files))
+    folder = data.folder
+    contents = list(each(content_of, files) if is_remote(folder) else map(content_of, files))
     pointers = [file for file, content in zip(files, contents) if content == "pointer"]
     if pointers:
         raise ValueError(
-            f"{root}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
-            f"fetched: {few(pointers, root)}; fetch it (git lfs pull, git annex get), or delete the files"
+            f"{data}: {counted(len(pointers), 'file')} of Git LFS or git-annex whose data was not "
+            f"fetched: {few(pointers, folder)}; fetch it (git lfs pull, git annex get), or delete the files"
         )
     empty = [file for file, content in zip(files, contents) if content == "nothing"]
     if len(empty) == len(files):
         raise ValueError(
-            f"{root}: {counted(len(files), 'file')} but no document in any of them ({few(empty, root)}); "
+            f"{data}: {counted(len(files), 'file')} but no document in any of them ({few(empty, folder)}); "
             f"write them again, or choose other data with --data-path and --val-path"
         )
     if empty:
         log.warning(
             "%s: skipping %s without documents: %s",
-            root,
+            data,
             counted(len(empty), "file"),
-            few(empty, root),
+            few(empty, folder),
         )
     return [file for file, content in zip(files, contents) if content == "documents"]
 
@@ -288,8 +296,8 @@ def last_of(files: Sequence[Path]) -> Path | None:
 
 
 def split_train_val(
-    data_path: Path | str,
-    val_path: Path | str | None = None,
+    data: DataPath,
+    val_data: DataPath | None = None,
     *,
     data_format: str = "text",
     by_bucket: bool = False,
@@ -303,25 +311,24 @@ def split_train_val(
         DIR/...                                      one bucket: the last of all files is for validation
         PREFIX,PREFIX                                with `by_bucket`, each is a bucket; otherwise one bucket
 
-    `val_path` names the validation files; each of its subfolders is a bucket. `shared`: all files
+    `val_data` names the validation files; each of its subfolders is a bucket. `shared`: all files
     are in both splits, for --val-fraction. ValueError or FileNotFoundError if a split has no files.
     """
-    root = as_path(data_path)
-    has_train = is_folder(root / "train")
-    if not shared and known_dataset(root):
-        list_parquet_files(root)  # raises if the validation shard is missing
-    if has_train and not shared and val_path is None:
-        _check_val_folders(root)
-    train, val, _ = find_splits(root, data_format, by_bucket=by_bucket)
+    has_train = data.has_folder("train")
+    if not shared and not data.files and known_dataset(data.folder):
+        list_parquet_files(data.folder)  # raises if the validation shard is missing
+    if has_train and not shared and val_data is None:
+        _check_val_folders(data.folder)
+    train, val, _ = find_splits(data, data_format, by_bucket=by_bucket)
     if shared:
-        named = val_path or next((files[0] for files in val.values()), None)
+        named = val_data or next((files[0] for files in val.values()), None)
         if named is not None:
             raise ValueError(
                 f"--val-fraction: the data already has validation files ({named}); remove one of the two"
             )
         return {"train": train, "val": train}
-    if val_path is not None:
-        return {"train": train, "val": _val_files(as_path(val_path), data_format)}
+    if val_data is not None:
+        return {"train": train, "val": _val_files(val_data, data_format)}
     if has_train:
         return {"train": train, "val": val}
 
@@ -332,7 +339,7 @@ def split_train_val(
             last[bucket] = file
     if not val and not last:
         raise ValueError(
-            f"{root}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
+            f"{data}: {_too_few(train)}; add one, name validation data with --val-path, or divide its "
             f"documents with --val-fraction=0.01"
         )
     if val and not by_bucket:
@@ -379,20 +386,17 @@ def _too_few(train: Mapping[str, Sequence[Path]]) -> str:
     )
 
 
-def _val_files(path: Path, data_format: str) -> dict[str, list[Path]]:
+def _val_files(data: DataPath, data_format: str) -> dict[str, list[Path]]:
     """{bucket: files} of a --val-path: files whose names say that they are for training or testing,
     beside files for validation, are not used."""
-    if not is_folder(path):
-        return group_by_bucket(drop_empty(path, find_files(path, data_format)), path)
-    splits = find_splits(path, data_format, by_bucket=True)
+    splits = find_splits(data, data_format, by_bucket=True)
     return splits.val or splits.train
 
 
-def last_file_validates(data_path: Path | str, val_path: Path | str | None) -> bool:
-    """Whether, without --val-fraction and names that state a split, the last file is used for
-    validation, because nothing names validation data."""
-    root = as_path(data_path)
-    return val_path is None and not is_folder(root / "train") and known_dataset(root) is None
+def last_file_validates(data: DataPath) -> bool:
+    """Whether, without --val-path, --val-fraction and names that state a split, the last file is
+    used for validation, because nothing names validation data."""
+    return bool(data.files) or not (data.has_folder("train") or known_dataset(data.folder))
 
 
 class DataFile(NamedTuple):
@@ -407,7 +411,7 @@ class DataFile(NamedTuple):
 def files_of(manifests: Mapping[str, Manifest]) -> list[DataFile]:
     """The files of all buckets of a split."""
     return [
-        DataFile(file["name"], file.get("own_size", file["size"]), sum(file["groups"]))
+        DataFile(file["name"], file["size"], sum(file["groups"]))
         for manifest in manifests.values()
         for file in manifest["files"]
     ]
@@ -499,9 +503,11 @@ def pin_files(
 ) -> Manifests:
     """Find and pin the files of a new run. `mix`: a curriculum, whose buckets stay separate.
     FileNotFoundError or ValueError names the file that is missing or corrupt."""
+    data = data_at(data_path)
+    val_data = None if val_path is None else data_at(val_path)
     files = split_train_val(
-        data_path,
-        val_path,
+        data,
+        val_data,
         data_format=data_format,
         by_bucket=mix is not None,
         shared=selection.val_fraction > 0,
@@ -509,14 +515,10 @@ def pin_files(
     if mix is not None:
         mix.check_buckets(files["train"])
         files["train"] = {bucket: files["train"][bucket] for bucket in mix.buckets}
-    roots = {"train": data_path, "val": data_path if val_path is None else val_path}
-    manifests: Manifests = {}
-    for split, buckets in files.items():
-        if data_format in MAGICS:
-            check_format(roots[split], list(chain.from_iterable(buckets.values())), data_format)
-        of_split = selection.for_split(split)
-        manifests[split] = {
-            bucket: scan(roots[split], paths, selection=of_split)
-            for bucket, paths in buckets.items()
-        }
-    return manifests
+    roots = {"train": data, "val": val_data or data}
+    if data_format in MAGICS:
+        for split, buckets in files.items():
+            every_file = list(chain.from_iterable(buckets.values()))
+            check_format(str(roots[split]), every_file, data_format)
+    folders = {split: root.folder for split, root in roots.items()}
+    return scan_all(folders, files, selection)

@@ -7,17 +7,16 @@ Text files: which of their documents are read, and how parquet is read.
     .txt                             one document per file
     .arrow                           a data set that Hugging Face's `datasets` saved
 
-The last three kinds are converted once, by `as_parquet` (nanochat/text_kinds.py).
+A run reads only parquet: the other kinds are prepared once (nanochat/prepare.py).
 
---text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. A converted
-file has that one column. Every command that reads text uses this module, so all commands accept the
-same files and report the same errors.
+--text-field names a column or field other than `text`; `a.b` is the field `b` of `a`. Every command
+that reads text uses this module, so all commands accept the same files and report the same errors.
 
 **Selection.** `Selection` decides which documents of a file are read. With --val-fraction=f each
 file has training and validation data: document number i (from 0) is used for validation if floor((i
 + 1) f) exceeds floor(i f): with 0.01, every hundredth one. A .txt file is one document, cut at the
 first line that begins after 1 - f of its characters. Then --min-chars=N skips documents with fewer
-characters. Parquet is converted, too, if a selection skips documents.
+characters. Parquet is prepared, too, if a selection skips documents, or if it has nulls.
 """
 
 import argparse
@@ -36,7 +35,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nanochat.cli import Decides, setting
-from nanochat.common import as_path, counted, is_remote
+from nanochat.common import as_path, counted, is_remote, parse_json
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +45,8 @@ JSON_LINES = tuple(
     kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst")
 )
 TEXT_FIELD = "text"
-TEXT_BYTES = b"text_bytes"  # metadata key in parquet that we write: total UTF-8 bytes of its texts
+# metadata keys in parquet that we write: total UTF-8 bytes of its texts, and its `Origin`
+TEXT_BYTES, ORIGIN = b"text_bytes", b"prepared_from"
 MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to exhaust memory
 # more than an empty document takes in a parquet file, even with a page of its own
 EMPTY_BYTES = 200
@@ -102,6 +102,14 @@ def add_text_flags(parser: argparse.ArgumentParser, *names: str) -> None:
             parser.add_argument("--" + f.name.replace("_", "-"), help=f.metadata["help"], **kind)
 
 
+class Numbered(NamedTuple):
+    """A document, and the line of its file at which it begins, from 1. In a table, a line is a
+    row."""
+
+    line: int
+    text: str
+
+
 @dataclass(frozen=True)
 class Selection(TextSettings):
     """Which documents of text files are read, and from which field. ValueError for impossible
@@ -146,21 +154,23 @@ class Selection(TextSettings):
         """Whether the selection may skip documents."""
         return self.min_chars > 0 or self.part != ""
 
-    def documents(self, texts: Iterable[str], skipped: dict[str, Any]) -> Iterator[str]:
-        """The selected documents among all `texts` of a file; skipped["short"] counts those with
-        too few characters."""
-        for number, text in enumerate(texts):
+    def documents(
+        self, documents: Iterable[Numbered], skipped: dict[str, Any]
+    ) -> Iterator[Numbered]:
+        """The selected documents among all `documents` of a file; skipped["short"] counts those
+        with too few characters."""
+        for number, (line, text) in enumerate(documents):
             validates = math.floor((number + 1) * self.val_fraction) > math.floor(
                 number * self.val_fraction
             )
             if self.part and validates != (self.part == "val"):
                 continue
             if len(text) >= self.min_chars:
-                yield text
+                yield Numbered(line, text)
             else:
                 skipped["short"] += 1
 
-    def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[str]:
+    def of_one_document(self, text: str, skipped: dict[str, Any]) -> Iterator[Numbered]:
         """The selected part of a file that is a single document, cut at the start of a line if one
         follows."""
         at = math.ceil(len(text) * (1 - self.val_fraction))
@@ -168,7 +178,11 @@ class Selection(TextSettings):
             this_line = text.rfind("\n", 0, at) + 1
             # a single line is cut inside
             at = next_line if text[next_line:].strip() else this_line or at
-        parts = {"train": text[:at], "val": text[at:], "": text}
+        parts = {
+            "train": Numbered(1, text[:at]),
+            "val": Numbered(1 + text.count("\n", 0, at), text[at:]),
+            "": Numbered(1, text),
+        }
         return replace(self, part="").documents([parts[self.part]], skipped)
 
 
@@ -253,12 +267,11 @@ def checked(
     skipped: dict[str, Any] | None = None,
 ) -> pa.Array:
     """A column of texts, after checks. ValueError for a null or a text that is too large,
-    ArrowException for a text that is not UTF-8. With `skipped`, nulls are dropped instead, and
+    ArrowException for a text that is not UTF-8. With `skipped`, nulls stay in the column, and
     skipped["nulls"] counts them."""
     column.validate(full=True)
     if column.null_count and skipped is not None:
         skipped["nulls"] = skipped.get("nulls", 0) + column.null_count
-        column = column.drop_null()
     elif column.null_count:
         raise ValueError(NULLS.format(path, counted(column.null_count, "null"), field, group))
     longest = pc.max(pc.binary_length(column)).as_py() or 0
@@ -270,20 +283,29 @@ def checked(
     return column
 
 
+class Origin(NamedTuple):
+    """The user's own file that a parquet file was prepared from: its size in bytes, and a hash of
+    them."""
+
+    size: int
+    hash: str
+
+
 class Footer(NamedTuple):
     """The footer of a parquet file of text: its bytes, the documents of each row group, the bytes
-    of all texts before compression, and the nulls among the documents (None if the statistics of a
-    row group do not say it)."""
+    of all texts before compression, the nulls among the documents (None if the statistics of a row
+    group do not say it), and what it was prepared from."""
 
     raw: bytes
     counts: list[int]
     text_bytes: int
     nulls: int | None
+    origin: Origin | None
 
 
 def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
-    """The footer of a parquet file of text. Files converted by nanochat record the number of bytes
-    in their metadata. Raises the errors of `open_parquet`."""
+    """The footer of a parquet file of text. Files prepared by nanochat record the number of bytes,
+    and what they were made from, in their metadata. Raises the errors of `open_parquet`."""
     with open_parquet(path, field) as file:
         metadata = file.metadata
     text = leaf_column(metadata, field)
@@ -301,10 +323,15 @@ def read_footer(path: Path, field: str = TEXT_FIELD) -> Footer:
             unknown = True
         elif may_have_nulls:
             nulls += column.statistics.null_count
+    recorded = metadata.metadata or {}
+    text_bytes = int(recorded.get(TEXT_BYTES, text_bytes))
+    origin = None
+    if ORIGIN in recorded:
+        shape = {"size": int, "hash": str}
+        origin = Origin(**parse_json(recorded[ORIGIN], f"{path}: {ORIGIN.decode()}", shape))
     with path.open("rb") as f:
         f.seek(-8 - metadata.serialized_size, 2)  # its length and PAR1 follow the footer
-        text_bytes = int((metadata.metadata or {}).get(TEXT_BYTES, text_bytes))
-        return Footer(f.read(), counts, text_bytes, None if unknown else nulls)
+        return Footer(f.read(), counts, text_bytes, None if unknown else nulls, origin)
 
 
 def leaf_column(metadata: pq.FileMetaData, field: str) -> int:

@@ -1,8 +1,7 @@
-"""Reads documents from any text file (nanochat/text.py lists the kinds), and converts files to
-cached parquet.
+"""Reads documents from any text file (nanochat/text.py lists the kinds), one after another.
 
-Training uses this module once per file, and then reads the cached parquet. Pretokenizing and
-tokenizer training read their documents through this module.
+Pretokenizing and tokenizer training read their documents with this module. A run reads only
+parquet, so nanochat/prepare.py uses this module once per file.
 """
 
 import contextlib
@@ -22,9 +21,7 @@ from tqdm import tqdm
 
 from nanochat.common import (
     as_path,
-    atomic_open,
     counted,
-    few,
     get_base_dir,
     get_dist_info,
     hash_json,
@@ -37,9 +34,8 @@ from nanochat.text import (
     ALL,
     JSON_LINES,
     MAX_DOCUMENT_BYTES,
-    TEXT_BYTES,
     TEXT_FIELD,
-    Footer,
+    Numbered,
     Selection,
     checked,
     flat,
@@ -57,11 +53,6 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 EMPTY_BYTES = 1 << 20  # a larger file counts as one with documents
 JSON_LINE_BYTES = 16 << 20  # a .json file whose first line is longer is not JSON lines
 LISTED_LINES = 100  # maximum number of broken lines per file that the report lists
-GROUP_DOCUMENTS = 1024  # documents per row group of converted files
-
-
-# {file: (nulls, column)}, until `warn_of_nulls` reports them
-NULLS_FOUND: dict[Path, tuple[int, str]] = {}
 
 # ---- documents -----------------------------------------------------------------------------------
 
@@ -69,6 +60,13 @@ NULLS_FOUND: dict[Path, tuple[int, str]] = {}
 def read_documents(
     path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None
 ) -> Iterator[str]:
+    """The texts of `numbered_documents`."""
+    return (document.text for document in numbered_documents(path, selection, skipped))
+
+
+def numbered_documents(
+    path: Path, selection: Selection = ALL, skipped: dict[str, Any] | None = None
+) -> Iterator[Numbered]:
     """The selected documents of a text file of any kind. ValueError names the file and the problem.
 
     A broken line of jsonl (not UTF-8, not JSON, no text in it) is skipped, unless `selection` is
@@ -90,7 +88,60 @@ def read_documents(
         return selection.documents(_read_jsonl(path, selection, skipped), skipped)
     read = _read_arrow if suffix == ".arrow" else _read_parquet
     columns = read(path, selection.text_field, None if selection.strict else skipped)
-    return selection.documents((text for column in columns for text in column.to_pylist()), skipped)
+    texts = itertools.chain.from_iterable(column.to_pylist() for column in columns)
+    rows = (Numbered(row, text) for row, text in enumerate(texts, 1) if text is not None)
+    return selection.documents(rows, skipped)
+
+
+def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
+    """The selected documents of a text file of any kind. Warns about what was skipped, at the end
+    of the file, once per process."""
+    path = local_copy(as_path(path))
+    skipped: dict[str, Any] = {}
+    yield from read_documents(path, selection, skipped)
+    for line in describe_skipped(path, selection, skipped):
+        warn_once(line)
+
+
+def describe_skipped(path: Path, selection: Selection, skipped: Mapping[str, Any]) -> list[str]:
+    """A sentence each about the nulls, short documents and broken lines of a file that were
+    skipped."""
+    lines = []
+    if nulls := skipped.get("nulls"):
+        lines.append(
+            f"skipped {counted(nulls, 'null')} in column `{selection.text_field}` of 1 file: {path}"
+        )
+    if short := skipped["short"]:
+        documents = counted(short, "document")
+        lines.append(f"{path}: skipped {documents} shorter than --min-chars {selection.min_chars}")
+    if skipped["lines"]:
+        number, why = skipped["lines"][0]
+        broken = counted(skipped["count"], "broken line")
+        lines.append(f"{path}: {broken} skipped; the first is line {number}: {why}")
+    return lines
+
+
+@functools.cache
+def warn_once(line: str) -> None:
+    """Warn, once per process, on rank 0."""
+    if get_dist_info()[1] == 0:
+        log.warning("%s", line)
+
+
+def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> ValueError:
+    """The error for a file without any selected document."""
+    why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
+    part = ""
+    if selection.part:
+        part = f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
+    nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
+    return ValueError(
+        f"{path}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
+        f"{skipped['short']:,} shorter than --min-chars); fix the file, or remove it"
+    )
+
+
+# ---- the kinds -----------------------------------------------------------------------------------
 
 
 def _read_parquet(path: Path, field: str, skipped: dict[str, Any] | None) -> Iterator[pa.Array]:
@@ -191,7 +242,7 @@ def is_json_lines(path: Path) -> bool:
     return is_object and second.lstrip().startswith(b"{")
 
 
-def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> Iterator[str]:
+def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> Iterator[Numbered]:
     """All documents of a .jsonl file, which may be compressed. `skipped` counts broken lines; with
     --strict, the first one is an error."""
     with _open_lines(path) as lines:
@@ -207,7 +258,7 @@ def _read_jsonl(path: Path, selection: Selection, skipped: dict[str, Any]) -> It
             if not line.strip():
                 continue
             try:
-                yield _document(line, selection.text_field)
+                yield Numbered(number, _document(line, selection.text_field))
             except (ValueError, RecursionError) as e:
                 problem = (
                     f"not {'UTF-8' if isinstance(e, UnicodeError) else 'JSON with text'}: {e}"[:200]
@@ -257,64 +308,15 @@ def is_empty_text(path: Path) -> bool:
     return False
 
 
-# ---- cached parquet ------------------------------------------------------------------------------
-
-
-def read_texts(path: Path | str, selection: Selection = ALL) -> Iterator[str]:
-    """The selected documents of a text file of any kind, read from the cached parquet; warns about
-    broken lines."""
-    parquet = as_parquet(as_path(path), selection)
-    warn_of_nulls()
-    return read_documents(parquet, Selection(selection.text_field))
-
-
-def as_parquet(path: Path, selection: Selection = ALL) -> Path:
-    """`path` itself, or its cached conversion (`converted`) if it is not parquet, if it has nulls,
-    or if the selection skips some of its documents."""
-    return (
-        path
-        if text_suffix(path.name) == "" or not path.exists()
-        else open_footer(path, selection)[0]
-    )
-
-
-def open_footer(path: Path, selection: Selection = ALL) -> tuple[Path, Footer]:
-    """(`as_parquet`, its footer) of a text file."""
-    field = selection.text_field
-    footer, nulls = None, 0
-    if text_suffix(path.name) == ".parquet" and not selection.skips_some:
-        footer = read_footer(path, field)
-        if footer.nulls is None:
-            nulls = count_nulls(path, field)
-        else:
-            nulls = footer.nulls
-    if footer is not None and not nulls:
-        return path, footer
-    parquet = converted(path, selection)
-    return parquet, read_footer(parquet, field)
-
-
-def as_pinned(path: Path, entry: Mapping[str, Any], selection: Selection) -> Path:
-    """`as_parquet` of a file that a manifest's entry describes. No parquet file is opened: the
-    entry tells whether it was converted."""
-    if (
-        text_suffix(path.name) == ".parquet"
-        and not selection.skips_some
-        and "own_size" not in entry
-    ):
-        return path
-    return as_parquet(path, selection)
-
-
 def count_nulls(path: Path, field: str) -> int:
     """The number of nulls in the text column of a parquet file. If its footer does not say it, the
-    column is read once, under a progress bar, and the number is kept in the cache."""
+    column is read once, under a progress bar, and the number is kept below the base directory."""
     if (number := read_footer(path, field).nulls) is not None:
         return number
     path = local_copy(path)
     stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field, "nulls"]
-    counted_before = get_base_dir() / "converted" / hash_json(key) / "nulls.json"
+    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, field]
+    counted_before = get_base_dir() / "prepared" / "nulls" / f"{hash_json(key)}.json"
     if not counted_before.exists():
         skipped: dict[str, Any] = {"nulls": 0}
         columns = tqdm(
@@ -329,115 +331,3 @@ def count_nulls(path: Path, field: str) -> int:
         counted_before.parent.mkdir(parents=True, exist_ok=True)
         write_json(counted_before, {"source": str(path), "nulls": skipped["nulls"]})
     return read_json(counted_before, {"nulls": int})["nulls"]
-
-
-def converted(path: Path, selection: Selection) -> Path:
-    """The cached parquet file with the selected documents of a file, made once per size,
-    modification time and `selection`. Warns about skipped lines and documents once per process."""
-    path = local_copy(path)
-    stat = path.stat()
-    key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, *selection.hashed()]
-    folder = get_base_dir() / "converted" / hash_json(key)
-    target, report = folder / "text.parquet", folder / "report.json"
-    exists = target.exists() and report.exists()
-    refused = (
-        selection.strict
-        and exists
-        and any(read_json(report).get(name) for name in ("count", "nulls"))
-    )
-    if not exists or refused:  # converting again raises
-        folder.mkdir(parents=True, exist_ok=True)
-        write_json(
-            report, {"source": str(path), **convert(path, target, selection), **selection.named()}
-        )
-    _warn_of_skipped(path, report)
-    return target
-
-
-def warn_of_nulls() -> None:
-    """Warn about the nulls in all files that were converted since the last call, in one line. Each
-    file is counted once per process."""
-    if not NULLS_FOUND:
-        return
-    total = sum(number for number, _ in NULLS_FOUND.values())
-    field = next(iter(NULLS_FOUND.values()))[1]
-    files = sorted(NULLS_FOUND)
-    NULLS_FOUND.clear()
-    if get_dist_info()[1] == 0:
-        log.warning(
-            "skipped %s in column `%s` of %s: %s",
-            counted(total, "null"),
-            field,
-            counted(len(files), "file"),
-            few(files),
-        )
-
-
-def convert(path: Path, target: Path, selection: Selection) -> dict[str, Any]:
-    """Write the selected documents of a file as parquet. Returns `skipped` as `read_documents`
-    fills it."""
-    skipped: dict[str, Any] = {}
-    texts = iter(
-        tqdm(
-            read_documents(path, selection, skipped),
-            desc=f"converting {path.name}",
-            unit=" documents",
-            delay=1,
-            disable=None,
-        )
-    )
-    schema = pa.schema([(selection.text_field, pa.string())])
-    text_bytes = None
-    with atomic_open(target) as out, pq.ParquetWriter(out, schema, compression="zstd") as writer:
-        while group := list(itertools.islice(texts, GROUP_DOCUMENTS)):
-            writer.write_table(
-                pa.table({selection.text_field: group}, schema=schema),
-                row_group_size=GROUP_DOCUMENTS,
-            )
-            text_bytes = (text_bytes or 0) + sum(len(text.encode()) for text in group)
-        if text_bytes is None:
-            raise no_document(path, selection, skipped)
-        writer.add_key_value_metadata({TEXT_BYTES: str(text_bytes)})
-    return skipped
-
-
-def no_document(path: Path, selection: Selection, skipped: dict[str, Any]) -> ValueError:
-    """The error for a file without any selected document."""
-    why = "".join(f"; line {number}: {problem}" for number, problem in skipped["lines"][:1])
-    part = (
-        f" in the {selection.part} part with --val-fraction {selection.val_fraction}"
-        if selection.part
-        else ""
-    )
-    nulls = f"{counted(skipped['nulls'], 'null')}; " if skipped.get("nulls") else ""
-    return ValueError(
-        f"{path}: no document is left{part} ({nulls}{counted(skipped['count'], 'broken line')}{why}; "
-        f"{skipped['short']:,} shorter than --min-chars); fix the file, or remove it"
-    )
-
-
-@functools.cache
-def _warn_of_skipped(path: Path, report: Path) -> None:
-    """Warn about a file's broken lines and short documents, once per process, and take note of its
-    nulls."""
-    skipped = read_json(report)
-    if skipped.get("short"):
-        log.warning(
-            "%s: skipped %s shorter than --min-chars %d",
-            path,
-            counted(skipped["short"], "document"),
-            skipped["min_chars"],
-        )
-    if skipped.get("nulls"):
-        NULLS_FOUND[path] = skipped["nulls"], skipped.get("text_field", TEXT_FIELD)
-    if skipped.get("lines"):
-        number, why = skipped["lines"][0]
-        broken = counted(skipped["count"], "broken line")
-        log.warning(
-            "%s: %s skipped; the first is line %d: %s (more in %s)",
-            path,
-            broken,
-            number,
-            why,
-            report,
-        )

@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main
 from nanochat.common import as_local_path, counted, hash_file, write_json
-from nanochat.files import check_format, data_folder, find_files
+from nanochat.files import check_format, data_at, find_files
 from nanochat.pretokenize import WRITERS
 from nanochat.tokens import (
     DTYPES,
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = as_local_path(args.input, "IN")
     plain = plain_files(path)
     out = as_local_path(args.output, "OUT")
-    folder = data_folder(path)
+    folder = data_at(path).folder
     check_apart(folder, out)
     target_format = TARGETS[args.to]
     if plain:

@@ -42,13 +42,13 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
-from nanochat.find import Document, History, Pass, documents_with, find_document, sample_passes
+from nanochat.find import DocumentPlace, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader, ledger_table, unbalanced
-from nanochat.sources import RunData
+from nanochat.sources import RunData, is_prepared
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
 from nanochat.stream import Cursor, Stream, ledger, open_stream
@@ -89,6 +89,12 @@ class Opened:
     @property
     def rows_per_lane(self) -> int:
         return self.rows_per_step // self.config.V
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether documents come from lines of files that were prepared (nanochat/prepare.py)."""
+        manifests = self.data.manifests["train"].values()
+        return any(is_prepared(entry) for manifest in manifests for entry in manifest["files"])
 
     @contextmanager
     def stream_at(self, step: int) -> Iterator[Any]:
@@ -157,11 +163,10 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
         )
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
-    inspected = inspect_run(settings, torch.device("cpu"))
-    start, data = find_data(inspected, tokenizer)
-    config = stream_config(start.settings)
-    rows_per_step = start.settings.total_batch_size // config.T
-    return Opened(RunReader(start.run_dir), data, config, rows_per_step, start.cursors)
+    run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
+    config = stream_config(run.settings)
+    rows_per_step = run.settings.total_batch_size // config.T
+    return Opened(RunReader(run.run_dir), run.data, config, rows_per_step, run.cursors)
 
 
 def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Namespace) -> Opened:
@@ -277,6 +282,8 @@ def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
             "stop": start + length - inserted,
             "of": len(document.ids),
         }
+        if opened.has_lines:
+            place["line"] = source.line_of(group, number)
         documents.append(place)
         at += length
     return documents
@@ -345,6 +352,8 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
     if not args.json:
         print_rows(lines, texts, whole_row=args.row is not None)
         print(LEGEND.format(loss="loss: the row's mean; " if losses else ""))
+        if opened.has_lines:
+            print("line: where the document begins in the file, from 1")
     return 0
 
 
@@ -531,7 +540,7 @@ class Traced(NamedTuple):
     """A document and its way through the run; one of validation has no passes."""
 
     split: str  # train or validation
-    document: Document
+    document: DocumentPlace
     passes: list[Pass]
 
     @property
@@ -540,7 +549,7 @@ class Traced(NamedTuple):
         return any(one_pass.uses for one_pass in self.passes)
 
 
-def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
+def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
     """The function that follows a training document through the run, epoch by epoch."""
     run = opened.run
     config = opened.config
@@ -629,7 +638,7 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
     data = {"train": opened.data.train, "validation": opened.data.val}
     passes_of = tracer(opened)
 
-    def trace(split: str, document: Document) -> Traced:
+    def trace(split: str, document: DocumentPlace) -> Traced:
         passes = list(passes_of(document)) if split == "train" else []
         return Traced(split, document, passes)
 
@@ -665,7 +674,9 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
     return found[:DOCUMENTS]
 
 
-def matches_of(data: Mapping[str, Mapping[str, Any]], text: str) -> Iterator[tuple[str, Document]]:
+def matches_of(
+    data: Mapping[str, Mapping[str, Any]], text: str
+) -> Iterator[tuple[str, DocumentPlace]]:
     """(split, document) of all documents that contain a text. data: {split: {bucket: source}}."""
     for split, sources in data.items():
         for bucket, source in sources.items():
@@ -694,7 +705,9 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
         listed = source.without.get(document.group)
         left_out = listed is not None and bool(listed[document.row])
         ids, words = np.zeros(0, np.int64), ""
+        line_of_file = None
         if document.group >= 0:
+            line_of_file = source.line_of(document.group, document.row)
             [content] = source.read(document.group, np.array([document.row]))
             ids = content.ids[:]
             words = first_words(opened, ids)
@@ -724,10 +737,14 @@ def show_find(opened: Opened, args: argparse.Namespace) -> int:
                 "text": words,
                 "without": left_out,
             }
+            if line_of_file is not None:
+                head["line"] = line_of_file
             print(json.dumps(finite({**head, "passes": passes}), allow_nan=False), flush=True)
             continue
         kind = "" if split == "train" else ", validation"
         print(f"{visible(document.name)} ({document.bucket}{kind}): {visible(words)}")
+        if line_of_file is not None:
+            print(f"it begins at line {line_of_file:,} of the file")
         any_rows |= print_passes(opened, passes, with_text=bool(args.text))
         reason = remark(opened, traced, left_out)
         if reason:

@@ -50,11 +50,11 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import REMOVED, Settings, fields_of, flag
-from nanochat.files import data_folder
+from nanochat.files import data_at
 from nanochat.run_dir import find_run, unpack_cursors
 from nanochat.run_order import stream_config
 from nanochat.run_reader import RunReader
-from nanochat.sources import Manifest, RunData, open_data, pin
+from nanochat.sources import Manifest, RunData, is_prepared, open_data, scan_all
 from nanochat.start_run import find_tokenizer, open_run
 from nanochat.stream import stream_identity
 from nanochat.text import Selection
@@ -119,7 +119,7 @@ def describe_file(root: Path, entry: Mapping[str, Any]) -> FileLine:
         )
     else:
         content = hash_file(path)
-    return FileLine(pinned[:16], content, str(entry.get("own_size", entry["size"])), entry["name"])
+    return FileLine(pinned[:16], content, str(entry["size"]), entry["name"])
 
 
 def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     entries = [entry for manifest in manifests.values() for entry in manifest["files"]]
     listed: dict[str, Any] = {}
     with tqdm(
-        total=sum(entry.get("own_size", entry["size"]) for entry in entries),
+        total=sum(entry["size"] for entry in entries),
         unit="B",
         unit_scale=True,
         desc="hashing the data",
@@ -263,24 +263,41 @@ def lines_of(bucket: Mapping[str, Any], path: Path) -> list[FileLine]:
     return files
 
 
-def compare_file(
-    file: FileLine, root: Path, selection: Selection
-) -> tuple[dict[str, Any], FileLine]:
-    """(manifest entry, line) of a file as it is now. ValueError or FileNotFoundError if it differs
-    from the receipt."""
+def check_size(file: FileLine, root: Path) -> None:
+    """ValueError or FileNotFoundError if a file of a receipt is missing below `root`, or has
+    another size. Fast, so it comes before text is prepared."""
     path = root / file.name
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: missing, but the receipt lists it; restore it, or name the folder that has "
             f"it with --data-path"
         )
-    entry = pin(path, file.name, selection)
+    size = path.stat().st_size
+    is_pair = path.suffix == ".bin"  # its size is that of both files
+    if not is_pair and file.size not in ("-", str(size)):
+        raise ValueError(
+            f"{path}: it has {size} bytes, the receipt says {file.size}, so the run was trained on a "
+            f"different file; restore that file"
+        )
+
+
+def compare_file(pair: tuple[FileLine, Mapping[str, Any]], root: Path) -> FileLine:
+    """The line of a file as it is now, from its line in a receipt and its entry in a manifest.
+    ValueError if they differ."""
+    file, entry = pair
+    path = root / file.name
     now = describe_file(root, entry)
     if problem := file.differs(path, now):
+        same_bytes = "-" not in (now.content, file.content) and now.content == file.content
+        if same_bytes and is_prepared(entry):
+            raise ValueError(
+                f"{path}: the receipt is of a run that older code began, which pinned text that is not "
+                f"parquet differently; verify it with the code that wrote it"
+            )
         raise ValueError(
             f"{problem}, so the run was trained on a different file; restore that file"
         )
-    return entry, now
+    return now
 
 
 def find_manifests(
@@ -288,14 +305,19 @@ def find_manifests(
 ) -> dict[str, Manifest]:
     """The manifests of a receipt's files below a data path. ValueError or FileNotFoundError names
     the first file that is missing or differs."""
-    root, manifests = data_folder(data_path), dict[str, Manifest]()
+    root = data_at(data_path).folder
+    listed: dict[str, list[FileLine]] = {}
+    for name, bucket in receipt["files"].items():
+        listed[name] = lines_of(bucket, path)
+        for file in listed[name]:
+            check_size(file, root)
+    paths = {name: [root / file.name for file in files] for name, files in listed.items()}
+    manifests = scan_all({"train": root}, {"train": paths}, selection)["train"]
     with tqdm(unit="B", unit_scale=True, desc="comparing the data", disable=None) as bar:
         for name, bucket in receipt["files"].items():
-            entries, lines = list[dict[str, Any]](), list[FileLine]()
-            for entry, line in each(
-                partial(compare_file, root=root, selection=selection), lines_of(bucket, path)
-            ):
-                entries.append(entry)
+            manifest, lines = manifests[name], list[FileLine]()
+            pairs = list(zip(listed[name], manifest["files"]))
+            for line in each(partial(compare_file, root=root), pairs):
                 lines.append(line)
                 bar.update(int(line.size))
             now = hash_contents(lines)
@@ -304,7 +326,7 @@ def find_manifests(
                     f"{data_path}: one of the {len(lines):,} files of bucket {name!r} is not the one that "
                     f"the run was trained on; the receipt's hashes are too short to name it"
                 )
-            manifests[name] = {"root": str(root.resolve()), "files": entries, **bucket["others"]}
+            manifest |= bucket["others"]
     return manifests
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from nanochat.cli import Parser, run_main, setup_logging
 from nanochat.common import table
-from nanochat.files import FORMATS
+from nanochat.files import FORMATS, data_at
 from nanochat.splits import split_train_val
 from nanochat.text import ALL, Selection, add_text_flags
 from nanochat.text_kinds import read_texts
@@ -91,7 +91,10 @@ def main(argv: list[str] | None = None) -> int:
     samples = {name: [text] for name, text in SAMPLES.items()}
     if args.data_path:
         selection = Selection.of(vars(args))
-        splits = split_train_val(args.data_path, args.val_path, shared=selection.val_fraction > 0)
+        val_data = None if args.val_path is None else data_at(args.val_path)
+        splits = split_train_val(
+            data_at(args.data_path), val_data, shared=selection.val_fraction > 0
+        )
         for split, buckets in splits.items():
             files = list(itertools.chain.from_iterable(buckets.values()))
             samples[split] = list(first_texts(files, args.max_chars, selection.for_split(split)))

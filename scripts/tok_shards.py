@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, sigterm_interrupts, whole
 from nanochat.common import as_local_path, as_path, counted
-from nanochat.files import data_folder
+from nanochat.files import data_at
 from nanochat.pretokenize import TOKENIZER, Input, Pretokenizer, Windows, describe_tokenizer
 from nanochat.splits import find_splits, last_of, split_train_val
 from nanochat.text import SUFFIXES, Selection, add_text_flags, text_suffix
@@ -124,21 +124,21 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     splits. Otherwise the last of several files in RAW/BUCKET is for validation, or with `shared`
     (--val-fraction) both splits read every file. FileNotFoundError if there is no input, ValueError
     for ambiguous ones."""
-    raw = as_path(raw)
-    if not raw.exists():
+    data = data_at(raw)
+    if not data.files and not data.folder.exists():
         raise FileNotFoundError(f"--input-dir {raw}: no such folder")
     splits: dict[str, dict[str, list[Path]]] = {"train": {}, "val": {}}
     if shared:
-        splits = split_train_val(raw, by_bucket=True, shared=True)
+        splits = split_train_val(data, by_bucket=True, shared=True)
     else:
-        found = find_splits(raw, by_bucket=True)
+        found = find_splits(data, by_bucket=True)
         if found.stray:
             raise ValueError(
-                f"--input-dir {raw}: {found.stray[0].relative_to(raw)} is in neither train/ nor val/; "
+                f"--input-dir {raw}: {found.stray[0].relative_to(data.folder)} is in neither train/ nor val/; "
                 f"move it into one of them"
             )
         splits = {"train": found.train, "val": found.val}
-        if not (raw / "train").is_dir():
+        if not data.has_folder("train"):
             for bucket, files in found.train.items():
                 if bucket in found.val:
                     continue
@@ -151,7 +151,7 @@ def find_inputs(raw: Path, *, shared: bool = False) -> list[Input]:
     inputs: dict[tuple[str, str, str], Input] = {}
     for split, bucket, files in ((s, b, files) for s in splits for b, files in splits[s].items()):
         for path in files:
-            name = path.relative_to(data_folder(raw)).as_posix()
+            name = path.relative_to(data.folder).as_posix()
             inside = name.removeprefix(f"{split}/").removeprefix(f"{bucket}/")
             stem = inside[: -len(text_suffix(inside))].replace("/", "__")
             new = Input(path, name, split, bucket, stem, path.stat().st_size)

@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from nanochat.cli import Parser, run_main, setup_logging, whole
 from nanochat.common import as_local_path, get_base_dir, is_remote
-from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_folder, default_data_path
+from nanochat.files import BUCKET, DATASET_NAME, FORMATS, data_at, default_data_path
 from nanochat.splits import DataFile, describe_split, last_file_validates, split_train_val
 from nanochat.text import Selection, add_text_flags
 from nanochat.text_kinds import read_texts
@@ -192,8 +192,10 @@ def main(argv: list[str] | None = None) -> int:
         "vocab_size": args.vocab_size,
     }
     arguments |= Selection.of(vars(args)).named()
-    folder = data_folder(data_path)
-    splits = split_train_val(data_path, args.val_path, shared=args.val_fraction > 0)
+    data = data_at(data_path)
+    folder = data.folder
+    val_data = None if args.val_path is None else data_at(args.val_path)
+    splits = split_train_val(data, val_data, shared=args.val_fraction > 0)
     files: list[dict[str, Any]] = [
         {"name": path.relative_to(folder).as_posix(), "bytes": path.stat().st_size}
         for path in splits["train"][BUCKET]
@@ -218,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
                 val,
                 reads=f"at most --max-chars={args.max_chars:,} characters",
                 shared=args.val_fraction,
-                chosen=last_file_validates(data_path, args.val_path),
+                chosen=val_data is None and last_file_validates(data),
             ),
             sep="\n",
         )

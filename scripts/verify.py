@@ -57,7 +57,14 @@ from nanochat.common import (
 from nanochat.files import walk
 from nanochat.run_dir import CHECKPOINT_NAME, cursor_files, find_run, read_cursors
 from nanochat.run_reader import RunReader
-from nanochat.sources import DATA_MANIFEST, Manifest, check, read_manifests
+from nanochat.sources import (
+    DATA_MANIFEST,
+    Manifest,
+    check,
+    check_own_file,
+    is_prepared,
+    read_manifests,
+)
 from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP, get_tokenizer
 from nanochat.tokens import MANIFEST_NAME, TokenFile, open_tokens, read_manifest, to_offsets
 
@@ -418,8 +425,12 @@ def check_data(path: Path, args: argparse.Namespace, bar: tqdm) -> Iterator[str]
                 files[root / file["name"]] = {**manifest, "files": [file]}
     folders: dict[Path, list[Path]] = {}
     for file, alone in files.items():
+        [entry] = alone["files"]
         try:
-            check(alone)
+            if is_prepared(entry):
+                check_own_file(file, entry)
+            else:
+                check(alone)
             if has_checksum(file):
                 folders.setdefault(file.parent, []).append(file)
         except (ValueError, OSError) as e:

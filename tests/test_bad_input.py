@@ -619,7 +619,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(copied, monkeypatch, line
     after = fingerprint(copied)
     assert {name: after.get(name) for name in before} == before
     new = {name for name in after.keys() - before.keys() if not Path(name).name.startswith(".")}
-    caches = ("converted/", "wandb/matplotlib/")
+    caches = ("prepared/", "wandb/matplotlib/")
     assert not {name for name in new if not name.startswith(caches)}, (
         "the command left a file behind"
     )

@@ -17,6 +17,7 @@ from nanochat.config import Settings
 from nanochat.dataset import list_parquet_files, parquets_iter_batched
 from nanochat.files import (
     check_format,
+    data_at,
     default_data_dir,
     default_data_path,
     find_files,
@@ -26,7 +27,7 @@ from nanochat.run_order import order_of
 from nanochat.sources import check_files, open_data, scan
 from nanochat.splits import DataFile, describe_split, split_train_val
 from nanochat.text import open_parquet, read_batches
-from nanochat.text_kinds import as_parquet
+from nanochat.text_kinds import read_texts
 from tests.token_files import Tokenizer, write_megatron, write_pair
 from tests.toy import BOS, compressed, write_jsonl
 
@@ -128,10 +129,10 @@ def test_a_line_larger_than_any_document_is_an_error_before_it_fills_the_memory(
     data = b'{"text": "fits"}\n{"text": "' + b"x" * 10_000_000 + b'"}\n'
     (tmp_path / name).write_bytes(compressed(data, (tmp_path / name).suffix))
     with pytest.raises(ValueError, match=rf"{name}: line 2 has more than 1,000 bytes"):
-        as_parquet(tmp_path / name)
+        list(read_texts(tmp_path / name))
     (tmp_path / "large.txt").write_bytes(b"x" * 1001)
     with pytest.raises(ValueError, match=r"large\.txt: a document of more than 1,000 bytes"):
-        as_parquet(tmp_path / "large.txt")
+        list(read_texts(tmp_path / "large.txt"))
     assert not list(tmp_path.rglob("*.parquet"))
     pq.write_table(pa.table({"text": ["fits", "x" * 1001]}), tmp_path / "big.parquet")
     with (
@@ -219,7 +220,7 @@ def tiny(prefix, data_format="megatron"):
 
 def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
     a, b, c = (tiny(tmp_path / name) for name in ("web/one", "web/two.x", "code/one"))
-    found = split_train_val(tmp_path, data_format="megatron", by_bucket=True)
+    found = split_train_val(data_at(tmp_path), data_format="megatron", by_bucket=True)
     names = {
         split: {bucket: [f.name for f in files] for bucket, files in of.items()}
         for split, of in found.items()
@@ -230,18 +231,18 @@ def test_folders_have_buckets_and_prefixes_are_buckets(tmp_path):
     }
     prefixes = f"{c},{b},{a}"
     assert [f.name for f in find_files(prefixes, "megatron")] == ["one.bin", "two.x.bin", "one.bin"]
-    one = split_train_val(prefixes, data_format="megatron")
+    one = split_train_val(data_at(prefixes), data_format="megatron")
     assert {
         split: [f.parent.name for f in files] for split, of in one.items() for files in of.values()
     } == {"train": ["code", "web"], "val": ["web"]}
-    mixed = split_train_val(prefixes, a, data_format="megatron", by_bucket=True)
+    mixed = split_train_val(data_at(prefixes), data_at(a), data_format="megatron", by_bucket=True)
     assert list(mixed["train"]) == ["code/one", "web/two.x", "web/one"] and list(mixed["val"]) == [
         "one"
     ]
     with pytest.raises(
         ValueError, match=r"only one data file \(one\.bin\) in each bucket, .*--val-path"
     ):
-        split_train_val(prefixes, data_format="megatron", by_bucket=True)
+        split_train_val(data_at(prefixes), data_format="megatron", by_bucket=True)
 
 
 def test_an_idx_without_its_bin_is_found_in_linear_time(tmp_path, monkeypatch):
@@ -272,7 +273,9 @@ def test_prefixes_are_pinned_by_names_that_survive_a_move(tmp_path):
     settings = replace(
         settings, data_path=prefixes.replace("old", "new"), val_path=str(tmp_path / "new" / "val")
     )
-    moved = check_files(pinned, settings.data_path, settings.val_path)
+    moved = check_files(
+        pinned, data_at(settings.data_path).folder, data_at(settings.val_path).folder
+    )
     assert moved["train"]["data"]["root"] == str((tmp_path / "new").resolve())
     assert len(open_data(moved, Tokenizer()).train["data"].read(1, np.arange(3))) == 3
 
@@ -283,14 +286,16 @@ def test_hundreds_of_prefixes_are_longer_than_any_path_and_are_found(tmp_path):
         for i in range(60)
     )
     assert len(prefixes) > 4095
-    assert len(split_train_val(prefixes, data_format="megatron")["train"]["data"]) == 59
+    assert len(split_train_val(data_at(prefixes), data_format="megatron")["train"]["data"]) == 59
     assert split_weights(prefixes) == (prefixes, None)
     pinned = {}
     for order, split in (("lanes", None), ("megatron", "60,40,0")):
         settings = Settings(data_path=prefixes, data_format="megatron", order=order, split=split)
         pinned[order] = order_of(settings).pin(settings)
     assert len(pinned["megatron"]["train"]) == 60
-    assert check_files(pinned["lanes"], prefixes)["train"] == pinned["lanes"]["train"]
+    assert (
+        check_files(pinned["lanes"], data_at(prefixes).folder)["train"] == pinned["lanes"]["train"]
+    )
 
 
 @pytest.mark.parametrize("data_format", ["text", "megatron"])

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.files import find_files, walk
+from nanochat.files import data_at, find_files, walk
 from nanochat.sources import check, scan
 from nanochat.splits import describe_split, files_of, pin_files, split_train_val, stated_splits
 from nanochat.text import Selection
@@ -44,7 +44,7 @@ def names_of(folder, data_format="text"):
 
 def split_names(folder, *args, **kwargs):
     """{split: {bucket: relative names}}."""
-    found = split_train_val(folder, *args, **kwargs)
+    found = split_train_val(data_at(folder), *map(data_at, args), **kwargs)
     return {
         split: {
             bucket: [os.path.relpath(file, folder) for file in files]
@@ -174,7 +174,7 @@ def test_names_that_begin_with_an_underscore_or_a_dot_are_not_data(tmp_path, cap
         "._d.parquet",
     )
     assert names_of(folder) == ["a.parquet", "b.parquet"]
-    split_train_val(folder)
+    split_train_val(data_at(folder))
     assert (
         "3 files that could be data are not read: _c.parquet, _temporary/0/p.parquet, x/_logs/q.jsonl "
         "(a name begins with _)"
@@ -222,7 +222,7 @@ def test_json_that_is_not_one_object_per_line_is_listed_and_not_read(tmp_path, c
     folder = write(tmp_path, "a.parquet", "b.parquet")
     (folder / "x.json").write_text(content)
     assert names_of(folder) == ["a.parquet", "b.parquet"]
-    split_train_val(folder)
+    split_train_val(data_at(folder))
     assert (
         "1 file that could be data is not read: x.json (JSON, but not one object per line)"
         in caplog.text
@@ -239,7 +239,7 @@ def test_json_that_programs_write_beside_data_is_neither_read_nor_listed(tmp_pat
         "README.md",
     )
     assert names_of(folder) == ["a.parquet", "b.parquet"]
-    split_train_val(folder)
+    split_train_val(data_at(folder))
     assert caplog.text == ""
 
 
@@ -374,7 +374,7 @@ def test_a_name_that_states_nothing_beside_names_that_do_is_an_error(tmp_path):
         ValueError,
         match=r"more\.parquet: the names of other files beside it state a split .*move it",
     ):
-        split_train_val(tmp_path)
+        split_train_val(data_at(tmp_path))
 
 
 def test_a_val_path_replaces_named_validation_files_and_test_is_still_not_used(tmp_path):
@@ -389,14 +389,14 @@ def test_a_val_path_replaces_named_validation_files_and_test_is_still_not_used(t
 
 def test_a_val_fraction_of_data_that_names_validation_files_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="the data already has validation files"):
-        split_train_val(write(tmp_path, *HUB), shared=True)
+        split_train_val(data_at(write(tmp_path, *HUB)), shared=True)
 
 
 def test_several_validation_folders_are_an_error(tmp_path):
     write(tmp_path, "train/a.jsonl", "val/a.jsonl", "dev/a.jsonl")
     with pytest.raises(ValueError, match=r"it has val/ and dev/; name the one"):
-        split_train_val(tmp_path)
-    assert list(split_train_val(tmp_path, tmp_path / "dev")["val"]) == ["data"]
+        split_train_val(data_at(tmp_path))
+    assert list(split_train_val(data_at(tmp_path), data_at(tmp_path / "dev"))["val"]) == ["data"]
 
 
 def test_training_and_test_folders_without_validation_stop(tmp_path):
@@ -405,13 +405,13 @@ def test_training_and_test_folders_without_validation_stop(tmp_path):
         FileNotFoundError,
         match=r"train/ but no val/ \(test/ is used for neither\); name .*--val-path",
     ):
-        split_train_val(tmp_path)
+        split_train_val(data_at(tmp_path))
     assert split_names(tmp_path, shared=True)["val"] == {"data": ["train/a.jsonl"]}
 
 
 def test_files_beside_train_and_val_are_listed(tmp_path, caplog):
     write(tmp_path, "train/a.jsonl", "val/a.jsonl", "more.jsonl")
-    split_train_val(tmp_path)
+    split_train_val(data_at(tmp_path))
     assert (
         "1 file that could be data is not read: more.jsonl (outside train/ and val/)" in caplog.text
     )
@@ -435,7 +435,7 @@ def test_notes_in_a_txt_file_do_not_validate(tmp_path):
     with pytest.raises(
         ValueError, match=r"only one data file \(a\.parquet\) beside \.txt files.*--val-path"
     ):
-        split_train_val(tmp_path)
+        split_train_val(data_at(tmp_path))
 
 
 def test_validation_files_chosen_by_name_cause_no_warning_about_the_choice(tmp_path):
@@ -498,7 +498,8 @@ def test_token_files_without_entries_are_skipped(tmp_path, caplog):
     (tmp_path / "b.bin").touch()
     (tmp_path / "b.idx").write_bytes(HEADERS["shards"].pack(b"GPTS", 1, 2, 0) + bytes(8))
     assert [
-        file.name for file in split_train_val(tmp_path, data_format="shards")["train"]["data"]
+        file.name
+        for file in split_train_val(data_at(tmp_path), data_format="shards")["train"]["data"]
     ] == ["a.bin"]
     assert "skipping 1 file without documents: b.bin" in caplog.text
 
@@ -525,7 +526,9 @@ def test_a_file_that_stands_for_data_that_was_not_fetched_is_an_error(tmp_path, 
     with pytest.raises(
         ValueError, match=rf"1 file of Git LFS or git-annex whose data was not fetched: {name}"
     ):
-        split_train_val(tmp_path, data_format="shards" if name.endswith(".bin") else "text")
+        split_train_val(
+            data_at(tmp_path), data_format="shards" if name.endswith(".bin") else "text"
+        )
 
 
 # ---- nulls ---------------------------------------------------------------------------------------
@@ -564,7 +567,7 @@ def test_with_strict_a_null_is_an_error(tmp_path):
 def test_parquet_without_nulls_is_read_in_place(tmp_path, how):
     path = write_parquet(tmp_path / "a.parquet", ["one", "two"], **how)
     [entry] = scan(path)["files"]
-    assert entry["size"] == path.stat().st_size and "own_size" not in entry
+    assert entry["size"] == path.stat().st_size and "parquet" not in entry
 
 
 def test_a_column_without_statistics_is_read_once(tmp_path, monkeypatch):

@@ -195,8 +195,8 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
 def test_a_metric_at_evaluation(fork):
     fork.edit(
         "nanochat/evaluations.py",
-        'run.journal.event("val", **record,',
-        'run.journal.event("val", perplexity_of_bytes=2**value, **record,',
+        'journal.event("val", progress.step, **record,',
+        'journal.event("val", progress.step, perplexity_of_bytes=2**value, **record,',
     )
     fork.run(eval_every=2)
     events = [r for r in iter_log(training.log_file("hack")) if r.get("event") == "val"]
@@ -208,13 +208,13 @@ def test_a_metric_at_evaluation(fork):
 def test_a_value_in_the_steps_line_and_log(fork):
     fork.edit(
         "scripts/base_train.py",
-        '"grad_norm": grad_norm,',
-        '"grad_norm": grad_norm, "hot": max(totals.loss, 1),',
+        '"grad_norm": totals.grad_norm,\n        "step_s"',
+        '"grad_norm": totals.grad_norm, "hot": max(totals.loss, 1), "step_s"',
     )
     fork.edit(
         "scripts/base_train.py",
-        "    run.journal.step(totals, record,",
-        "    line.append(f\"hot {record['hot']:.3f}\")\n    run.journal.step(totals, record,",
+        "    report = StepReport(",
+        "    line.append(f\"hot {record['hot']:.3f}\")\n    report = StepReport(",
     )
     printed = fork.run()
     logged = [r["hot"] for r in iter_log(training.log_file("hack")) if "digest" in r]

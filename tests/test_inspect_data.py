@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat.dataloader import OFF, DataLoader
-from nanochat.files import BUCKET
+from nanochat.files import BUCKET, data_at
 from nanochat.find import find_document, groups_of
 from nanochat.order import StreamConfig
 from nanochat.parquet_source import ParquetSource
@@ -90,7 +90,9 @@ def json_lines(*argv):
 def batches(corpus, shape, steps):
     """The rows (inputs, targets) that a loader delivers, for each step."""
     tokenizer = RustBPETokenizer.from_directory(corpus[1])
-    source = ParquetSource(scan(corpus[0], split_train_val(corpus[0])["train"][BUCKET]), tokenizer)
+    source = ParquetSource(
+        scan(corpus[0], split_train_val(data_at(corpus[0]))["train"][BUCKET]), tokenizer
+    )
     config, delivered = StreamConfig(T, V, 42, buffer_size=8, **SHAPES[shape]), []
     with DataLoader(
         config, {BUCKET: source}, tokenizer=tokenizer, rows_per_step=R, device_batch_size=R

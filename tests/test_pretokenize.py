@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from nanochat import pretokenize as module
 from nanochat.common import remove_leftovers
 from nanochat.pretokenize import Input, Pretokenizer, ShardWriter, Windows, describe_tokenizer
-from nanochat.text_kinds import as_parquet, read_documents
+from nanochat.sources import scan
+from nanochat.text_kinds import read_documents
 from nanochat.tokens import open_tokens
 from scripts.tok_shards import deal, find_inputs
 from tests.token_files import Tokenizer, fresh_ids
@@ -167,7 +168,7 @@ def test_broken_lines_are_skipped_counted_and_named_as_in_streaming(tmp_path, ba
     pair, record = make(path, tmp_path / "out")
     assert (
         documents_of(pair)
-        == pq.read_table(as_parquet(path))["text"].to_pylist()
+        == pq.read_table(scan(path)["files"][0]["parquet"])["text"].to_pylist()
         == ["first", "", "last"]
     )
     assert record["skipped"]["count"] == len(BROKEN)

@@ -13,7 +13,7 @@ import pytest
 from nanochat.common import hash_json, read_json, write_json
 from nanochat.run_reader import RunReader
 from nanochat.sources import pin
-from nanochat.text import ALL
+from nanochat.text import TEXT_FIELD
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import export, inspect_data, receipt, verify
 from tests import training
@@ -170,11 +170,11 @@ def test_inspect_data_shows_the_same_rows_for_a_receipt_and_its_run(origin, work
 
 def test_the_file_with_one_changed_word_is_named(work):
     path = work / "copy/elsewhere/sub/1.parquet"
-    documents, before = pq.read_table(path)["text"].to_pylist(), pin(path, "x.parquet", ALL)
+    documents, before = pq.read_table(path)["text"].to_pylist(), pin(path, "x.parquet", TEXT_FIELD)
     word = re.search(r"[a-z]{5}", documents[70])
     documents[70] = documents[70][: word.start()] + "zzzzz" + documents[70][word.end() :]
     write_shard(path, documents, **PLAIN)
-    assert pin(path, "x.parquet", ALL) == before, "a run would not notice when it resumes"
+    assert pin(path, "x.parquet", TEXT_FIELD) == before, "a run would not notice when it resumes"
     sentence = refused(work, "--steps=0")
     assert (
         sentence.startswith(f"{path}: its contents have changed (hash ")

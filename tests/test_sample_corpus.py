@@ -12,6 +12,7 @@ import pytest
 from dev import make_sample_corpus as corpus
 from dev.make_sample_corpus import Settings, main, make_sample_corpus
 from nanochat.dataset import list_parquet_files
+from nanochat.files import data_at
 from nanochat.splits import find_splits
 from tests.toy import tree
 
@@ -231,5 +232,5 @@ def test_the_record_of_the_corpus_is_not_reported_as_data_that_is_not_read(
     modules, tmp_path, caplog
 ):
     make_sample_corpus(tmp_path / "out", SMALL, modules=modules)
-    find_splits(tmp_path / "out")
+    find_splits(data_at(tmp_path / "out"))
     assert (tmp_path / "out" / corpus.MANIFEST).exists() and caplog.text == ""

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import parquet_source, sources, text, text_kinds
+from nanochat import parquet_source, prepare, sources, text, text_kinds
 from nanochat.parquet_source import ParquetSource
 from nanochat.sources import check, fingerprint, scan
 from tests.token_files import patch
@@ -23,7 +23,7 @@ GROUP = 8
 @pytest.fixture(autouse=True)
 def small_groups(base_dir, monkeypatch):
     """Converted files go to the test's own folder, in small row groups."""
-    monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", GROUP)
+    monkeypatch.setattr(prepare, "GROUP_DOCUMENTS", GROUP)
 
 
 @pytest.fixture
@@ -343,7 +343,7 @@ def test_broken_jsonl_lines_are_reported_once_per_launch_or_fatal_with_strict(
     )
     for _ in range(2):
         caplog.clear()
-        text_kinds._warn_of_skipped.cache_clear()  # as in a new process
+        text_kinds.warn_once.cache_clear()  # as in a new process
         with caplog.at_level(logging.WARNING):
             assert [all_texts(open_source(path)) for _ in range(2)] == [
                 [["one", "two", "three"]]

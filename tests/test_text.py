@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import text_kinds
-from nanochat.files import find_files
+from nanochat import prepare, text_kinds
+from nanochat.files import data_at, find_files
 from nanochat.parquet_source import ParquetSource
 from nanochat.sources import check, fingerprint, scan
 from nanochat.splits import split_train_val
@@ -92,7 +92,7 @@ def test_law_the_two_parts_follow_the_rule(tmp_path_factory, num, fraction, min_
 def test_every_kind_gives_the_same_documents_and_groups_and_warns_about_skipped_ones(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(text_kinds, "GROUP_DOCUMENTS", 8)
+    monkeypatch.setattr(prepare, "GROUP_DOCUMENTS", 8)
     write_jsonl(tmp_path / "jsonl" / "a.jsonl.zst", DOCUMENTS)
     write_parquet(tmp_path / "parquet" / "a.parquet", DOCUMENTS, 31)
     write_saved(tmp_path / "arrow", [DOCUMENTS])
@@ -105,7 +105,7 @@ def test_every_kind_gives_the_same_documents_and_groups_and_warns_about_skipped_
     groups = []
     for kind in ("jsonl", "parquet", "arrow"):
         caplog.clear()
-        text_kinds._warn_of_skipped.cache_clear()
+        text_kinds.warn_once.cache_clear()
         manifest = scan(tmp_path / kind, selection=selection)
         assert (
             check(manifest) == manifest
@@ -161,7 +161,12 @@ def test_law_no_part_of_a_txt_file_is_empty(lines, end, fraction):
     validation."""
     content = "\n".join(lines) + end
     train, val = (
-        "".join(Selection(val_fraction=fraction, part=part).of_one_document(content, {"short": 0}))
+        "".join(
+            document.text
+            for document in Selection(val_fraction=fraction, part=part).of_one_document(
+                content, {"short": 0}
+            )
+        )
         for part in ("train", "val")
     )
     assert (
@@ -237,7 +242,7 @@ def test_a_saved_data_set_is_read_in_order_without_its_caches(tmp_path):
     ]
     assert [list(read_texts(path)) for path in find_files(folder)] == files
     assert list(read_texts(find_files(folder)[0], Selection("meta.text"))) == files[0]
-    split = split_train_val(folder)
+    split = split_train_val(data_at(folder))
     assert [len(split[part]["data"]) for part in ("train", "val")] == [2, 1]
     with pytest.raises(ValueError, match=r"00000-of-00003\.arrow: no `body` column.*--text-field"):
         list(read_texts(find_files(folder)[0], Selection("body")))
@@ -276,13 +281,13 @@ def test_impossible_flags_are_one_sentence(tmp_path):
         with pytest.raises(ValueError, match=message):
             Selection.of(values)
     with pytest.raises(ValueError, match="--val-fraction: the data already has validation files"):
-        split_train_val(path, path, shared=True)
+        split_train_val(data_at(path), data_at(path), shared=True)
     with pytest.raises(ValueError, match=r"a\.jsonl: no document is left in .*--val-fraction 0\.1"):
         scan(path, selection=Selection(val_fraction=0.1, part="val"))
     with pytest.raises(ValueError, match=r"a\.jsonl: no document .*; 2 shorter than --min-chars"):
         scan(path, selection=Selection(min_chars=5))
     with pytest.raises(ValueError, match="or divide its documents with --val-fraction"):
-        split_train_val(path)
+        split_train_val(data_at(path))
 
 
 def test_one_file_trains_validates_and_resumes_with_the_digests_of_its_shards(

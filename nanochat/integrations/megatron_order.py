@@ -39,7 +39,7 @@ import numpy as np
 from nanochat.common import as_path, each, get_base_dir, hash_json, is_remote, open_door
 from nanochat.config import Settings
 from nanochat.curriculum import Mixer
-from nanochat.files import check_format, data_folder, find_files, is_folder
+from nanochat.files import check_format, data_at, find_files, is_folder
 from nanochat.integrations.megatron import (
     BlendedSamples,
     Part,
@@ -208,7 +208,7 @@ def find_pairs(
     files = find_files(folder, "megatron")
     check_format(folder, files, "megatron")
     manifest = scan(root, files)
-    base = data_folder(folder)
+    base = data_at(folder).folder
     pairs: dict[str, Manifest] = {}
     for file, entry in zip(files, manifest["files"]):
         name = file.relative_to(base).as_posix().removesuffix(".bin")
@@ -237,11 +237,13 @@ def find_pairs(
 
 def _find_val_pairs(data_path: Path | str, val_path: Path | str | None) -> dict[str, Manifest]:
     """{bucket: manifest} of a run whose validation data has its own files."""
-    of_buckets = split_train_val(data_path, val_path, data_format="megatron", by_bucket=True)["val"]
-    folder = as_path(data_path if val_path is None else val_path)
+    data = data_at(data_path)
+    val_data = None if val_path is None else data_at(val_path)
+    of_buckets = split_train_val(data, val_data, data_format="megatron", by_bucket=True)["val"]
+    root = data_path if val_path is None else val_path
     every_file = [file for files in of_buckets.values() for file in files]
-    check_format(folder, every_file, "megatron")
-    return {name: scan(folder, files) for name, files in of_buckets.items()}
+    check_format(root, every_file, "megatron")
+    return {name: scan(root, files) for name, files in of_buckets.items()}
 
 
 def _documents(manifest: Manifest, part: Part) -> Manifest:

@@ -1,0 +1,414 @@
+"""
+Prepares text that is not ordinary parquet: once, as a plain folder of parquet, which a run reads.
+
+    the user's files                             <base dir>/prepared/mytext-8d3f2c91a0b4e7d6/
+    mytext/web/a.jsonl                             train/web/a.jsonl.parquet    text    from_file     from_line
+      1  {"text": "one"}          --prepare-->                                  one     web/a.jsonl   1
+      2  broken                                                                 two     web/a.jsonl   3
+      3  {"text": "two"}                           val/web/b.jsonl.parquet      ...
+    mytext/web/b.jsonl                             prepared.json                records: counts, skipped lines
+
+Prepared are all kinds but parquet, and parquet if only some of its documents are used:
+--val-fraction, --min-chars, nulls. The other files are read where they are. Everything above this
+module sees parquet only. Rows keep the name and the line of the document in the user's own file.
+
+**Identity.** The folder is named after what it depends on: the path, size and modification time
+(in object storage, the ETag) of each file, and the options that select documents. So a folder
+never changes, and a run that reads it is safe from the next one. If a file changes, a new folder
+is made; the files that did not change are hard links into the older folder, which take no space.
+Each parquet file records the size and hash of the user's file, and a run pins these instead of
+its own bytes, which may depend on the version of pyarrow.
+
+**Crashes.** Each file is written under a temporary name, fsynced and renamed, so a folder holds
+whole files only. An interrupted preparation is continued by the next launch. One process prepares
+while others wait for its lock; without locks, two processes write the same files, which is
+harmless. A folder that was deleted is made again.
+
+    python -m nanochat.prepare            # list the folders and their sizes
+    python -m nanochat.prepare --remove   # delete them; those that a run needs are made again
+"""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from nanochat.cli import Parser, run_main
+from nanochat.common import (
+    WRITABLE_BASE,
+    atomic_open,
+    counted,
+    each,
+    etag_of,
+    few,
+    get_base_dir,
+    hash_file,
+    hash_json,
+    is_remote,
+    local_copy,
+    read_json,
+    remove_leftovers,
+    table,
+    write_json,
+)
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection
+from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1  # of the prepared files
+GROUP_DOCUMENTS = 1024  # per row group
+RECORDS = "prepared.json"
+FILE, LINE = "from_file", "from_line"  # columns: where a document is in the user's own files
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Record(NamedTuple):
+    """What is known about a prepared file. `skipped`: see `numbered_documents`."""
+
+    key: str  # of the `TextFile`
+    source: str  # the user's own file
+    documents: int
+    num_bytes: int  # of the parquet file
+    skipped: dict[str, Any]
+
+    @property
+    def has_mistakes(self) -> bool:
+        """Whether broken lines or nulls were skipped, which --strict forbids."""
+        return bool(self.skipped["count"] or self.skipped.get("nulls"))
+
+
+Records = dict[str, Record]  # by the name of the parquet file, relative to its folder
+
+
+class TextFile(NamedTuple):
+    """A file of the user that is to be prepared. `name`: relative to the data path."""
+
+    path: Path
+    name: str
+    split: str  # train or val
+    selection: Selection
+
+    def version(self) -> list[str | int]:
+        """What changes when the file does, without reading it. OSError if it does not exist."""
+        stat = self.path.stat()
+        if is_remote(self.path):
+            return [str(self.path), stat.st_size, etag_of(self.path)["etag"]]
+        return [str(self.path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+    def key(self) -> str:
+        """A hash of everything that the prepared file depends on."""
+        return hash_json([FORMAT, self.name, self.version(), self.selection.hashed()])
+
+
+# ---- preparing -----------------------------------------------------------------------------------
+
+
+def prepare(files: Sequence[TextFile]) -> list[Path]:
+    """The parquet file of each of the user's files, in that order. Files that were not prepared
+    before are prepared now, under a progress bar. Warns about what is skipped. ValueError names a
+    file that cannot be read, or that holds no selected document. OSError if the disk is full."""
+    if not files:
+        return []
+    targets = _targets(files)
+    keys = {target: file.key() for target, file in targets.items()}
+    folder = prepared_dir() / f"{_title(files[0])}-{hash_json(sorted(keys.items()))[:16]}"
+    records = _read_records(folder)
+    missing = _missing(folder, records, targets)
+    if missing:
+        with _alone(folder):
+            records = _read_records(folder)  # another process may have prepared them meanwhile
+            missing = _missing(folder, records, targets)
+            records = _make(folder, records, {name: targets[name] for name in missing}, keys)
+    _report(folder, records, targets, was_ready=not missing)
+    place_of = {file: folder / name for name, file in targets.items()}
+    return [place_of[file] for file in files]
+
+
+def prepared_dir() -> Path:
+    """The folder of all prepared folders."""
+    return get_base_dir() / "prepared"
+
+
+def _title(file: TextFile) -> str:
+    """The name of the data folder, as the readable part of the prepared folder's name."""
+    root = file.path.parents[len(Path(file.name).parts) - 1]
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", root.name).strip("-.")[:40] or "data"
+
+
+def _targets(files: Sequence[TextFile]) -> dict[str, TextFile]:
+    """{parquet file, relative to the prepared folder: the user's file}. A folder train/ or val/ of
+    the user's is not repeated below ours."""
+    targets = {}
+    for split in ("train", "val"):
+        of_split = [file for file in files if file.split == split]
+        parents = {Path(file.name).parts[0] for file in of_split if "/" in file.name}
+        is_whole = all("/" in file.name for file in of_split) and len(parents) == 1
+        has_own = is_whole and parents <= {"train", "val", "valid", "validation", "dev"}
+        for file in of_split:
+            inner = file.name.partition("/")[2] if has_own else file.name
+            targets[f"{split}/{inner}.parquet"] = file
+    return targets
+
+
+def _read_records(folder: Path) -> Records:
+    """The records of a prepared folder; {} if it does not exist, or if its file is corrupt."""
+    try:
+        files = read_json(folder / RECORDS, {"files": dict})["files"]
+        return {name: Record(**record) for name, record in files.items()}
+    except (FileNotFoundError, ValueError, TypeError):
+        return {}
+
+
+def _missing(folder: Path, records: Records, targets: dict[str, TextFile]) -> list[str]:
+    """The parquet files that are not there, or not whole. With --strict, also those that were made
+    although something in them was skipped: to make them again is an error that names it."""
+    missing = []
+    for name, file in targets.items():
+        record = records.get(name)
+        is_whole = record is not None and _size(folder / name) == record.num_bytes
+        if record is None or not is_whole or (file.selection.strict and record.has_mistakes):
+            missing.append(name)
+    return missing
+
+
+def _size(place: Path) -> int:
+    """The size of a file in bytes, -1 if it does not exist."""
+    try:
+        return place.stat().st_size
+    except OSError:
+        return -1
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Make a prepared folder, and wait until no other process writes into it. OSError if it cannot
+    be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+    except OSError as e:
+        raise OSError(
+            f"{folder}: text cannot be prepared there ({e.strerror}){WRITABLE_BASE}"
+        ) from None
+    try:
+        with contextlib.suppress(OSError):  # some file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _make(
+    folder: Path, records: Records, missing: dict[str, TextFile], keys: dict[str, str]
+) -> Records:
+    """Prepare the missing files, several at once, and return the records of all. After an error,
+    what is finished is kept, and recorded."""
+    elsewhere = _by_key()
+    records = dict(records)
+    errors: list[Exception] = []
+    bar = tqdm(
+        desc=f"preparing {counted(len(missing), 'file')}", unit=" documents", delay=1, disable=None
+    )
+
+    def tick(documents: int) -> None:
+        bar.update(documents)
+        if errors:
+            raise InterruptedError("another file failed")
+
+    def make(name: str) -> tuple[str, Record | None]:
+        file, place = missing[name], folder / name
+        try:
+            tick(0)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            record = None if file.selection.strict else _link(elsewhere.get(keys[name]), place)
+            return name, record or _convert(file, keys[name], place, tick)
+        except Exception as e:
+            errors.append(e)
+            return name, None
+
+    try:
+        with bar:
+            for name, record in each(make, missing):
+                if record is not None:
+                    records[name] = record
+    finally:
+        _keep(folder, records)
+    if errors and isinstance(errors[0], OSError) and errors[0].errno in FULL:
+        done = f"{len(records)} of {counted(len(keys), 'file')}"
+        raise OSError(
+            f"{folder}: no room for text as parquet ({errors[0].strerror}; {done} finished); make room, or set "
+            f"NANOCHAT_BASE_DIR to another disk, and run the command again; python -m nanochat.prepare lists "
+            f"what can be deleted"
+        ) from None
+    if errors:
+        raise errors[0]
+    return records
+
+
+def _keep(folder: Path, records: Records) -> None:
+    """Write the records of a folder. A folder without any files is deleted."""
+    for place in {folder, *(path.parent for path in folder.rglob(".*.tmp"))}:
+        remove_leftovers(place)
+    if not records:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(FileNotFoundError):  # deleted meanwhile; the next launch starts over
+        files = {name: record._asdict() for name, record in records.items()}
+        write_json(folder / RECORDS, {"format": FORMAT, "files": files})
+
+
+def _by_key() -> dict[str, tuple[Path, Record]]:
+    """{key: (parquet file, its record)} of everything that is prepared."""
+    known = {}
+    for path in prepared_dir().glob(f"*/{RECORDS}"):
+        for name, record in _read_records(path.parent).items():
+            known[record.key] = path.parent / name, record
+    return known
+
+
+def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
+    """Make `place` a hard link to the same file in another folder, and return its record. None if
+    there is none."""
+    if known is None:
+        return None
+    other, record = known
+    if other == place or _size(other) != record.num_bytes:
+        return None
+    try:
+        place.unlink(missing_ok=True)
+        os.link(other, place)
+    except OSError:  # deleted meanwhile, or a file system without hard links
+        return None
+    return record
+
+
+def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None]) -> Record:
+    """Write the selected documents of a file as parquet, and return its record. `tick` is called
+    with the number of documents of each group that is written, and may raise."""
+    version = file.version()
+    source = local_copy(file.path)
+    origin = {"size": source.stat().st_size, "hash": hash_file(source)}
+    field = file.selection.text_field
+    name_type = pa.dictionary(pa.int32(), pa.string())
+    schema = pa.schema([(field, pa.string()), (FILE, name_type), (LINE, pa.int64())])
+    skipped: dict[str, Any] = {}
+    documents = numbered_documents(source, file.selection, skipped)
+    num_documents = text_bytes = 0
+    with (
+        atomic_open(place) as out,
+        pq.ParquetWriter(out, schema, compression="zstd", write_page_checksum=True) as writer,
+    ):
+        while group := list(itertools.islice(documents, GROUP_DOCUMENTS)):
+            columns = _columns(group, file.name)
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=GROUP_DOCUMENTS)
+            num_documents += len(group)
+            text_bytes += sum(len(document.text.encode()) for document in group)
+            tick(len(group))
+        if not num_documents:
+            raise no_document(source, file.selection, skipped)
+        if file.version() != version:
+            raise ValueError(
+                f"{file.path}: it changed while being read; run the same command again when it is complete"
+            )
+        writer.add_key_value_metadata({TEXT_BYTES: str(text_bytes), ORIGIN: json.dumps(origin)})
+    return Record(key, str(file.path), num_documents, place.stat().st_size, skipped)
+
+
+def _columns(group: Sequence[Numbered], name: str) -> list[pa.Array]:
+    """The columns of a row group: text, file, line."""
+    texts = pa.array([document.text for document in group], pa.string())
+    lines = pa.array([document.line for document in group], pa.int64())
+    indices = pa.array([0] * len(group), pa.int32())
+    return [texts, pa.DictionaryArray.from_arrays(indices, [name]), lines]
+
+
+def _report(
+    folder: Path, records: Records, targets: dict[str, TextFile], *, was_ready: bool
+) -> None:
+    """Log where the prepared files are, and warn about what was skipped in them."""
+    with_nulls: dict[Path, int] = {}
+    made = [records[name] for name in targets]
+    for record, file in zip(made, targets.values()):
+        skipped = record.skipped
+        if skipped.get("nulls"):
+            with_nulls[file.path] = skipped["nulls"]
+        for line in describe_skipped(file.path, file.selection, {**skipped, "nulls": 0}):
+            is_cut = skipped["count"] > 1 and "broken line" in line
+            warn_once(f"{line} (more in {folder / RECORDS})" if is_cut else line)
+    if with_nulls:
+        total = counted(sum(with_nulls.values()), "null")
+        files = f"{counted(len(with_nulls), 'file')}: {few(sorted(with_nulls))}"
+        field = next(iter(targets.values())).selection.text_field
+        warn_once(f"skipped {total} in column `{field}` of {files}")
+    log.info(
+        "text: %s with %s %s as parquet in %s (%.1f MB; python -m nanochat.prepare --remove deletes it)",
+        counted(len({file.path for file in targets.values()}), "file"),
+        counted(sum(record.documents for record in made), "document"),
+        "prepared before" if was_ready else "prepared now",
+        folder,
+        sum(record.num_bytes for record in made) / 1e6,
+    )
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def disk_bytes(folder: Path) -> int:
+    """The bytes below a folder. Hard links are counted once."""
+    stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    return sum({(stat.st_dev, stat.st_ino): stat.st_size for stat in stats}.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """List or delete the prepared folders."""
+    parser = Parser(prog="python -m nanochat.prepare", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="folders (default: all)")
+    parser.add_argument(
+        "--remove",
+        action="store_true",
+        help="delete them; launches that are running must not be reading them",
+    )
+    args = parser.parse_args(argv)
+    base = prepared_dir()
+    folders = sorted(path for path in base.glob("*") if (path / RECORDS).is_file())
+    older = base.with_name("converted")  # of older versions
+    folders += [older] * older.is_dir()
+    known = {folder.name: folder for folder in folders}
+    for name in args.names:
+        if name not in known:
+            raise ValueError(
+                f"{name}: no such folder in {base}; expected {', '.join(known) or 'none'}"
+            )
+    chosen = [known[name] for name in args.names] or folders
+    rows = []
+    for folder in chosen:
+        records = _read_records(folder).values()
+        sources = sorted({record.source for record in records})
+        made_from = few(sources) if folder != older else "an older version, no longer used"
+        rows.append([folder.name, disk_bytes(folder) / 1e6, len(records), made_from])
+    if rows:
+        print(*table(["folder", "MB", "files", "made from"], rows), sep="\n")
+    total = disk_bytes(base) + (disk_bytes(older) if older.is_dir() else 0)
+    print(f"{base}: {counted(len(folders), 'folder')}, {total / 1e6:,.1f} MB")
+    if args.remove:
+        for folder in chosen:
+            shutil.rmtree(folder)
+        print(f"deleted {counted(len(chosen), 'folder')}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_main(main)

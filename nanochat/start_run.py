@@ -27,7 +27,6 @@ trace. scripts.validate runs everything but the guard and `begin_run`.
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import math
 from collections.abc import Mapping
@@ -50,6 +49,7 @@ from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
     as_path,
     begin_launch,
+    open_door,
     print0,
     write_json,
 )
@@ -227,11 +227,8 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
             "not have; remove it"
         )
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
-    for name in settings.trackers:
-        if name != "wandb" and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"--log-to={name}: {name} is not installed; run pip install -e '.[{name}]'"
-            )
+    for sink in settings.sinks.values():
+        open_door(sink).check()
     tag = settings.model_tag or f"d{settings.depth}"
     run_path(tag)  # ValueError for an invalid name
     return replace(

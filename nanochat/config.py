@@ -203,11 +203,6 @@ class DataSettings:
         "nanochat/source_xyz.py",
         decides=Decides.ROWS,
     )
-    object_storage_cache: str | None = setting(
-        None,
-        "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
-        metavar="DIR",
-    )
     without_documents: str | None = setting(
         None,
         "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
@@ -535,6 +530,7 @@ REMOVED = frozenset(
         "log_every",
         "row_losses",
         "tokenizer_dir",  # now --tokenizer
+        "object_storage_cache",
         # now of an order of their own, but once in the config.json of every run
         *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
     }
@@ -544,6 +540,7 @@ ELSEWHERE = {  # flags of other programs and of older versions
     **dict.fromkeys(
         ("--row-losses", "--no-row-losses"), "omit it; the losses of rows are always kept"
     ),
+    "--object-storage-cache": "omit it; copies are in <base dir>/object_storage, and NANOCHAT_BASE_DIR moves that",
     "--resume-from-step": "use --resume=PATH to resume from that checkpoint, or --resume=auto (the default) to resume "
     "from the newest",
     "--allow-curriculum-change": "a run keeps its curriculum; to continue with a different one, start a new run "

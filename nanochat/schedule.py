@@ -33,9 +33,12 @@ default.
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanochat.cli import Decides, setting
+
+if TYPE_CHECKING:
+    import torch
 
 REFERENCE_DEPTH = 12
 MOST_STEPS = 10**9
@@ -208,7 +211,7 @@ class Schedule(ScheduleSettings):
         run."""
         return 0.5 * (1 + math.cos(math.pi * min(1.0, step / self.num_iterations)))
 
-    def apply(self, optimizer: Any, step: int) -> None:
+    def apply(self, optimizer: "torch.optim.Optimizer", step: int) -> None:
         """Set `lr` in every group of `optimizer.param_groups` (from its `initial_lr`), and
         `momentum` and `weight_decay` in groups of kind "muon"."""
         for group in optimizer.param_groups:

@@ -182,7 +182,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             )
 
 
-def attribute(tokenizer: Any, name: str) -> Any:
+def attribute(tokenizer: object, name: str) -> Any:
     """An attribute of a tokenizer; None if it has none. Most of Megatron's tokenizers have
     properties that raise NotImplementedError or another error, and megatron-core, too, takes any
     error for a missing token."""
@@ -242,7 +242,7 @@ class GPTDataset(Samples):
 
     def __init__(
         self,
-        indexed_dataset: Any,
+        indexed_dataset: IndexedDataset,
         dataset_path: str | None,
         indexed_indices: range,
         num_samples: int | None,
@@ -441,7 +441,7 @@ class MockGPTLowLevelDataset:
     """megatron-core's 100,000 generated sequences of 1 to 4,095 tokens: 1 2 3 ... modulo the
     vocabulary, then EOD."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: object):
         vocab_size, eod = attribute(tokenizer, "vocab_size"), attribute(tokenizer, "eod")
         if eod is None or not vocab_size:
             raise ValueError(

@@ -88,7 +88,7 @@ class Guard:
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.set_aside()
 
-    def sign(self, **news: Any) -> None:
+    def sign(self, **news: object) -> None:
         """On rank 0: own the run from here on. `news`: see `RunState.update`."""
         assert self.owner is not None, "only rank 0 owns a run"
         self.owner.sign()

@@ -43,7 +43,7 @@ class Journal:
         self.sinks = sinks
         self.wandb_id = wandb_id
 
-    def event(self, name: str, step: int, **record: Any) -> None:
+    def event(self, name: str, step: int, **record: object) -> None:
         """Report an event after `step` steps. `record`: JSON."""
         for sink in self.sinks:
             sink.event(name, step, record)

@@ -233,7 +233,7 @@ class RunState(Sink):
         owner: Owner,
         ranks: Sequence[dict[str, Any]],
         check_flag: Callable[[Path], None] = lambda run_dir: None,
-        **news: Any,
+        **news: object,
     ) -> None:
         self.owner = owner
         self._check_flag = check_flag
@@ -254,7 +254,7 @@ class RunState(Sink):
         self.update(**news)
         self.refresh()
 
-    def update(self, **news: Any) -> None:
+    def update(self, **news: object) -> None:
         """Change values (the names in NEWS); the next `refresh` writes them. A final status freezes
         the state."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (

@@ -13,7 +13,6 @@ When a run saves its training, and what became of each save.
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from nanochat.checkpoint import Saver, Snapshot, prune
 from nanochat.common import print0
@@ -59,7 +58,7 @@ class Saves:
             return False
         return self.all_agreed or (every > 0 and step % every == 0)
 
-    def save(self, name: str, status: str, *, last: bool = False, **more: Any) -> None:
+    def save(self, name: str, status: str, *, last: bool = False, **more: object) -> None:
         """Collective. Save the training as the checkpoint `name`, in the background. With `last`,
         wait for the write; rank 0 raises OSError if it fails. `more`: further fields of the seal."""
         began = time.perf_counter()

@@ -288,14 +288,14 @@ class StopWatch:
 
 class Stop(Exception):
     """Ends the run before its horizon. All ranks raise this together, after the same step.
-    `status`: "stopped" on request, "halted" if a person must decide how to continue. `more`: extra
-    entries for the run's last checkpoint."""
+    `status`: "stopped" on request, "halted" if a person must decide how to continue. `all_dry`:
+    it halts because every bucket is used up, not just one."""
 
-    def __init__(self, reason: str, status: str = "stopped", **more: Any) -> None:
+    def __init__(self, reason: str, status: str = "stopped", *, all_dry: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.status = status
-        self.more = more
+        self.all_dry = all_dry
 
 
 def join_reasons(reasons: Sequence[str]) -> str:

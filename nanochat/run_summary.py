@@ -5,7 +5,6 @@ What a launch prints before its first step, and when it runs out of memory.
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -114,7 +113,7 @@ def print_summary(
         print0(f"the data continues where {start.origin.path} stopped")
 
 
-def show_short(value: Any) -> str:
+def show_short(value: object) -> str:
     """`show` of a setting. A list of hundreds of paths is cut."""
     text = show(value)
     return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"

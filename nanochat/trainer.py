@@ -244,7 +244,7 @@ class Training:
         peak_flops = get_peak_flops(torch.cuda.get_device_name(device))
         return self.flops_per_token / (peak_flops * self.loader.layout.world_size)
 
-    def collect(self, **more: Any) -> Snapshot | None:
+    def collect(self, **more: object) -> Snapshot | None:
         """Collective. A copy of the state of all ranks in rank 0's memory; None on the others.
         `more`: further fields of the seal."""
         step = self.progress.step

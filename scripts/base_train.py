@@ -222,9 +222,12 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
     except Stop as e:
         journal.ending(e.reason)
         took_steps = progress.step > run.step
-        if not is_final_saved and (took_steps or e.status == "halted"):
-            name = f"checkpoint-{progress.step}-shutdown"
-            saves.save(name, e.status, last=True, **{e.status: e.reason}, **e.more)
+        halted = e.status == "halted"
+        if not is_final_saved and (took_steps or halted):
+            why: dict[str, object] = {e.status: e.reason}
+            if halted:
+                why["all_dry"] = e.all_dry
+            saves.save(f"checkpoint-{progress.step}-shutdown", e.status, last=True, **why)
         journal.end(e.status, progress.step, e.reason)
         return report_stop(run, progress, e)
     except ArithmeticError as e:
@@ -478,7 +481,7 @@ def log_step(
 def report_stop(run: Run, progress: Progress, stop: Stop) -> int:
     """Say why the run has ended before its horizon, and what to do. Returns the exit code."""
     if stop.status == "halted":
-        remedy = after_halt(run.run_dir.name, all_dry=stop.more["all_dry"])
+        remedy = after_halt(run.run_dir.name, all_dry=stop.all_dry)
     elif progress.step > 0:
         remedy = (
             f"step {progress.step:,} of {run.horizon.num_iterations:,} is saved; the same command "

@@ -221,6 +221,37 @@ def test_a_value_in_the_steps_line_and_log(fork):
     assert len(logged) == 4 and all(f"hot {value:.3f}" in printed for value in logged)
 
 
+def test_a_new_sink(fork):
+    """It receives every step and event, and nothing else changes."""
+    fork.append(
+        "nanochat/run_journal.py",
+        '''
+
+class Csv(Sink):
+    """RUN/steps.csv"""
+
+    def __init__(self, run):
+        self.path = run.run_dir / "steps.csv"
+
+    def step(self, report):
+        with open(self.path, "a") as f:
+            f.write(f"{report.step},{report.totals.loss}\\n")
+
+    def end(self, status, reason):
+        with open(self.path, "a") as f:
+            f.write(status)
+
+
+SINKS["csv"] = "nanochat.run_journal:Csv"
+''',
+    )
+    fork.run()
+    *steps, status = (training.run_dir("hack") / "steps.csv").read_text().split("\n")
+    logged = {r["step"]: r["loss"] for r in iter_log(training.log_file("hack")) if "digest" in r}
+    assert steps == [f"{step},{loss}" for step, loss in logged.items()] and len(steps) == 4
+    assert status == "completed"
+
+
 def test_another_mlp(fork):
     fork.edit(
         "nanochat/gpt.py",

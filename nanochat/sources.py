@@ -244,12 +244,17 @@ def open_data(
 def scan(
     root: Path | str, files: Sequence[Path] | None = None, *, selection: Selection = ALL
 ) -> Manifest:
-    """The manifest of one bucket: some files (default: all) below `root`. Text is prepared first,
-    if necessary. ValueError or FileNotFoundError for the first file that cannot be read."""
-    split = selection.part or "train"
+    """`scan_files` of some files (default: all) that a path names."""
     data = data_at(root)
     files = list_files(data).data if files is None else files
-    return scan_all({split: data.folder}, {split: {BUCKET: files}}, selection)[split][BUCKET]
+    return scan_files(data.folder, files, selection)
+
+
+def scan_files(folder: Path, files: Sequence[Path], selection: Selection = ALL) -> Manifest:
+    """The manifest of one bucket: some files below `folder`. Text is prepared first, if necessary.
+    ValueError or FileNotFoundError for the first file that cannot be read."""
+    split = selection.part or "train"
+    return scan_all({split: folder}, {split: {BUCKET: files}}, selection)[split][BUCKET]
 
 
 def scan_all(
@@ -257,7 +262,7 @@ def scan_all(
     files: Mapping[str, Mapping[str, Sequence[Path]]],
     selection: Selection = ALL,
 ) -> Manifests:
-    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan`."""
+    """The manifests of {split: {bucket: files}} below the `folders` of the splits; see `scan_files`."""
     manifests: Manifests = {}
     for split, buckets in files.items():
         part = selection.for_split(split)

@@ -271,12 +271,14 @@ def scan_all(
             for bucket, paths in buckets.items()
         }
     manifests = prepared(manifests, strict=selection.strict)
+    field = selection.text_field
     for of_split in manifests.values():
         for manifest in of_split.values():
-            _pin_prepared(manifest)
-            places = [place_of(manifest, entry) for entry in manifest["files"]]
-            kind = reader_class(manifest["files"][0]["name"])
-            kind.check_scanned(places, selection.text_field)
+            entries = manifest["files"]
+            for entry in filter(is_prepared, entries):
+                entry |= pin(Path(entry["parquet"]), entry["name"], field)
+            places = [place_of(manifest, entry) for entry in entries]
+            reader_class(entries[0]["name"]).check_scanned(places, field)
     return manifests
 
 
@@ -298,14 +300,6 @@ def _begin_manifest(folder: Path, files: Sequence[Path], selection: Selection) -
 
     entries = list(each(begin, files))
     return {"root": str(folder.resolve()), "files": entries, **selection.named()}
-
-
-def _pin_prepared(manifest: Manifest) -> None:
-    """Add the pins of prepared files to a manifest."""
-    field = manifest.get("text_field", TEXT_FIELD)
-    for entry in manifest["files"]:
-        if "parquet" in entry:
-            entry |= pin(Path(entry["parquet"]), entry["name"], field)
 
 
 def pin(path: Path, name: str, text_field: str) -> dict[str, Any]:
@@ -331,19 +325,18 @@ def prepared(manifests: Mapping[str, Mapping[str, Manifest]], *, strict: bool = 
             for entry in filter(is_prepared, manifest["files"]):
                 name = entry["name"]
                 files.append(TextFile(root / name, name, split, selection))
-    places = iter(prepare(files))
+    place_of_file = dict(zip(((file.split, file.path) for file in files), prepare(files)))
 
-    def with_places(manifest: Manifest) -> Manifest:
-        entries = []
-        for entry in manifest["files"]:
-            place = {"parquet": str(next(places))} if is_prepared(entry) else {}
-            entries.append({**entry, **place})
-        return {**manifest, "files": entries}
-
-    return {
-        split: {bucket: with_places(manifest) for bucket, manifest in buckets.items()}
-        for split, buckets in manifests.items()
-    }
+    ready: Manifests = {}
+    for split, buckets in manifests.items():
+        ready[split] = {}
+        for bucket, manifest in buckets.items():
+            entries = []
+            for entry in manifest["files"]:
+                place = place_of_file.get((split, as_path(manifest["root"]) / entry["name"]))
+                entries.append(entry if place is None else {**entry, "parquet": str(place)})
+            ready[split][bucket] = {**manifest, "files": entries}
+    return ready
 
 
 def is_prepared(entry: Mapping[str, Any]) -> bool:
@@ -467,12 +460,9 @@ def check_files(
 
 def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = False) -> Manifest:
     """`check_files` for one bucket."""
-    manifests = {manifest.get("part", "train"): {BUCKET: manifest}}
-    [[checked]] = [
-        buckets.values()
-        for buckets in check_files(manifests, folder, folder, strict=strict).values()
-    ]
-    return checked
+    split = manifest.get("part", "train")
+    found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
+    return found[split][BUCKET]
 
 
 def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
@@ -486,14 +476,14 @@ def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:
 def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
     """The manifest below another folder, if given. FileNotFoundError names a file that does not
     exist; ValueError one that is to be prepared, and has another size."""
-    folder = folder or as_path(manifest["root"])
-    new_root = str(folder.resolve())
+    root = folder or as_path(manifest["root"])
+    new_root = str(root.resolve())
     began = ""
     if new_root != manifest["root"]:
         began = f" (when the run began, the data was in {manifest['root']})"
-    folder.is_dir()  # in object storage: one listing instead of a request per file
-    for entry in manifest["files"]:
-        path = folder / entry["name"]
+
+    def find(entry: dict[str, Any]) -> None:
+        path = root / entry["name"]
         if not path.exists():
             raise FileNotFoundError(
                 f"{path}: this run reads it, but it does not exist{began}; restore it, name its "
@@ -501,6 +491,10 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
             )
         if is_prepared(entry):  # do not prepare it only to find that it has changed
             _check_same(path, "size", entry["size"], path.stat().st_size)
+
+    root.is_dir()  # in object storage: one listing instead of a request per file
+    for _ in each(find, manifest["files"]):
+        pass
     return {**manifest, "root": new_root}
 
 

@@ -47,7 +47,7 @@ from nanochat.config import Settings
 from nanochat.dist import compute_init, get_compute_dtype, versions
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.run_dir import read_config
-from nanochat.start_run import device_memory, estimate_memory
+from nanochat.run_settings import device_memory, estimate_memory
 from nanochat.tokenizer import RustBPETokenizer
 from scripts import base_train, compare_runs
 from scripts.export import write_tokenizer

@@ -37,11 +37,11 @@ from torch import Tensor
 from nanochat.cli import Parser, run_main
 from nanochat.common import counted, table
 from nanochat.dist import (
+    broadcast,
     compute_cleanup,
     compute_init,
     gather_all,
     get_compute_dtype,
-    share,
     versions,
 )
 from nanochat.gpt import GPT, GPTConfig
@@ -112,7 +112,7 @@ def collectives_are_right(rank: int, world_size: int, device: torch.device) -> b
     received = [torch.empty_like(mine) for _ in everyone] if rank == 0 else None
     dist.gather(everyone[rank], received)
     shared = everyone[rank].clone()
-    share(shared)
+    broadcast(shared)
     pairs = [
         (total, torch.stack(everyone).double().sum(dim=0)),
         (exchanged, torch.cat([sent.chunk(world_size)[rank] for sent in everyone])),

@@ -97,7 +97,9 @@ def make_masks(
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, window: int = -1, mask: Any = None) -> Tensor:
-    """Softmax attention, scaled by 1/sqrt(D). Returns (B, Tq, H, D) in q's dtype.
+    """Softmax attention, scaled by 1/sqrt(D).
+
+    Returns (B, Tq, H, D) in q's dtype.
 
     q: (B, Tq, H, D); k, v: (B, Tk, Hkv, D) with H a multiple of Hkv (query head h reads kv head h
     // (H / Hkv)). The queries are the last Tq of the Tk positions: Tk > Tq continues from a cache.
@@ -174,8 +176,10 @@ def _band(Tq: int, Tk: int, window: int, device: torch.device) -> Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = None) -> Tensor:
-    """Apply `varlen_attn`, which needs sequences laid end to end, to rows or to the documents
-    between `edges`."""
+    """Apply `varlen_attn` to rows, or to the documents between `edges`.
+
+    It needs sequences laid end to end.
+    """
     from torch.nn.attention.varlen import varlen_attn  # lazy: it imports all of dynamo
 
     B, T, H, D = q.shape
@@ -191,9 +195,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, edges: Tensor | None = 
 
 
 def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
-    """(documents + 1,) int32: where each document starts among the B T tokens, then B T. starts:
-    (B, T) bool. A compiled model treats this length as dynamic, so one graph serves any number of
-    documents."""
+    """(documents + 1,) int32: where each document starts among the B T tokens, then B T.
+
+    starts: (B, T) bool. A compiled model treats this length as dynamic, so one graph serves any
+    number of documents.
+    """
     num_docs = int(starts.sum()) if num_docs is None else num_docs
     flat = starts.flatten()
     edges = torch.nonzero_static(flat, size=num_docs + 1, fill_value=len(flat)).view(-1).int()
@@ -202,8 +208,7 @@ def _edges(starts: Tensor, num_docs: int | None) -> Tensor:
 
 
 def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -> None:
-    """ValueError if the kernels of this mode do not accept the device, the compute dtype or the
-    head dimension."""
+    """ValueError if this mode's kernels do not accept the device, compute dtype or head dimension."""
     if mode not in ("varlen", "flex"):
         return
     if device_type != "cuda":
@@ -234,10 +239,12 @@ def check_mode(mode: str, device_type: str, dtype: torch.dtype, head_dim: int) -
 
 
 def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> None:
-    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process;
+    """Select the implementation of `flash` and `sdpa`, one of KERNELS, for the whole process.
+
     `cudnn` is for full windows alone. ValueError if its package is missing, if it does not run on
     this GPU or, in deterministic mode, if repeated backward passes give different bits (as with
-    windows in FlashAttention-3 before September 2025)."""
+    windows in FlashAttention-3 before September 2025).
+    """
     if device_type != "cuda":
         if kernel != "wheel":
             raise ValueError(f"--attention-kernel={kernel}: this kernel needs a GPU; omit the flag")
@@ -294,8 +301,10 @@ def prefers_cudnn() -> bool:
 
 
 def repeats(device: torch.device, dtype: torch.dtype, times: int = 8) -> bool:
-    """Whether repeated forward and backward passes of attention return equal bits, with short and
-    full windows."""
+    """Whether repeated forward and backward passes of attention return equal bits.
+
+    Measured with short and full windows.
+    """
     generator = torch.Generator().manual_seed(0)
     *inputs, grad = (
         torch.randn(4, 1024, 4, 128, generator=generator).to(device, dtype) for _ in range(4)
@@ -349,16 +358,16 @@ def _block_mask(doc_ids: Tensor, window: int) -> Any:
 
 
 class KVCache:
-    """The keys and values of the tokens so far, for `GPT.forward(kv_cache=...)`. All rows have the
-    same position.
+    """The keys and values of the tokens so far, for `GPT.forward(kv_cache=...)`.
+
+    All rows have the same position.
 
     k[layer], v[layer]    (B, seq_len, kv heads, head_dim); positions [0, pos) are filled
     prev_embedding        (B, 1, n_embd): the embedding of the previous token, for smear
     """
 
     def __init__(self, batch_size: int, seq_len: int, *, model: Any) -> None:
-        """Allocate batch_size rows of seq_len tokens for a `GPT`, on its device and in its compute
-        dtype."""
+        """Allocate batch_size rows of seq_len tokens on the model's device, in its compute dtype."""
         config = model.config
         shape = (config.n_layer, batch_size, seq_len, config.n_kv_head, config.head_dim)
         options = {"dtype": model.compute_dtype, "device": model.get_device()}
@@ -378,8 +387,11 @@ class KVCache:
         self.prev_embedding.zero_()
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k, v (B, T, kv heads, head_dim) to a layer, and return views of all its keys and
-        values. Call `advance` after the last layer. Raises ValueError if they do not fit."""
+        """Append keys and values to a layer, and return views of all that it has.
+
+        k, v: (B, T, kv heads, head_dim). Call `advance` after the last layer. ValueError if they do
+        not fit.
+        """
         end = self.pos + k.size(1)
         if end > self.seq_len:
             raise ValueError(
@@ -395,8 +407,10 @@ class KVCache:
         self.pos += num_tokens
 
     def prefill(self, other: "KVCache") -> None:
-        """Copy another cache into this empty one. If the other has one row, every row becomes a
-        copy of it."""
+        """Copy another cache into this empty one.
+
+        If the other has one row, every row becomes a copy of it.
+        """
         assert (
             self.pos == 0 and self.seq_len >= other.pos and other.k.size(1) in (1, self.k.size(1))
         )

@@ -1,5 +1,6 @@
-"""Checkpoints: written so that a crash at any instant leaves a good one, read so that a corrupt
-one is never used.
+"""
+Checkpoints: written so that a crash at any instant leaves a good one, read so that a corrupt one is
+never used.
 
     RUN/checkpoints/checkpoint-1000/
       trainer_state.json              the seal: step, progress, size and checksum of every file; written last
@@ -40,7 +41,8 @@ only checkpoints saved by the 30-minute timer, except the newest two. For `keep_
 
 x: deleted. M: kept by `keep_milestone_every`, L: by `keep_last_k`, which counts only good
 checkpoints. Files of other programs, `final`, and checkpoints newer than the one just written are
-never deleted."""
+never deleted.
+"""
 
 import contextlib
 import errno
@@ -107,7 +109,7 @@ def to_host(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def save_plain(state: Any, name: str) -> bytes:
+def save_plain(state: object, name: str) -> bytes:
     """A plain state as the bytes of a file. TypeError, which begins with `name` and lists the
     types, for a state that `load_plain` would refuse.
 
@@ -226,7 +228,7 @@ def write_sealed(target: Path, head: Mapping[str, Any], contents: Mapping[str, A
     fsync_dir(target.parent)
 
 
-def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
+def write_file(folder: Path, name: str, content: object) -> dict[str, Any]:
     """Write bytes or a plain state to a new file of a checkpoint, with an fsync. Returns its record
     for the seal."""
     data = content if isinstance(content, bytes) else save_plain(content, name)
@@ -238,7 +240,7 @@ def write_file(folder: Path, name: str, content: Any) -> dict[str, Any]:
     return {"bytes": len(data), "blake2b": hash_bytes(data)}
 
 
-def json_bytes(value: Any) -> bytes:
+def json_bytes(value: object) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 

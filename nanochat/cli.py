@@ -33,6 +33,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import field
+from enum import Flag, auto
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -62,22 +63,42 @@ TOO_DEEP = f"lists and mappings nested more than {MAX_LEVELS} deep"
 # ---- settings -----------------------------------------------------------------------------------
 
 
-def setting(default: Any, help: str, *, fixed: str = "", note: str = "", **more: Any) -> Any:
+class Decides(Flag):
+    """What a setting decides about a run. A later launch may change only settings that decide
+    nothing: those that say where, how fast and how long the run computes."""
+
+    NOTHING = 0
+    ROWS = auto()  # which tokens and targets are in each row; a receipt records these settings
+    WEIGHTS = auto()  # the shape or the meaning of the weights, so other values cannot use them
+    STEP = auto()  # anything else that a step computes, or where the run begins
+
+
+# why a setting is fixed, unless it has a reason of its own
+REASONS = {
+    Decides.ROWS: "decides which tokens come in which order",
+    Decides.WEIGHTS: "decides the shape of the model",
+    Decides.STEP: "decides what a step computes",
+}
+
+
+def setting(
+    default: Any, help: str, *, decides: Decides = Decides.NOTHING, note: str = "", **more: Any
+) -> Any:
     """Declare a field of a dataclass of settings. nanochat/config.py turns it into a flag, an entry
     of config.json and a rule for resuming. Declare a field there, or in the module that uses it.
 
-    help: the text in --help. fixed: why a resume must not change the setting; empty if it may.
-    note: the effect of a change, printed when a resume changes the setting. Further keywords:
+    help: the text in --help. note: a sentence for readers, never compared with anything: why the
+    setting is fixed, or what a change does, which a resume prints. Further keywords:
 
         flag=False                   the value follows from other settings or the machine, so it has no flag
         auto=True                    the default means "automatic": a resume keeps the run's value
         least, most                  smallest and largest allowed value; the default may lie outside
         above                        a value other than the default must be larger than this
-        of_order="lanes"             the setting has an effect only with this --order
         choices, metavar, type       as in argparse's add_argument
         also=["--other-name"]        additional names of the flag
     """
-    return field(default=default, metadata={"help": help, "fixed": fixed, "note": note, **more})
+    rules = {"help": help, "decides": decides, "note": note or REASONS.get(decides, "")}
+    return field(default=default, metadata={**rules, **more})
 
 
 # ---- flags --------------------------------------------------------------------------------------
@@ -97,7 +118,10 @@ class Parser(argparse.ArgumentParser):
     interchangeable. --help shows the defaults. An error is one line; for an unknown flag, it
     suggests a similar one."""
 
-    instead: Mapping[str, str] = {}  # {flag of another program: what to use here}
+    # what to say about an unknown flag, such as that of another program; '' for nothing in particular
+    instead: Callable[[str], str] = staticmethod(lambda name: "")
+    # (the name of a flag whose value brings further flags, what adds those of a value)
+    brings: tuple[str, Callable[[str], None]] | None = None
     # selects the flags from a run's config.json
     of_run: Callable[[dict[str, Any]], dict[str, Any]] = dict
     example = ""  # an example of a --config file, shown in --help
@@ -139,23 +163,17 @@ class Parser(argparse.ArgumentParser):
 
     def _with_file(self, given: list[str]) -> list[str]:
         """Command-line arguments, preceded by those of their --config file, if they name one."""
-        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        finder.add_argument("--config", nargs="?")
-        if path := finder.parse_known_args(given)[0].config:
-            # the file is parsed alone first, so that its errors name it
+        path = _value_of(given, "--config")
+        values: dict[str, Any] = {}
+        if path is not None:
             self.where = f"--config={path}: "
-            words = self._words_of(path)
-            for word in words:
-                refuse_secrets(word)
-            required: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
-            required = [flags for flags in required if flags.required]
-            for flags in required:  # they may be on the command line
-                flags.required = False
-            super().parse_known_args(words)
-            for flags in required:
-                flags.required = True
+            values = self._read_flags(path)
+        if self.brings is not None:
+            name, add = self.brings
+            add(_value_of(given, f"--{name}") or str(values.get(name)))
+        if path is not None:
+            given = [*self._words_of(values), f"--config={path}", *given]
             self.where = ""
-            given = [*words, f"--config={path}", *given]
         # added only now, so that a file cannot name another file
         if "--config" not in self._option_string_actions:
             self.add_argument(
@@ -166,9 +184,8 @@ class Parser(argparse.ArgumentParser):
             )
         return given
 
-    def _words_of(self, path: str) -> list[str]:
-        """A file of flags as command-line arguments. A null value counts as absent. Exits with one
-        sentence if the file cannot be read or names an unknown flag."""
+    def _read_flags(self, path: str) -> dict[str, Any]:
+        """{flag: value} of a file of flags. Exits with one sentence if it cannot be read."""
         try:
             if Path(path).suffix.lower() == ".toml":
                 values: Any = tomllib.loads(_read_small(path, MAX_TOML_BYTES).decode())
@@ -185,27 +202,48 @@ class Parser(argparse.ArgumentParser):
             self.error(
                 f"got {str(values)[:50]!r}, expected a mapping from flags to values, such as depth: 12"
             )
+        return self.of_run(values) if "derived" in values else values
+
+    def _words_of(self, values: Mapping[str, Any]) -> list[str]:
+        """The flags of a file as command-line arguments. A null value counts as absent. Exits with
+        one sentence for an unknown flag or a bad value."""
         words: list[str] = []
-        for key, value in (self.of_run(values) if "derived" in values else values).items():
-            name = "--" + str(key).replace("_", "-")
-            action = self.known(name)
-            is_switch = action.nargs == 0
-            if value is None:
-                continue
-            if isinstance(value, bool) != is_switch:
-                self.error(
-                    f"{name}: got {value!r}, expected {'true or false' if is_switch else 'text or a number'}"
-                )
-            if is_switch:
-                name = name if value else f"--no-{name[2:]}"
-                # a switch that stays off needs no argument
-                words += [name] if name in action.option_strings else []
-            elif isinstance(value, list) and action.nargs is not None:
-                words += [name, *map(str, value)]
+        for key, value in values.items():
+            if value is not None:
+                name = "--" + str(key).replace("_", "-")
+                words += self._words_of_flag(name, value)
             else:
-                text = ",".join(map(str, value)) if isinstance(value, list) else value
-                words.append(f"{name}={json.dumps(text) if isinstance(text, dict) else text}")
+                self.known("--" + str(key).replace("_", "-"))
+        for word in words:
+            refuse_secrets(word)
+        # parsed alone first, so that errors name the file; required flags may be on the command line
+        required: list[Any] = [*self._actions, *self._mutually_exclusive_groups]
+        required = [flags for flags in required if flags.required]
+        for flags in required:
+            flags.required = False
+        super().parse_known_args(words)
+        for flags in required:
+            flags.required = True
         return words
+
+    def _words_of_flag(self, name: str, value: Any) -> list[str]:
+        """A flag and its value in a file as command-line arguments."""
+        action = self.known(name)
+        is_switch = action.nargs == 0
+        if isinstance(value, bool) != is_switch:
+            expected = "true or false" if is_switch else "text or a number"
+            self.error(f"{name}: got {value!r}, expected {expected}")
+        if is_switch:
+            name = name if value else f"--no-{name[2:]}"
+            # a switch that stays off needs no argument
+            return [name] if name in action.option_strings else []
+        if isinstance(value, list) and action.nargs is not None:
+            return [name, *map(str, value)]
+        if isinstance(value, list):
+            value = ",".join(map(str, value))
+        elif isinstance(value, dict):
+            value = json.dumps(value)
+        return [f"{name}={value}"]
 
     def known(self, name: str) -> argparse.Action:
         """The action of a flag. Exits with one sentence if the flag is unknown."""
@@ -215,7 +253,7 @@ class Parser(argparse.ArgumentParser):
             takes_run = any(action.dest == "run" for action in self._get_positional_actions())
             if takes_run and name in ("--run", "--checkpoint", "--model-tag"):
                 hint = f"pass the run's name without a flag: write d12 instead of {name}=d12"
-            self.error(f"{name}: {self.instead.get(name, hint)}")
+            self.error(f"{name}: {self.instead(name) or hint}")
         return known[name]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -230,6 +268,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         self.exit(2, visible(f"error: {self.where}{message} (all flags: --help)\n"))
+
+
+def _value_of(given: list[str], flag: str) -> str | None:
+    """The value of a flag on a command line that is not parsed yet; None if it is absent."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument(flag, dest="value", nargs="?")
+    return finder.parse_known_args(given)[0].value
 
 
 def whole(least: int, *, also: int | None = None) -> Callable[[str], int]:

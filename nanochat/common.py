@@ -130,8 +130,9 @@ def begin_launch(cache: Path | str | None = None) -> None:
     """Begin a launch: discard cached metadata of objects, so that it is requested again. `cache`:
     see `Launch`."""
     LAUNCH.cache = cache
-    if "nanochat.integrations.object_storage" in sys.modules:
-        sys.modules["nanochat.integrations.object_storage"].forget()
+    opened = sys.modules.get(STORAGE.partition(":")[0])
+    if opened is not None:
+        opened.forget()
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
@@ -266,14 +267,14 @@ def write_bytes(path: Path | str, data: bytes) -> None:
         f.write(data)
 
 
-def write_json(path: Path | str, value: Any, *, sort_keys: bool = False) -> None:
+def write_json(path: Path | str, value: object, *, sort_keys: bool = False) -> None:
     """Write a value as indented JSON atomically."""
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=sort_keys) + "\n").encode())
 
 
 def read_json(
     path: Path | str,
-    shape: Any = None,
+    shape: object = None,
     *,
     remedy: str = "delete it and rerun the command that wrote it",
 ) -> Any:
@@ -283,7 +284,9 @@ def read_json(
     return parse_json(Path(path).read_bytes(), path, shape, remedy=remedy)
 
 
-def parse_json(data: bytes | str, name: Path | str, shape: Any = None, *, remedy: str = "") -> Any:
+def parse_json(
+    data: bytes | str, name: Path | str, shape: object = None, *, remedy: str = ""
+) -> Any:
     """The value of JSON that may be damaged. ValueError, which begins with `name` and ends with the
     remedy, if it is not JSON or does not have the shape:
 
@@ -317,7 +320,7 @@ KINDS = {
 
 
 def check_shape(
-    value: Any, shape: Any, name: Path | str, *, field: str = "", ending: str = ""
+    value: object, shape: object, name: Path | str, *, field: str = "", ending: str = ""
 ) -> None:
     """ValueError, which begins with `name` and the first wrong field, if a value does not have the
     shape (see `parse_json`)."""
@@ -345,7 +348,7 @@ def hash_bytes(*parts: bytes | memoryview) -> str:
     return h.hexdigest()
 
 
-def hash_json(value: Any) -> str:
+def hash_json(value: object) -> str:
     """`hash_bytes` of the canonical JSON of a value: sorted keys, no spaces."""
     return hash_bytes(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
 
@@ -370,7 +373,7 @@ def get_dist_info() -> tuple[bool, int, int, int]:
     return True, rank, local_rank, world_size
 
 
-def print0(*args: Any, **kwargs: Any) -> None:
+def print0(*args: object, **kwargs: Any) -> None:
     """Print on rank 0 only, and flush."""
     if int(os.environ.get("RANK", "0")) == 0:
         with LAUNCH.aside():
@@ -395,7 +398,7 @@ if not typing.TYPE_CHECKING:
 # ---- output -------------------------------------------------------------------------------------
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A readable value: 1,234; 0.1235; 2.67e+12; yes; a dash for None."""
     if value is None or isinstance(value, bool):
         return {True: "yes", False: "no", None: "-"}[value]
@@ -467,7 +470,7 @@ def block(j: int, m: int, V: int) -> range:
     return range(j * V // m, (j + 1) * V // m)
 
 
-def words(n: int, *key: Any) -> np.ndarray:
+def words(n: int, *key: object) -> np.ndarray:
     """(n,) uint64: random words that depend on the key alone. They are the raw words of NumPy's
     Philox counter generator, which are the same in all versions and on all machines;
     `Generator.permutation` makes no such promise."""
@@ -475,7 +478,7 @@ def words(n: int, *key: Any) -> np.ndarray:
     return np.random.Philox(key=np.frombuffer(digest, "<u8")).random_raw(n)
 
 
-def permutation(n: int, *key: Any) -> np.ndarray:
+def permutation(n: int, *key: object) -> np.ndarray:
     """(n,) int64: a permutation that depends on the key alone, not on the machine or NumPy's
     version."""
     return np.argsort(words(n, *key), kind="stable")

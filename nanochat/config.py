@@ -1,7 +1,7 @@
 """
 The settings of a run: one frozen dataclass, its command-line flags, and what a resume may change.
 
-    warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", fixed=STEP)
+    warmup_steps: int = setting(40, "steps of the linear warmup of the learning rate", decides=Decides.STEP)
 
 This field defines the flag `--warmup-steps`, its line in --help with the default, its entry in
 config.json, its rule for a resume, and its row in the table of settings in docs/reference.md. To
@@ -15,52 +15,45 @@ different flags, on purpose or by accident:
     the command's        {"depth": 16, "save_every": 500, "lanes": -1}
                             refused      allowed            automatic: keeps the run's 64
 
-A setting that decides which rows are read, or what a step computes from them, is `fixed`: a resume
-that changes it is refused with the reason. A setting that only decides where, how fast and how long
-the run computes may change; the change is printed, with its `note` if it has one. To train with
+A setting that decides which rows are read, or what a step computes from them, is fixed
+(`cli.Decides`): a resume that changes it is refused, with its `note` as the reason. A setting that
+only decides where, how fast and how long the run computes may change; the change is printed, with
+its `note` if it has one. To train with
 other settings, start a new run from the old one (--init-from). If an old config.json lacks a
 setting, the default applies; if it has one that this code lacks, the resume is refused. Rejected: a
 warning instead of a refusal. No one reads the log of a job that resumes at night.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from nanochat.attention import KERNELS, MODES
-from nanochat.cli import Parser, setting
-from nanochat.common import check_shape, parse_json, show
-from nanochat.curriculum import Curriculum, load
-from nanochat.files import DATASET_NAME, read_data_args, split_weights
-from nanochat.order import LAYOUTS, ORDERS
-from nanochat.packing import VERSION
+from nanochat.cli import Decides, Parser, setting
+from nanochat.common import check_shape, open_door, parse_json, show
+from nanochat.curriculum import Curriculum, CurriculumSettings, load
+from nanochat.files import DATASET_NAME, FORMATS
+from nanochat.gpt import ASPECT_RATIO, HEAD_DIM, GPTConfig
+from nanochat.order import ORDERS, StreamSettings
 from nanochat.run_dir import checkpoint_folders
 from nanochat.schedule import MOST_STEPS, ScheduleSettings
 from nanochat.text import Selection, TextSettings
-from nanochat.tokenizer import EOD_HELP, TOKENIZER_HELP
+from nanochat.tokenizer import TokenizerSettings
 
-# why a setting is fixed
-SHAPE = "decides the shape of the model"
-STREAM = "decides which tokens come in which order"
 TARGETS = "decides which targets count in the loss"
-STEP = "decides what a step computes"
-DATA_ARGS = "file with a long --data-path, as Megatron's: paths, or weights and paths, separated by spaces or lines"
 ORIGIN = "decides how the run begins"
 # what a change does
 HORIZON = "moves the end of the run: schedules stretch or shrink from here on"
 ROUNDING = "same data, but not the same bits: "
 
 MAX_RATE = 10**6  # largest learning rate: far above useful ones, far below those that overflow
-
-
-def numbers(text: str) -> list[float]:
-    """The type of a flag: numbers separated by commas."""
-    return [float(part) for part in text.split(",")]
 
 
 # Each class below is a group of --help, titled by its docstring. `cli.setting` documents the
@@ -100,19 +93,20 @@ class RunSettings:
         "auto",
         "type of activations, embeddings and Muon's matmuls: auto | bfloat16 | float32 (without TF32)",
         auto=True,
-        fixed="decides the type of activations, embeddings and Muon's matmuls",
+        decides=Decides.STEP,
+        note="decides the type of activations, embeddings and Muon's matmuls",
     )
     fp8: bool = setting(
         False,
         "train with FP8 matrix products; needs a GPU of compute capability 8.9 or higher",
-        fixed=STEP,
+        decides=Decides.STEP,
     )
     attention_kernel: str = setting(
         "wheel",
         "attention on CUDA: wheel is FlashAttention-2, which comes with PyTorch; cudnn is cuDNN for full "
         "windows, with --no-deterministic only; fa3 is a separate package",
         choices=KERNELS,
-        fixed=STEP,
+        decides=Decides.STEP,
     )
     compile: str = setting(
         "auto",
@@ -123,11 +117,17 @@ class RunSettings:
     deterministic: bool = setting(
         True,
         "on CUDA, use only kernels whose results do not depend on scheduling (default: on)",
-        fixed=STEP,
+        decides=Decides.STEP,
     )
-    seed: int = setting(42, "seed of the initial weights and of the data order", fixed=STREAM)
+    seed: int = setting(
+        42, "seed of the initial weights and of the data order", decides=Decides.ROWS
+    )
     data_seed: int | None = setting(
-        None, "seed of the data order alone (default: --seed)", type=int, metavar="N", fixed=STREAM
+        None,
+        "seed of the data order alone (default: --seed)",
+        type=int,
+        metavar="N",
+        decides=Decides.ROWS,
     )
     world_size: int = setting(
         1,
@@ -150,22 +150,25 @@ class ModelSettings:
     depth: int = setting(
         20,
         "number of layers; width, batch size and horizon follow from it",
-        fixed=SHAPE,
+        decides=Decides.WEIGHTS,
         least=1,
         most=10**4,
     )
     aspect_ratio: int = setting(
-        64,
+        ASPECT_RATIO,
         "model width divided by depth; the width is rounded up to whole heads",
-        fixed=SHAPE,
+        decides=Decides.WEIGHTS,
         least=1,
         most=10**4,
     )
-    head_dim: int = setting(128, "size of an attention head", fixed=SHAPE, least=1, most=10**4)
+    head_dim: int = setting(
+        HEAD_DIM, "size of an attention head", decides=Decides.WEIGHTS, least=1, most=10**4
+    )
     max_seq_len: int = setting(
-        2048,
+        GPTConfig.sequence_len,
         "T: tokens per row that are trained on",
-        fixed="decides the length of a row",
+        decides=Decides.ROWS | Decides.WEIGHTS,
+        note="decides the length of a row",
         least=1,
         most=10**8,
     )
@@ -173,14 +176,17 @@ class ModelSettings:
         "causal",
         "how attention is masked; all but causal confine it to one document",
         choices=tuple(MODES),
-        fixed="decides which tokens a token attends to",
+        decides=Decides.STEP,
+        note="decides which tokens a token attends to",
     )
     window_pattern: str = setting(
-        "SSSL",
+        GPTConfig.window_pattern,
         "attention windows, repeated over the layers: L is max_seq_len tokens, S a quarter of that",
-        fixed=SHAPE,
+        decides=Decides.WEIGHTS,
     )
-    vocab_size: int = setting(0, "vocabulary size of the tokenizer", flag=False, fixed=SHAPE)
+    vocab_size: int = setting(
+        0, "vocabulary size of the tokenizer", flag=False, decides=Decides.WEIGHTS
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,36 +195,20 @@ class DataSettings:
 
     data_path: str | None = setting(
         None,
-        "data folder, local or in object storage (s3://, gs://, az://, msc://); Megatron's files may also be "
-        f"named by paths without .bin, separated by commas (default: the downloaded {DATASET_NAME} data set)",
+        "data folder, local or in object storage; token files may also be named by paths without .bin, "
+        f"separated by commas (default: the downloaded {DATASET_NAME} data set)",
     )
     val_path: str | None = setting(
         None,
-        "validation data (default: val/ below --data-path or files named so, else its last file; with "
-        "--order=megatron, the complete documents of the validation split)",
+        "validation data (default: val/ below --data-path or files named so, else its last file)",
     )
     data_format: str = setting(
         "text",
         "text: parquet, jsonl, jsonl.gz, jsonl.zst, txt, arrow | shards: token files of scripts.tok_shards | "
         "megatron: Megatron's .bin and .idx files | any other name xyz: .xyz files, read by your "
         "nanochat/source_xyz.py",
-        fixed=STREAM,
+        decides=Decides.ROWS,
     )
-    tokenizer: str | None = setting(
-        None,
-        f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
-        "scripts.tok_train writes it)",
-        also=["--tokenizer-dir"],
-        metavar="NAME",
-    )
-    eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
-    tokenizer_fingerprint: str = setting(
-        "",
-        "fingerprint of the tokenizer",
-        flag=False,
-        fixed="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
-    )
-    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
     object_storage_cache: str | None = setting(
         None,
         "folder for local copies of indices from object storage (default: <base dir>/object_storage)",
@@ -229,122 +219,13 @@ class DataSettings:
         "file of documents to exclude from the loss, one FILE:DOC per line (FILE:* for a whole file; DOC counts "
         "from 0); their tokens stay in the rows",
         metavar="LIST",
-        fixed=TARGETS,
-        of_order="lanes",
-    )
-    packing: str = setting(
-        "bestfit",
-        "how documents are packed into rows",
-        choices=tuple(LAYOUTS),
-        fixed=STREAM,
-        of_order="lanes",
-    )
-    pack: bool = setting(
-        True,
-        "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
-        "--packing=binned",
-        fixed=STREAM,
-        of_order="lanes",
-    )
-    long_docs: str = setting(
-        "crop",
-        "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
-        "on it in a later row",
-        choices=("crop", "split"),
-        fixed=STREAM,
-        of_order="lanes",
-    )
-    overlap: int = setting(
-        64,
-        "with --long-docs=split: number of tokens repeated as context before the tail of a document",
-        fixed=STREAM,
-    )
-    buffer_size: int = setting(
-        128,
-        "number of pending short documents per lane, from which bestfit fills rows",
-        fixed=STREAM,
-    )
-    packer_version: int = setting(VERSION, "version of the packer", flag=False, fixed=STREAM)
-    lanes: int = setting(
-        -1,
-        "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
-        "data can feed",
-        auto=True,
-        least=1,
-        fixed="decides each lane's share of the data",
-    )
-    leaves: int = setting(
-        -1,
-        "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
-        ">= the number of processes",
-        auto=True,
-        fixed="decides the order in which gradients are added",
+        decides=Decides.STEP,
+        note=TARGETS,
     )
     plan: str = setting(
         "error",
         "what to do when a forecast (plan) shows the data running out before the last step; off: make no plan",
         choices=("error", "warn", "off"),
-    )
-    curriculum: dict | None = setting(
-        None,
-        "YAML file with the mix of buckets (subfolders of the data) in each phase of the run",
-        metavar="YAML",
-        fixed="decides which bucket each row comes from; its notation and the last phase's duration may change",
-        of_order="lanes",
-    )
-    allow_bucket_exhaustion: bool = setting(
-        False,
-        "when a bucket has run dry, continue with the other buckets",
-        note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
-        of_order="lanes",
-    )
-    allow_budget_mismatch: bool = setting(
-        False,
-        "allow a run longer or shorter than all phases of its curriculum together",
-        of_order="lanes",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronSettings:
-    """Megatron's order"""
-
-    order: str = setting(
-        "lanes",
-        "lanes: packed documents | megatron: Megatron's samples in Megatron's shuffled order, where row i of "
-        "the run is sample i (--attention-mode replaces reset_attention_mask; reset_position_ids would have no effect)",
-        choices=tuple(ORDERS),
-        fixed=STREAM,
-    )
-    split: str | None = setting(
-        None,
-        "shares of training, validation and test (default: 969,30,1; with separate validation files, all "
-        "documents are used for training)",
-        auto=True,
-        fixed="decides which documents are used for training and which for validation",
-        of_order="megatron",
-    )
-    blend_weights: list | None = setting(
-        None,
-        "weight of each path in --data-path (default: every sample is used once; a single path is "
-        "repeated as needed)",
-        type=numbers,
-        metavar="A,B",
-        fixed=STREAM,
-        of_order="megatron",
-    )
-    eod_mask_loss: bool = setting(
-        False, "compute no loss where the input is EOD", fixed=TARGETS, of_order="megatron"
-    )
-    num_samples: int = setting(
-        -1,
-        "number of samples in the whole run",
-        flag=False,
-        auto=True,
-        fixed="decides Megatron's order, which is a shuffle of exactly this many samples",
-    )
-    index_cache: str | None = setting(
-        None, "folder for the shuffled indices (default: <base dir>/index_cache)", metavar="DIR"
     )
 
 
@@ -380,47 +261,65 @@ class OptimizerSettings:
         most=10**6,
         note=ROUNDING + "sums are grouped differently",
     )
+    leaves: int = setting(
+        -1,
+        "K: number of blocks per step, whose gradients are added in a fixed order; -1: the smallest power of two "
+        ">= the number of processes",
+        auto=True,
+        decides=Decides.STEP,
+        note="decides the order in which gradients are added",
+    )
     total_batch_size: int = setting(
         -1,
         "tokens per step; -1: derived from the size of the model",
         auto=True,
-        fixed=STEP,
+        decides=Decides.ROWS,
+        note="decides what a step computes",
         least=1,
         most=10**12,
     )
     embedding_lr: float = setting(
-        0.3, "learning rate of the embeddings (AdamW)", fixed=STEP, least=0, most=MAX_RATE
+        0.3, "learning rate of the embeddings (AdamW)", decides=Decides.STEP, least=0, most=MAX_RATE
     )
     unembedding_lr: float = setting(
-        0.008, "learning rate of the output head (AdamW)", fixed=STEP, least=0, most=MAX_RATE
+        0.008,
+        "learning rate of the output head (AdamW)",
+        decides=Decides.STEP,
+        least=0,
+        most=MAX_RATE,
     )
     matrix_lr: float = setting(
-        0.02, "learning rate of the matrices (Muon)", fixed=STEP, least=0, most=MAX_RATE
+        0.02, "learning rate of the matrices (Muon)", decides=Decides.STEP, least=0, most=MAX_RATE
     )
     scalar_lr: float = setting(
         0.5,
         "learning rate of the scalars of each layer (AdamW)",
-        fixed=STEP,
+        decides=Decides.STEP,
         least=0,
         most=MAX_RATE,
     )
-    weight_decay: float = setting(0.28, "cautious weight decay of the matrices", fixed=STEP)
+    weight_decay: float = setting(
+        0.28, "cautious weight decay of the matrices", decides=Decides.STEP
+    )
     max_grad_norm: float | None = setting(
-        None, "scale larger gradients down to this norm (default: off)", fixed=STEP, above=0
+        None,
+        "scale larger gradients down to this norm (default: off)",
+        decides=Decides.STEP,
+        above=0,
     )
     skip_spikes: float | None = setting(
         None,
         "skip the update of a step whose loss or gradient norm is this many robust deviations above the median "
         "of the last 128 steps (default: off)",
         metavar="SIGMA",
-        fixed=STEP,
+        decides=Decides.STEP,
         above=0,
     )
     z_loss: float = setting(
         0.0,
         "coefficient of the squared logsumexp of the logits, added to the training loss only; reported losses "
         "exclude it",
-        fixed=STEP,
+        decides=Decides.STEP,
         least=0,
     )
 
@@ -479,20 +378,32 @@ class LongRunSettings:
         600.0, "end the run if a rank hangs for this long", above=0
     )
     init_from: str | None = setting(
-        None, "start a new run with the weights of another", metavar="RUN[@STEP]", fixed=ORIGIN
+        None,
+        "start a new run with the weights of another",
+        metavar="RUN[@STEP]",
+        decides=Decides.STEP,
+        note=ORIGIN,
     )
     init_optimizer: bool = setting(
-        False, "with --init-from: also load that run's optimizer state", fixed=ORIGIN
+        False,
+        "with --init-from: also load that run's optimizer state",
+        decides=Decides.STEP,
+        note=ORIGIN,
     )
     init_data: str = setting(
         "fresh",
         "with --init-from: start at the beginning of the data, or where that "
         "checkpoint stopped reading",
         choices=("fresh", "continue"),
-        fixed=ORIGIN,
+        decides=Decides.STEP,
+        note=ORIGIN,
     )
     skip_steps: int = setting(
-        0, "for a new run: skip the rows of this many steps", fixed=ORIGIN, least=0
+        0,
+        "for a new run: skip the rows of this many steps",
+        decides=Decides.STEP,
+        note=ORIGIN,
+        least=0,
     )
 
 
@@ -503,7 +414,9 @@ class Settings(
     ScheduleSettings,
     OptimizerSettings,
     HorizonSettings,
-    MegatronSettings,
+    CurriculumSettings,
+    StreamSettings,
+    TokenizerSettings,
     TextSettings,
     DataSettings,
     ModelSettings,
@@ -514,7 +427,7 @@ class Settings(
 
     def __post_init__(self) -> None:
         for name, value in self.differing().items():
-            rule = FIELDS[name].metadata
+            rule = fields_of(type(self))[name].metadata
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{flag(name)}: got {value}, expected a finite number")
             if "least" in rule and not rule["least"] <= value <= rule.get("most", value):
@@ -526,11 +439,6 @@ class Settings(
                 raise ValueError(
                     f"{flag(name)}: got {value}, expected a number above {rule['above']}"
                 )
-            if rule.get("of_order", self.order) != self.order:
-                raise ValueError(
-                    f"{flag(name)}: has no effect with --order={self.order}; remove it from the flags or "
-                    f"the --config file, or use --order={rule['of_order']}"
-                )
         if not set(self.log_to.split(",")) <= {"wandb", "tensorboard", "trackio"}:
             raise ValueError(
                 f"--log-to: got {self.log_to!r}, expected wandb, tensorboard, trackio, or several of them "
@@ -541,37 +449,47 @@ class Settings(
                 f"--profile-steps: got {self.profile_steps!r}, expected A:B, the first step and the one "
                 "after the last, such as 10:13"
             )
-        if not all(0 < weight < float("inf") for weight in self.blend_weights or ()):
-            raise ValueError(
-                f"--blend-weights: got {self.blend_weights}, expected finite numbers above 0; to train "
-                "without a path, remove it from --data-path"
-            )
         if self.init_from is None and (self.init_optimizer or self.init_data != "fresh"):
             raise ValueError(
                 "--init-optimizer, --init-data: apply only to a run that starts from another run; name "
                 "that other run with --init-from=RUN"
             )
         for name, value in Selection.of(asdict(self)).named().items():
-            if self.data_format in ("shards", "megatron"):
+            if self.data_format in FORMATS and self.data_format != "text":
                 raise ValueError(
                     f"{flag(name)}={value}: applies to text only, but --data-format is "
                     f"{self.data_format}; remove it"
                 )
-        if self.order == "megatron" and self.data_format != "megatron":
-            raise ValueError(
-                f"--order=megatron: needs Megatron's files, but --data-format is {self.data_format}; use "
-                "--data-format=megatron or --order=lanes"
-            )
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Settings":
+    def of_flags(cls, flags: Mapping[str, Any]) -> dict[str, Any]:
+        """{name: value} of the settings on a parsed command line. A curriculum file's two switches
+        become settings, separate from its mix. ValueError or FileNotFoundError for invalid
+        values."""
+        values = {f.name: flags[f.name] for f in fields(cls) if f.name in flags}
+        path = flags["curriculum"]
+        if path is not None:
+            inline = path.startswith("{")  # from a file of flags
+            mix = load(parse_json(path, "--curriculum", dict) if inline else path)
+            plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
+            values["curriculum"] = plain.to_json()
+            values["allow_budget_mismatch"] |= mix.allow_budget_mismatch
+            values["allow_bucket_exhaustion"] |= mix.allow_bucket_exhaustion
+        return values
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> "Settings":
         """The settings in a run's config.json. A missing setting gets its default; unknown entries
         are ignored. ValueError for a value that is invalid for its setting."""
-        values = {name: value[name] for name in FIELDS if name in value}
         where = "restore the run's config.json, which was damaged or edited"
-        check_shape(values, {name: TYPES[name] for name in values}, where)
+        order = value.get("order", Settings.order)
+        check_shape({"order": order}, {"order": str}, where)
         try:
-            settings = cls(**values)
+            kind = settings_class(order)
+            types = get_type_hints(kind)
+            values = {name: value[name] for name in fields_of(kind) if name in value}
+            check_shape(values, {name: types[name] for name in values}, where)
+            settings = kind(**values)
             _ = settings.mix  # checks the curriculum
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from None
@@ -613,13 +531,25 @@ class Settings(
         """{name: value} of the settings that differ from their defaults."""
         return {
             name: getattr(self, name)
-            for name, f in FIELDS.items()
+            for name, f in fields_of(type(self)).items()
             if getattr(self, name) != f.default
         }
 
 
-FIELDS = {f.name: f for f in fields(Settings)}
-TYPES = get_type_hints(Settings)
+def fields_of(kind: type[Settings]) -> dict[str, Field]:
+    """{name: field} of a class of settings."""
+    return {f.name: f for f in fields(kind)}
+
+
+FIELDS = fields_of(Settings)
+
+
+def settings_class(order: str) -> type[Settings]:
+    """The class of the settings of a run with this --order, which may add its own to `Settings`.
+    ValueError for an unknown order."""
+    if order not in ORDERS:
+        raise ValueError(f"--order: got {order!r}, expected {' or '.join(ORDERS)}")
+    return open_door(ORDERS[order]).settings
 
 
 # ---- the command line ---------------------------------------------------------------------------
@@ -630,7 +560,15 @@ SECTION = (
 )
 # Settings of older versions, in the config.json of their runs. They decided no bit, so such a run
 # resumes without them.
-REMOVED = frozenset({"log_every", "row_losses", "tokenizer_dir"})  # the last is now --tokenizer
+REMOVED = frozenset(
+    {
+        "log_every",
+        "row_losses",
+        "tokenizer_dir",  # now --tokenizer
+        # now of an order of their own, but once in the config.json of every run
+        *("split", "blend_weights", "eod_mask_loss", "num_samples", "index_cache"),
+    }
+)
 ELSEWHERE = {  # flags of other programs and of older versions
     "--log-every": "omit it; every step is printed",
     **dict.fromkeys(
@@ -674,75 +612,77 @@ def flag(name: str) -> str:
 
 def add_flags(parser: Parser, without: Sequence[str] = (), *, listed: bool = True) -> Parser:
     """Add the flags of all settings except `without` to a parser, in their groups. Without
-    `listed`, --help omits them."""
-    parser.instead = ELSEWHERE
+    `listed`, --help omits them. The flags of an --order of its own are added when it is given."""
+    parser.instead = instead_of
     parser.of_run = flags_of_run
     parser.usage = "%(prog)s [flags]"
     parser.example = ", such as a run's config.json" * listed
     for group in reversed(Settings.__bases__):
-        titled = parser.add_argument_group((group.__doc__ or "").strip())
-        for f in fields(group):
-            if not f.metadata.get("flag", True) or f.name in without:
-                continue
-            how = {
-                word: f.metadata[word]
-                for word in ("help", "choices", "metavar", "type")
-                if word in f.metadata
-            }
-            [kind, *_] = get_args(TYPES[f.name]) or (TYPES[f.name],)  # int of int | None
-            if kind is bool:
-                how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
-            elif kind in (int, float):
-                # everything else, such as the path of a curriculum, stays text
-                how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
-            if f.name == "data_path":
-                titled.add_argument(
-                    "--data-args-path",
-                    metavar="FILE",
-                    help=DATA_ARGS if listed else argparse.SUPPRESS,
-                )
-            flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
-            action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
-            action.help = action.help if listed else argparse.SUPPRESS
+        _add_group(parser, group, without, listed)
+    parser.brings = ("order", partial(_add_order, parser, listed))
     return parser
+
+
+def _add_order(parser: Parser, listed: bool, order: str) -> None:
+    """Add the flags that only runs with this --order have. An unknown order has none: argparse
+    refuses it."""
+    if order in ORDERS:
+        parser.brings = None  # once
+        _add_group(parser, settings_class(order), tuple(FIELDS), listed)
+
+
+def _add_group(parser: Parser, group: type, without: Sequence[str], listed: bool) -> None:
+    """Add the flags of a dataclass of settings, except those named in `without`."""
+    titled = parser.add_argument_group((group.__doc__ or "").strip())
+    types = get_type_hints(group)
+    for f in fields(group):
+        if not f.metadata.get("flag", True) or f.name in without:
+            continue
+        how = {
+            word: f.metadata[word]
+            for word in ("help", "choices", "metavar", "type")
+            if word in f.metadata
+        }
+        [kind, *_] = get_args(types[f.name]) or (types[f.name],)  # int of int | None
+        if kind is bool:
+            how["action"] = argparse.BooleanOptionalAction if f.default else "store_true"
+        elif kind in (int, float):
+            # everything else, such as the path of a curriculum, stays text
+            how = {"type": kind, "metavar": "N" if kind is int else "X", **how}
+        flags = ["--" + f.name.replace("_", "-"), *f.metadata.get("also", ())]
+        action = titled.add_argument(*flags, dest=f.name, default=f.default, **how)
+        action.help = action.help if listed else argparse.SUPPRESS
+
+
+def instead_of(name: str) -> str:
+    """What to use in place of an unknown flag: one of another program, of an older version, or of
+    another --order. '' if it is none of these."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    for order in ORDERS:
+        with contextlib.suppress(ModuleNotFoundError):
+            own = fields_of(settings_class(order)).keys() - FIELDS.keys()
+            if name.removeprefix("--").replace("-", "_") in own:
+                return f"has no effect without --order={order}; remove it, or add --order={order}"
+    return ""
 
 
 def flags_of_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a run's config.json that --config takes as flags: not --resume and --force,
     which describe one launch."""
+    order = str(config.get("order", Settings.order))
+    known = fields_of(settings_class(order)) if order in ORDERS else FIELDS
     return {
         name: config[name]
-        for name, f in FIELDS.items()
+        for name, f in known.items()
         if f.metadata.get("flag", True) and name in config and name not in ("resume", "force")
     }
 
 
 def from_flags(args: argparse.Namespace) -> Settings:
-    """The settings of a parsed command line. A curriculum file's two switches become settings,
-    separate from its mix. ValueError or FileNotFoundError for invalid values."""
-    given = {name: value for name, value in vars(args).items() if name in FIELDS}
-    if (list_path := getattr(args, "data_args_path", None)) is not None:
-        if args.data_path is not None:
-            raise ValueError(
-                f"--data-args-path={list_path}: --data-path is also given; remove one of the two"
-            )
-        given["data_path"] = read_data_args(list_path)
-    if args.order == "megatron" and given["data_path"]:
-        given["data_path"], weights = split_weights(given["data_path"])
-        if weights and args.blend_weights:
-            raise ValueError(
-                f"--blend-weights: --data-path={given['data_path'][:200]} also has weights; remove one of "
-                f"the two"
-            )
-        given["blend_weights"] = weights or args.blend_weights
-    if args.curriculum is not None:
-        inline = args.curriculum.startswith("{")  # from a file of flags
-        mix = load(parse_json(args.curriculum, "--curriculum", dict) if inline else args.curriculum)
-        plain = replace(mix, allow_bucket_exhaustion=False, allow_budget_mismatch=False)
-        given["curriculum"] = plain.to_json()
-        given["allow_budget_mismatch"] |= mix.allow_budget_mismatch
-        given["allow_bucket_exhaustion"] |= mix.allow_bucket_exhaustion
-    return Settings(**given)
+    """The settings of a parsed command line. ValueError or FileNotFoundError for invalid values."""
+    kind = settings_class(args.order)
+    return kind(**kind.of_flags(vars(args)))
 
 
 # ---- a later launch -----------------------------------------------------------------------------
@@ -755,32 +695,28 @@ def resume_settings(
     config.json holds `run`. Automatic settings of the command take the run's values. ValueError
     lists the changes that are not allowed."""
     then, now = Settings.from_json(run), command.to_json()
+    # with another --order, which is refused, only the common settings can be compared
+    known = fields_of(type(then) if type(then) is type(command) else Settings)
     notices: dict[str, str] = {}
     refused: list[str] = []
     fits = True  # whether the run's weights fit the settings of the command
-    for name, f in FIELDS.items():
+    for name, f in known.items():
         before, after = getattr(then, name), now[name]
         if f.metadata.get("auto") and after == f.default:
             now[name] = after = before
         if name == "curriculum":  # compare its effect, not its notation
             before, after = (mix and mix.identity() for mix in (then.mix, command.mix))
         if before != after:
-            fits = (
-                fits
-                and f.metadata["fixed"] != SHAPE
-                and name not in ("max_seq_len", "tokenizer_fingerprint")
-            )
+            decides, note = f.metadata["decides"], f.metadata["note"]
+            fits = fits and Decides.WEIGHTS not in decides
             # the positive form of a switch, because values follow
             what = flag(name).replace("--no-", "--")
-            if f.metadata["fixed"]:
-                refused.append(
-                    f"{what}: the run has {before!r}, this launch {after!r} ({f.metadata['fixed']})"
-                )
+            if decides:
+                refused.append(f"{what}: the run has {before!r}, this launch {after!r} ({note})")
             else:
-                notices[f"{what}: the run started with {before!r}, this launch has {after!r}"] = (
-                    f.metadata["note"]
-                )
-    unknown = run.keys() - FIELDS.keys() - REMOVED - {"origin", "derived"}
+                change = f"{what}: the run started with {before!r}, this launch has {after!r}"
+                notices[change] = note
+    unknown = run.keys() - fields_of(type(then)).keys() - REMOVED - {"origin", "derived"}
     refused += [
         f"{flag(name)}: the run has {run[name]!r}, but this code has no such setting"
         for name in sorted(unknown)
@@ -796,7 +732,7 @@ def resume_settings(
             f"(--config={path}), or start a new run with --model-tag=NAME"
             f"{weights if checkpoint_folders(run_dir) else restart}"
         )
-    return Settings(**now), notices
+    return type(command)(**now), notices
 
 
 def setting_tables(
@@ -806,13 +742,14 @@ def setting_tables(
     that the command line named (`typed`); "worked out", (name, value) of those that follow from
     them, the data and the machine; "default", (name, value) of all others."""
     tables: dict[str, list[tuple[Any, ...]]] = {"set": [], "worked out": [], "default": []}
+    known = fields_of(settings_class(config.get("order", Settings.order)))
     for name, value in config.items():
-        default = FIELDS[name].default if name in FIELDS else None
-        if name in FIELDS and value == default:
+        default = known[name].default if name in known else None
+        if name in known and value == default:
             tables["default"].append((name, json.dumps(value)))
         elif name in typed:
             tables["set"].append((name, json.dumps(value), json.dumps(default)))
-        elif name != "derived" and name not in REMOVED:
+        elif name in known or name not in {*REMOVED, "derived"}:
             tables["worked out"].append((name, json.dumps(value)))
     for name, value in config["derived"].items():
         if name not in typed:
@@ -821,12 +758,14 @@ def setting_tables(
 
 
 def settings_table() -> str:
-    """The rules for a resume as a markdown table, in the order of the code. A setting without a row
-    may change."""
+    """The rules for a resume as a markdown table, in the order of the code, then those of the
+    settings that belong to an --order of its own. A setting without a row may change."""
     lines = ["| setting | may change | why not, or what a change does |", "| --- | --- | --- |"]
-    for name, f in FIELDS.items():
-        if reason := f.metadata["fixed"] or f.metadata["note"]:
-            lines.append(
-                f"| `{flag(name)}` | {'no' if f.metadata['fixed'] else 'yes'} | {reason} |"
-            )
+    known = dict(FIELDS)
+    for order in ORDERS:
+        known |= fields_of(settings_class(order))
+    for name, f in known.items():
+        if note := f.metadata["note"]:
+            may_change = "no" if f.metadata["decides"] else "yes"
+            lines.append(f"| `{flag(name)}` | {may_change} | {note} |")
     return "\n".join(lines) + "\n"

@@ -65,8 +65,11 @@ FETCH = (
 
 @dataclass(frozen=True)
 class Item:
-    """A question. The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and
-    text number `gold` is the answer. A language-modeling item has one text."""
+    """A question.
+
+    The texts to choose from are `contexts[i] + delimiter + continuations[i]`, and text number
+    `gold` is the answer. A language-modeling item has one text.
+    """
 
     contexts: list[str]
     continuations: list[str]
@@ -75,8 +78,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """A task of CORE. `baseline`: the accuracy of guessing, from 0 to 1. `items` are in the order
-    of evaluation; the examples in prompts are drawn from them."""
+    """A task of CORE.
+
+    `baseline`: the accuracy of guessing, from 0 to 1. `items` are in the order of evaluation; the
+    examples in prompts are drawn from them.
+    """
 
     label: str
     kind: str
@@ -87,9 +93,11 @@ class Task:
 
 
 def read_bundle(folder: Path | str | None = None, max_per_task: int = -1) -> list[Task]:
-    """The tasks of an eval_bundle folder (None: <base dir>/eval_bundle), each with `max_per_task`
-    items drawn with a fixed seed, or with all items if that is below 1. FileNotFoundError or
-    ValueError for missing, malformed or too few items."""
+    """The tasks of an eval_bundle folder (None: <base dir>/eval_bundle).
+
+    Each has `max_per_task` items drawn with a fixed seed, or all items if that is below 1.
+    FileNotFoundError or ValueError for missing, malformed or too few items.
+    """
     folder = get_base_dir() / "eval_bundle" if folder is None else Path(folder)
     config = folder / "core.yaml"
     meta = folder / "eval_meta_data.csv"
@@ -138,7 +146,9 @@ def _num_fewshot(record: Mapping[str, Any]) -> int:
 
 def _read_task(folder: Path, record: Mapping[str, Any], baselines: Mapping[str, float]) -> Task:
     """The task in a record of core.yaml, with all items in the order of their file.
-    FileNotFoundError or ValueError for bad values, and for missing or malformed items."""
+
+    FileNotFoundError or ValueError for bad values, and for missing or malformed items.
+    """
     config = folder / "core.yaml"
     label = record["label"]
     kind = record["icl_task_type"]
@@ -213,8 +223,10 @@ def _read_items(path: Path, kind: str, label: str) -> list[Item]:
 
 
 def make_prompts(task: Task, index: int) -> list[str]:
-    """The prompts of item `index`, one for each option, all with the same solved items in front. A
-    language-modeling item has two: the text without its answer, then the text with it."""
+    """The prompts of item `index`, one for each option, all with the same solved items in front.
+
+    A language-modeling item has two: the text without its answer, then the text with it.
+    """
     item = task.items[index]
     others = [i for i in range(len(task.items)) if i != index]
     rng = random.Random(1234 + index)
@@ -246,8 +258,10 @@ def common_prefix(rows: Sequence[Sequence[int]]) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """The prompts of one item as tokens. The tokens of prompt i that count are
-    tokens[i][starts[i]:]."""
+    """The prompts of one item as tokens.
+
+    The tokens of prompt i that count are tokens[i][starts[i]:].
+    """
 
     index: int
     tokens: list[list[int]]
@@ -261,8 +275,10 @@ class Rows:
 
 
 def make_rows(task: Task, index: int, tokens: list[list[int]], max_tokens: int) -> Rows:
-    """The rows of item `index` from the tokens of its prompts, BOS first. Longer prompts are cut to
-    their last `max_tokens` tokens."""
+    """The rows of item `index` from the tokens of its prompts, BOS first.
+
+    Longer prompts are cut to their last `max_tokens` tokens.
+    """
     if task.kind == "schema":
         backwards = [row[::-1] for row in tokens]
         shared = common_prefix(backwards)
@@ -390,8 +406,10 @@ def evaluate_group(
 
 
 def evaluate_task(model: Model, tokenizer: Encoder, task: Task) -> list[bool]:
-    """Collective. Whether the model answers each item of a task correctly, in the order of
-    `task.items`."""
+    """Whether the model answers each item of a task correctly, in the order of `task.items`.
+
+    Collective.
+    """
     _, rank, _, world_size = get_dist_info()
     num_items = len(task.items)
     groups = []
@@ -434,8 +452,11 @@ def evaluate_core(model: Model, tokenizer: Encoder, tasks: Sequence[Task]) -> It
 
 
 def summary(scores: Sequence[Score]) -> dict[str, Any]:
-    """{"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task:
-    centered accuracy}}."""
+    """CORE and the tasks' results as JSON values.
+
+    {"core_metric": mean over tasks, "results": {task: accuracy}, "centered_results": {task:
+    centered accuracy}}
+    """
     total = sum(score.centered for score in scores)
     return {
         "core_metric": total / len(scores),
@@ -445,8 +466,10 @@ def summary(scores: Sequence[Score]) -> dict[str, Any]:
 
 
 def write_csv(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a `summary` in nanochat's format: the columns task, accuracy, centered; CORE in the
-    last line."""
+    """Write a `summary` in nanochat's format.
+
+    The columns are task, accuracy and centered; CORE is in the last line.
+    """
     rows = [("Task", "Accuracy", "Centered")]
     for label, accuracy in result["results"].items():
         centered = result["centered_results"][label]

@@ -47,7 +47,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import did_you_mean, read_yaml
+from nanochat.cli import Decides, did_you_mean, read_yaml, setting
 from nanochat.common import check_shape, permutation
 
 VERSION = 1  # of the sequence that a Mixer computes from a curriculum
@@ -75,8 +75,10 @@ def _hint(word: object, known: Collection[str]) -> str:
 
 
 def _number(value: Any, what: str, *, whole: bool = False, minimum: int = 0) -> int | float:
-    """A number from `minimum` to 2**63. YAML reads 5e9 as a string, so strings that are numbers are
-    accepted."""
+    """A number from `minimum` to 2**63.
+
+    YAML reads 5e9 as a string, so strings that are numbers are accepted.
+    """
     number = value
     if isinstance(value, str) and NUMBER.fullmatch(value):
         number = float(value)
@@ -105,8 +107,10 @@ def _check(value: Any, what: str, required: dict[str, Any], optional: dict[str, 
 
 @dataclass(frozen=True)
 class Phase:
-    """A duration in tokens, and the shares of the buckets. ValueError for values that cannot be
-    mixed."""
+    """A duration in tokens, and the shares of the buckets.
+
+    ValueError for values that cannot be mixed.
+    """
 
     duration_tokens: int
     mix: dict[str, int | float]  # {bucket: weight}, sorted by name
@@ -127,8 +131,7 @@ class Phase:
         object.__setattr__(self, "mix", mix)
 
     def shares(self) -> dict[str, int]:
-        """The weights above 0 as the smallest integers in the same proportion: {"code": 1, "web":
-        3}."""
+        """The weights above 0 as the smallest integers in proportion: {"code": 1, "web": 3}."""
         exact = {}
         for bucket, weight in self.mix.items():
             if weight:
@@ -139,14 +142,36 @@ class Phase:
         return {bucket: number // divisor for bucket, number in whole.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CurriculumSettings:
+    """curriculum"""
+
+    curriculum: dict | None = setting(
+        None,
+        "YAML file with the mix of buckets (subfolders of the data) in each phase of the run",
+        metavar="YAML",
+        decides=Decides.ROWS,
+        note="decides which bucket each row comes from; its notation and the last phase's duration may change",
+    )
+    allow_bucket_exhaustion: bool = setting(
+        False,
+        "when a bucket has run dry, continue with the other buckets",
+        note="decides whether a lane whose bucket has run dry continues with the others or halts the run",
+    )
+    allow_budget_mismatch: bool = setting(
+        False,
+        "allow a run longer or shorter than all phases of its curriculum together",
+    )
+
+
 @dataclass(frozen=True)
 class Curriculum:
     """The contents of a curriculum file. ValueError if they contradict each other."""
 
     phases: list[Phase]
     max_epochs: dict[str, int] = field(default_factory=dict)
-    allow_bucket_exhaustion: bool = False
-    allow_budget_mismatch: bool = False
+    allow_bucket_exhaustion: bool = CurriculumSettings.allow_bucket_exhaustion
+    allow_budget_mismatch: bool = CurriculumSettings.allow_budget_mismatch
 
     def __post_init__(self) -> None:
         if not self.phases:
@@ -210,8 +235,11 @@ class Curriculum:
     def from_json(
         cls, value: Any, *, what: str = "the curriculum", list_name: str = "phases"
     ) -> "Curriculum":
-        """The inverse of `to_json`. In a curriculum file, `curriculum` is the name of the list of
-        phases. ValueError says where a mistake is."""
+        """The inverse of `to_json`.
+
+        In a curriculum file, `curriculum` is the name of the list of phases. ValueError says where
+        a mistake is.
+        """
         _check(value, what, {list_name: list}, OPTIONAL)
         phases = []
         for number, phase in enumerate(value[list_name], 1):
@@ -224,9 +252,11 @@ class Curriculum:
         return cls(phases, **others)
 
     def identity(self) -> str:
-        """Canonical JSON of everything that decides the bucket of a row and when a bucket is dry:
-        equal strings mean equal rows. It excludes the notation of weights, the `allow_` fields, and
-        the duration of the last phase, which never ends."""
+        """Canonical JSON of everything that decides a row's bucket, and when a bucket is dry.
+
+        Equal strings mean equal rows. It excludes the notation of weights, the `allow_` fields, and
+        the duration of the last phase, which never ends.
+        """
         phases: list[dict[str, Any]] = []
         for phase in self.phases:
             phases.append({"duration_tokens": phase.duration_tokens, "shares": phase.shares()})
@@ -240,8 +270,10 @@ class Curriculum:
 
 
 def load(path: Path | str | dict) -> Curriculum:
-    """Read a curriculum file, or accept a dict that came from a --config file. FileNotFoundError
-    and ValueError name the file, the value found and the values expected."""
+    """Read a curriculum file, or accept a dict that came from a --config file.
+
+    FileNotFoundError and ValueError name the file, the value found and the values expected.
+    """
     if isinstance(path, dict):
         list_name = "phases" if "phases" in path else "curriculum"
         return Curriculum.from_json(path, list_name=list_name)
@@ -258,8 +290,10 @@ def load(path: Path | str | dict) -> Curriculum:
 
 
 class Mixer:
-    """Computes the bucket of row k of lane l, for any row, without history. ValueError if a phase
-    has no rows."""
+    """Computes the bucket of row k of lane l, for any row, without history.
+
+    ValueError if a phase has no rows.
+    """
 
     def __init__(self, curriculum: Curriculum, *, T: int, V: int, seed: int):
         self.V = V
@@ -279,16 +313,21 @@ class Mixer:
         return phase, row - self._starts[phase]
 
     def bucket(self, lane: int, row: int, dropped: frozenset[str] = frozenset()) -> str | None:
-        """The bucket of a lane's row, given the buckets that the lane has dropped; None if the
-        phase has no other."""
+        """The bucket of a lane's row, given the buckets that the lane has dropped.
+
+        None if the phase has no other.
+        """
         assert row >= 0 and 0 <= lane < self.V
         phase, at = self.phase_of(row)
         block, place = divmod(at, BLOCK)
         return self._block(phase, lane, block, dropped)[place]
 
     def _draw(self, phase: int, lane: int, block: int, dropped: frozenset[str]) -> list[str | None]:
-        """The buckets of a block's rows. On the line, bucket j ends after floor(BLOCK * P_j + u)
-        rows, where P_j is the share of the buckets up to j."""
+        """The buckets of a block's rows.
+
+        On the line, bucket j ends after floor(BLOCK * P_j + u) rows, where P_j is the share of the
+        buckets up to j.
+        """
         shares = {bucket: n for bucket, n in self._shares[phase].items() if bucket not in dropped}
         total = sum(shares.values())
 

@@ -21,28 +21,23 @@ shared memory, state and a shutdown of their own.
 
 import contextlib
 import itertools
-import logging
 import math
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from nanochat import dist
-from nanochat.common import block, get_dist_info
-from nanochat.files import list_parquet_files
+from nanochat.common import block, open_door
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
-from nanochat.sources import Source, open_source, scan
-from nanochat.stream import Cursor, LaneState, Stream, open_stream
-from nanochat.tokenizer import Tokenizer, get_tokenizer
-
-log = logging.getLogger(__name__)
+from nanochat.sources import Source
+from nanochat.stream import Cursor, LaneState, OpensStream, Stream, open_stream
+from nanochat.tokenizer import Tokenizer, TokenizerSettings
 
 OFF = -100  # target where the loss is off
 PREFETCH = 8  # micro-batches ready in advance
@@ -63,8 +58,11 @@ class MicroBatch:
 
 
 class Dry(Exception):
-    """A lane of this rank cannot provide the rows of a step, because the bucket of its next row has
-    run dry and may not be dropped, or because all buckets are dry (`bucket` is None)."""
+    """A lane of this rank cannot provide the rows of a step.
+
+    The bucket of its next row has run dry and may not be dropped, or all buckets are dry (`bucket`
+    is None).
+    """
 
     def __init__(self, step: int, lane: int, bucket: str | None):
         what = "all its buckets have" if bucket is None else f"the bucket {bucket!r} has"
@@ -81,8 +79,10 @@ def default_leaves(world_size: int, V: int) -> int:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The rows of a step that a rank owns: its leaves and their micro-batches. ValueError names the
-    flag to change."""
+    """The rows of a step that a rank owns: its leaves and their micro-batches.
+
+    ValueError names the flag to change.
+    """
 
     V: int
     rows_per_step: int
@@ -102,7 +102,8 @@ class StepLayout:
                 f"--lanes: {self.world_size} processes but only {self.V} lanes, and each process needs "
                 f"one. Raise --lanes, or start fewer processes."
             )
-        if not 1 <= self.num_leaves <= self.V or self.num_leaves & (self.num_leaves - 1):
+        is_power_of_two = self.num_leaves & (self.num_leaves - 1) == 0
+        if not 1 <= self.num_leaves <= self.V or not is_power_of_two:
             raise ValueError(
                 f"--leaves: got {self.num_leaves}, expected a power of two no larger than {self.V} lanes"
             )
@@ -113,8 +114,7 @@ class StepLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is one
-        leaf."""
+        """Number of leaves on all ranks: K if W divides it; otherwise each rank's block is a leaf."""
         return self.num_leaves if self.num_leaves % self.world_size == 0 else self.world_size
 
     @property
@@ -125,11 +125,9 @@ class StepLayout:
     @property
     def leaves(self) -> list[range]:
         """The lanes of each of this rank's leaves."""
-        each = self.num_blocks // self.world_size
-        return [
-            block(j, self.num_blocks, self.V)
-            for j in range(self.rank * each, (self.rank + 1) * each)
-        ]
+        num_leaves = self.num_blocks // self.world_size
+        first = self.rank * num_leaves
+        return [block(j, self.num_blocks, self.V) for j in range(first, first + num_leaves)]
 
     @property
     def rows_per_lane(self) -> int:
@@ -137,30 +135,36 @@ class StepLayout:
         return self.rows_per_step // self.V
 
     def rows_of(self, leaf: int, micro_batch: int) -> range:
-        """The indices, counted over all ranks, of the rows in a micro-batch of one of this rank's
-        leaves."""
+        """The indices of the rows in a micro-batch of one of this rank's leaves.
+
+        They are counted over all ranks.
+        """
         n = self.rows_per_lane
         B = self.device_batch_size
         lanes = self.leaves[leaf]
-        first, stop = lanes.start * n + micro_batch * B, lanes.stop * n
+        stop = lanes.stop * n
+        first = lanes.start * n + micro_batch * B
         return range(min(first, stop), min(first + B, stop))
 
     @property
     def micro_batches_per_leaf(self) -> int:
         """Enough for the longest leaf of any rank, so that all ranks do the same number."""
-        return -(-(-(-self.V // self.num_blocks) * self.rows_per_lane) // self.device_batch_size)
+        lanes_of_longest = -(-self.V // self.num_blocks)
+        rows = lanes_of_longest * self.rows_per_lane
+        return -(-rows // self.device_batch_size)
 
     @property
     def dead_share(self) -> float:
         """The share of dead rows among all rows that the ranks compute."""
-        return 1 - self.rows_per_step / (
-            self.num_blocks * self.micro_batches_per_leaf * self.device_batch_size
-        )
+        rows_per_leaf = self.micro_batches_per_leaf * self.device_batch_size
+        return 1 - self.rows_per_step / (self.num_blocks * rows_per_leaf)
 
 
 class Slot:
-    """Reusable host memory for one micro-batch. Tokens are int32, which the device converts to
-    int64."""
+    """Reusable host memory for one micro-batch.
+
+    Tokens are int32, which the device converts to int64.
+    """
 
     def __init__(
         self, B: int, T: int, bos: int, device: torch.device, *, with_doc_ids: bool = False
@@ -168,7 +172,8 @@ class Slot:
         def new(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
-        self.bos, self.device = bos, device
+        self.bos = bos
+        self.device = device
         self.tokens = new(torch.int32, 2, B, T)  # inputs and targets
         self.buckets = new(torch.int64, B)
         self.doc_ids = new(torch.int32, B, T) if with_doc_ids else None
@@ -176,26 +181,36 @@ class Slot:
         self.copied: torch.cuda.Event | None = None
 
     def fill(self, rows: Sequence[Row], buckets: Sequence[str]) -> None:
-        """Write up to B rows, then dead ones. Waits until the slot's previous batch has been
-        copied."""
+        """Write up to B rows, then dead ones.
+
+        Waits until the slot's previous batch has been copied.
+        """
         if self.copied is not None:
             self.copied.synchronize()
-        (inputs, targets), bucket_ids = self.tokens.numpy(), self.buckets.numpy()
-        inputs[len(rows) :], targets[len(rows) :], bucket_ids[len(rows) :] = self.bos, OFF, 0
+        inputs, targets = self.tokens.numpy()
+        bucket_ids = self.buckets.numpy()
+
         for i, row in enumerate(rows):
-            inputs[i], targets[i] = row.tokens[:-1], row.tokens[1:]
+            inputs[i] = row.tokens[:-1]
+            targets[i] = row.tokens[1:]
             if row.live is not None:
                 targets[i][row.live[1:] == 0] = OFF
             bucket_ids[i] = buckets.index(row.bucket)
-            if self.doc_ids is not None:
-                self.doc_ids.numpy()[i] = row.doc_ids()[:-1]
+
+        # dead rows
+        inputs[len(rows) :] = self.bos
+        targets[len(rows) :] = OFF
+        bucket_ids[len(rows) :] = 0
+
         if self.doc_ids is not None:
+            for i, row in enumerate(rows):
+                self.doc_ids.numpy()[i] = row.doc_ids()[:-1]
             self.doc_ids[len(rows) :] = 0
-            self.num_docs = len(self.doc_ids) + int(self.doc_ids.diff().count_nonzero())
+            ends_inside_rows = int(self.doc_ids.diff().count_nonzero())
+            self.num_docs = len(self.doc_ids) + ends_inside_rows
 
     def batch(self) -> MicroBatch:
-        """Start the copies to the device, and record an event after which the slot may be
-        refilled."""
+        """Start the copies to the device, and record an event after which the slot may be refilled."""
 
         def on_device(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device, non_blocking=True, copy=True)
@@ -209,14 +224,25 @@ class Slot:
         return batch
 
 
-# a full slot, the digest of its step and, for the last micro-batch of a step, (steps done, state of
-# the stream)
-Filled = tuple[Slot, int, tuple[int, list[LaneState]] | None]
+class StepEnd(NamedTuple):
+    """Where the stream stands after a step."""
+
+    steps: int  # number of steps done
+    state: list[LaneState]
+
+
+class Filled(NamedTuple):
+    """A full slot, on its way from the thread to the consumer."""
+
+    slot: Slot
+    digest: int  # this rank's part of the digest of the slot's step
+    end: StepEnd | None  # with the last micro-batch of a step
 
 
 class DataLoader:
-    """Endless iterator over this rank's micro-batches. If epochs are limited, it ends by raising
-    `Dry`.
+    """Endless iterator over this rank's micro-batches.
+
+    If epochs are limited, it ends by raising `Dry`.
 
     `config` is a `StreamConfig`, or its counterpart for Megatron's order. `cursors` are those of
     all V lanes, or at least of this rank's. `drop_dry`: see `Stream`. An error while prefetching is
@@ -225,7 +251,7 @@ class DataLoader:
 
     def __init__(
         self,
-        config: Any,
+        config: StreamConfig | OpensStream,
         sources: Mapping[str, Source],
         *,
         tokenizer: Tokenizer,
@@ -237,14 +263,15 @@ class DataLoader:
         num_leaves: int = 1,
         cursors: Sequence[Cursor] | None = None,
         start_step: int = 0,
-        num_threads: int = 4,
+        num_threads: int = TokenizerSettings.tokenizer_threads,
         with_doc_ids: bool = False,
         drop_dry: bool = False,
     ):
         self.layout = StepLayout(
             config.V, rows_per_step, device_batch_size, rank, world_size, num_leaves
         )
-        self.config, self.device = config, torch.device(device)
+        self.config = config
+        self.device = torch.device(device)
         self.micro_batches_per_step = len(self.layout.leaves) * self.layout.micro_batches_per_leaf
         self.stream = open_stream(
             config,
@@ -261,53 +288,59 @@ class DataLoader:
         self.wait_s = 0.0  # total time that `next` has waited for batches
         # the stream's last two states, by the number of steps done
         self._ends = {start_step: self.stream.state()}
+
+        # the slots travel between the thread and the consumer
         self._closed = threading.Event()
         self._filled: queue.SimpleQueue[Filled | BaseException] = queue.SimpleQueue()
         self._first: Filled | BaseException | None = None  # taken from the queue, but not used yet
         self._free: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        shape = device_batch_size, config.T
+        bos = tokenizer.get_bos_token_id()
         for _ in range(PREFETCH):
-            self._free.put(
-                Slot(
-                    device_batch_size,
-                    config.T,
-                    tokenizer.get_bos_token_id(),
-                    self.device,
-                    with_doc_ids=with_doc_ids,
-                )
-            )
+            self._free.put(Slot(*shape, bos, self.device, with_doc_ids=with_doc_ids))
         self._thread = threading.Thread(target=self._prefetch, name="prefetch", daemon=True)
         self._thread.start()
 
     # -- the thread
 
     def _prefetch(self) -> None:
-        """Fill slots, step after step, until the loader is closed. Errors are passed to the
-        consumer."""
+        """Fill slots, step after step, until the loader is closed.
+
+        Errors are passed to the consumer.
+        """
         try:
             if self.device.type == "cuda":
                 # otherwise waiting for an event opens a context on GPU 0
                 torch.cuda.set_device(self.device)
-            lanes, n = self.layout.lanes, self.layout.rows_per_lane
+            layout = self.layout
+            n = layout.rows_per_lane
+            first_row = layout.lanes.start * n  # of this rank, in the step
             for step in itertools.count(self.step):
+                # the rows of the step, and where the lanes stand after it
                 rows = self.stream.next_rows(n)
-                if len(rows) < n * len(lanes):
-                    dry = next(lane for lane in lanes if sum(row.lane == lane for row in rows) < n)
+                if len(rows) < n * len(layout.lanes):
+                    dry = self._dry_lane(rows)
                     raise Dry(step, dry, self.stream.dry_bucket(dry))
-                state = self.stream.state()
-                digest = sum(row.digest(i) for i, row in enumerate(rows, lanes.start * n)) % 2**64
+                end = StepEnd(step + 1, self.stream.state())
+                digest = sum(row.digest(i) for i, row in enumerate(rows, first_row)) % 2**64
+
+                # its micro-batches, leaf after leaf
                 for i in range(self.micro_batches_per_step):
                     slot = self._free.get()
                     if slot is None or self._closed.is_set():
                         return
-                    mine = self.layout.rows_of(*divmod(i, self.layout.micro_batches_per_leaf))
-                    slot.fill(
-                        rows[mine.start - lanes.start * n : mine.stop - lanes.start * n],
-                        self.buckets,
-                    )
-                    last = i + 1 == self.micro_batches_per_step
-                    self._filled.put((slot, digest, (step + 1, state) if last else None))
+                    leaf, micro_batch = divmod(i, layout.micro_batches_per_leaf)
+                    mine = layout.rows_of(leaf, micro_batch)
+                    slot.fill(rows[mine.start - first_row : mine.stop - first_row], self.buckets)
+                    is_last = i + 1 == self.micro_batches_per_step
+                    self._filled.put(Filled(slot, digest, end if is_last else None))
         except BaseException as e:  # every kind
             self._filled.put(e)
+
+    def _dry_lane(self, rows: Sequence[Row]) -> int:
+        """The first of this rank's lanes with fewer `rows` than a step needs."""
+        counts = Counter(row.lane for row in rows)
+        return next(lane for lane in self.layout.lanes if counts[lane] < self.layout.rows_per_lane)
 
     # -- the consumer
 
@@ -322,18 +355,17 @@ class DataLoader:
         if isinstance(filled, BaseException):  # here and at every later call
             raise filled
         self._first = None
-        slot, digest, end = filled
-        batch = slot.batch()
-        self._free.put(slot)
-        if end is not None:
-            before, self.digest = self.step, digest
-            self.step, state = end
-            self._ends = {before: self._ends[before], self.step: state}
+        batch = filled.slot.batch()
+        self._free.put(filled.slot)
+        if filled.end is not None:
+            before = self.step
+            self.step = filled.end.steps
+            self.digest = filled.digest
+            self._ends = {before: self._ends[before], self.step: filled.end.state}
         return batch
 
     def _peek(self, wait_s: float = math.inf) -> "Filled | BaseException | None":
-        """The item that `next` will take, once it is ready; None if that takes longer than
-        `wait_s`."""
+        """The item that `next` will take, once it is ready; None if it takes longer than `wait_s`."""
         began = time.perf_counter()
         while self._first is None and time.perf_counter() - began < wait_s:
             with contextlib.suppress(queue.Empty):  # the timeout lets Python handle signals
@@ -342,34 +374,41 @@ class DataLoader:
         return self._first
 
     def next_digest(self, wait_s: float = math.inf) -> int | None:
-        """This rank's part of the next step's digest. Call it between steps. None if its rows are
-        not packed within `wait_s`, or if packing them raised an error, which `next` will raise."""
+        """This rank's part of the next step's digest.
+
+        Call it between steps. None if its rows are not packed within `wait_s`, or if packing them
+        raised an error, which `next` will raise.
+        """
         filled = self._peek(wait_s)
-        return None if filled is None or isinstance(filled, BaseException) else filled[1]
+        return filled.digest if isinstance(filled, Filled) else None
 
     def cursors(self, steps: int | None = None) -> list[Cursor]:
-        """This rank's cursors after `steps` steps, which must be the number of complete steps
-        (default) or one less."""
+        """This rank's cursors after `steps` steps.
+
+        `steps` must be the number of complete steps (default) or one less.
+        """
         return self.stream.cursors(self._ends[self.step if steps is None else steps])
 
     def dropped(self) -> dict[str, int]:
-        """{bucket: number of this rank's lanes that had dropped it at the end of the last complete
-        step}."""
-        return {
-            bucket: sum(bucket in lane.dropped for lane in self._ends[self.step])
-            for bucket in self.buckets
-        }
+        """{bucket: number of this rank's lanes that dropped it by the end of the last full step}."""
+        lanes = self._ends[self.step]
+        return {b: sum(b in lane.dropped for lane in lanes) for b in self.buckets}
 
     @property
     def phase(self) -> int | None:
-        """The curriculum's phase, from 1, that this rank's first lane is in; None without a
-        curriculum."""
-        mixer, ends = self.stream.mixer, self._ends[self.step]
-        return mixer.phase_of(ends[0].row)[0] + 1 if mixer is not None and ends else None
+        """The curriculum's phase, from 1, of this rank's first lane; None without a curriculum."""
+        mixer = self.stream.mixer
+        lanes = self._ends[self.step]
+        if mixer is None or not lanes:
+            return None
+        number, _ = mixer.phase_of(lanes[0].row)
+        return number + 1
 
     def close(self) -> None:
-        """Stop the thread and the stream's pool, and wait for both. The thread discards its
-        unfinished step."""
+        """Stop the thread and the stream's pool, and wait for both.
+
+        The thread discards its unfinished step.
+        """
         self._closed.set()
         self._free.put(None)
         self.stream.close()
@@ -386,11 +425,15 @@ class DataLoader:
 
 
 def validation_config(source: Source, T: int) -> StreamConfig:
-    """Validation's lanes, layout and seed depend on its data alone. It makes one pass and crops
-    nothing."""
+    """Validation's lanes, layout and seed depend on its data alone.
+
+    It makes one pass and crops nothing.
+    """
     documents = int(source.groups.sum())
+    # the largest power of two up to 64 for which a lane has 128 documents
     V = 1 << min(6, max(0, (documents // 128).bit_length() - 1))
-    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=min(64, T // 4), max_epochs=1)
+    overlap = min(StreamConfig.overlap, T // 4)
+    return StreamConfig(T=T, V=V, seed=0, long_docs="split", overlap=overlap, max_epochs=1)
 
 
 def validation_loader(
@@ -404,20 +447,24 @@ def validation_loader(
     rank: int = 0,
     world_size: int = 1,
     num_leaves: int = 1,
-    num_threads: int = 4,
+    num_threads: int = TokenizerSettings.tokenizer_threads,
     with_doc_ids: bool = False,
 ) -> Iterator[MicroBatch]:
-    """This rank's part of the first `num_tokens` validation tokens, in whole rows: the same
-    number (at least one) from each lane, or fewer where a lane's data ends.
+    """This rank's part of the first `num_tokens` validation tokens, in whole rows.
 
-    The rows of a batch belong to one of min(`num_leaves`, V) leaves, so batches are the same for
-    every W that divides the number of leaves. A rank beyond V has no batches.
+    The same number of rows (at least one) from each lane, or fewer where a lane's data ends.
     """
-    config, B = validation_config(source, T), device_batch_size
+    config = validation_config(source, T)
     if rank >= config.V:
         return
+    B = device_batch_size
     layout = StepLayout(
-        config.V, config.V, B, rank, min(world_size, config.V), min(num_leaves, config.V)
+        V=config.V,
+        rows_per_step=config.V,
+        device_batch_size=B,
+        rank=rank,
+        world_size=min(world_size, config.V),
+        num_leaves=min(num_leaves, config.V),
     )
     slot = Slot(B, T, tokenizer.get_bos_token_id(), torch.device(device), with_doc_ids=with_doc_ids)
     for lanes in layout.leaves:
@@ -426,12 +473,13 @@ def validation_loader(
         )
         with contextlib.closing(stream):
             rows: list[Row] = []
-            steps = max(1, num_tokens // (T * config.V))
-            while steps or rows:
-                if steps and len(rows) < B:
+            rows_left = max(1, num_tokens // (T * config.V))  # of each lane
+            while rows_left or rows:
+                # read until a batch is full or the data ends
+                if rows_left and len(rows) < B:
                     more = stream.next_rows(1)
                     rows += more
-                    steps = steps - 1 if more else 0
+                    rows_left = rows_left - 1 if more else 0
                     continue
                 slot.fill(rows[:B], ["val"])
                 del rows[:B]
@@ -441,8 +489,10 @@ def validation_loader(
 def validation_prompts(
     sources: Mapping[str, Source], tokenizer: Tokenizer, T: int
 ) -> list[list[int]]:
-    """The first tokens, BOS included, of the documents at the start of a few rows of the first
-    validation source."""
+    """The first tokens, BOS included, of the documents at the start of a few validation rows.
+
+    The rows are those of the first validation source.
+    """
     source, bos = next(iter(sources.values())), tokenizer.get_bos_token_id()
     prompts = []
     for batch in validation_loader(
@@ -459,132 +509,19 @@ def validation_prompts(
     return prompts[:NUM_PROMPTS]
 
 
-# ---- nanochat's loaders --------------------------------------------------------------------------
+# ---- nanochat's names ----------------------------------------------------------------------------
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-State = dict[str, Any]
-
-
-def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-    *args: Any, **kwargs: Any
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """`nanochat_batches`, with a warning if there are several ranks: nanochat's state, saved by
-    rank 0, serves all."""
-    _, rank, _, world_size = get_dist_info()
-    if world_size > 1 and rank == 0:
-        log.warning(
-            "the loader's state_dict has the place of its own rank only: each of the %d ranks must save its "
-            "own and resume with it, or use nanochat.dataloader.DataLoader",
-            world_size,
-        )
-    return nanochat_batches(*args, **kwargs)
+NANOCHAT_NAMES = (
+    "tokenizing_distributed_data_loader",
+    "tokenizing_distributed_data_loader_bos_bestfit",
+    "tokenizing_distributed_data_loader_with_state",
+    "tokenizing_distributed_data_loader_with_state_bos_bestfit",
+)
 
 
-def nanochat_batches(
-    tokenizer: Tokenizer,
-    B: int,
-    T: int,
-    split: str,
-    tokenizer_threads: int = 4,
-    tokenizer_batch_size: int = 128,
-    device: torch.device | str | None = None,
-    resume_state_dict: State | None = None,
-    buffer_size: int = 1000,
-    data_dir: Path | str | None = None,
-    *,
-    layout: str = "bestfit",
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, State]]:
-    """Yields `inputs, targets, state_dict` without end: (B, T) int64 on `device` (None: the best
-    available), rows that start with BOS, documents cropped. `data_dir`: a folder of parquet files,
-    whose last file is used for validation; None: the download.
-
-    The loader does not know the global batch size, so a step is B rows on each of the W ranks.
-    `state_dict` shows pq_idx, rg_idx and epoch (from 1) of this rank's first lane, and holds the
-    exact cursors of its lanes. The loader resumes with the very next row, on the same rank of the
-    same number of ranks; otherwise ValueError (`DataLoader` resumes on any number). The lanes share
-    `buffer_size`.
-    """
-    _, rank, _, world_size = get_dist_info()
-    if split not in ("train", "val"):
-        raise ValueError(f"split: got {split!r}, expected 'train' or 'val'")
-    state = resume_state_dict or {"rank": rank, "world_size": world_size, "cursors": None}
-    if missing := [repr(key) for key in ("cursors", "rank", "world_size") if key not in state]:
-        raise ValueError(
-            f"resume_state_dict: it has no {', '.join(missing)}, so another loader wrote it. The "
-            f"original nanochat's state names a row group, not the next row, and this loader reads "
-            f"documents in a different order: start without resume_state_dict"
-        )
-    if (state["rank"], state["world_size"]) != (rank, world_size):
-        raise ValueError(
-            f"resume_state_dict: it was saved by rank {state['rank']} of {state['world_size']}, but this "
-            f"is rank {rank} of {world_size}. Give each rank the state that it saved itself, or use "
-            f"nanochat.dataloader.DataLoader, which resumes on any number of ranks"
-        )
-    # of each rank
-    lanes = max(d for d in range(1, B + 1) if B % d == 0 and d <= max(1, 64 // world_size))
-    config = StreamConfig(
-        T=T,
-        V=lanes * world_size,
-        layout=layout,
-        buffer_size=max(16, buffer_size // lanes),
-        unit_size=min(64, tokenizer_batch_size),
-    )
-    paths = [Path(p) for p in list_parquet_files(data_dir)]
-    names = [p.name for p in paths]
-    source = open_source(
-        scan(paths[0].parent, paths[:-1] if split == "train" else paths[-1:]), tokenizer
-    )
-    with DataLoader(
-        config,
-        {split: source},
-        tokenizer=tokenizer,
-        rows_per_step=B * world_size,
-        device_batch_size=B,
-        device=device or dist.autodetect_device_type(),
-        rank=rank,
-        world_size=world_size,
-        num_threads=tokenizer_threads,
-        cursors=state["cursors"],
-    ) as loader:
-        assert isinstance(loader.stream, Stream)
-        for batch in loader:
-            cursors = loader.cursors()
-            at = cursors[0]["buckets"][split]
-            order = loader.stream.feeds[split][cursors[0]["lane"]].order
-            last = max(at["place"] - 1, 0)  # the document that this lane read last
-            name, row_group = source.locate(int(order.unit(at["epoch"], last, last + 1)[0][0]))
-            yield (
-                batch.inputs,
-                batch.targets,
-                {
-                    "pq_idx": names.index(name),
-                    "rg_idx": row_group,
-                    "epoch": at["epoch"] + 1,
-                    "cursors": cursors,
-                    "rank": rank,
-                    "world_size": world_size,
-                },
-            )
-
-
-def tokenizing_distributed_data_loader_bos_bestfit(*args: Any, **kwargs: Any) -> Iterator[Batch]:
-    """`nanochat_batches` without the state."""
-    for inputs, targets, _ in nanochat_batches(*args, **kwargs):
-        yield inputs, targets
-
-
-def tokenizing_distributed_data_loader_with_state(
-    *args: Any, **kwargs: Any
-) -> Iterator[tuple[Any, Any, State]]:
-    """The loader with state, for the `concat` layout and the default tokenizer; arguments start
-    with B, T, split."""
-    return tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        get_tokenizer(), *args, **kwargs, layout="concat"
-    )
-
-
-def tokenizing_distributed_data_loader(*args: Any, **kwargs: Any) -> Iterator[Batch]:
-    """`tokenizing_distributed_data_loader_with_state` without the state."""
-    return tokenizing_distributed_data_loader_bos_bestfit(
-        get_tokenizer(), *args, **kwargs, layout="concat"
-    )
+def __getattr__(name: str) -> Any:
+    """nanochat's four loaders, which its forks import from here. They use `DataLoader`, so their
+    module is above this one."""
+    if name not in NANOCHAT_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return open_door(f"nanochat.integrations.nanochat_loaders:{name}")

@@ -1,12 +1,12 @@
 """
 The processes of one launch: their device and group, and how they exchange values and errors.
 
-    on_rank0(f)        rank 0: f() --value or error--> all         for work on the run directory
-    agree(f)           all: f() --who failed?--> all               for work that may fail on any rank
-    same(d)            all: d == rank 0's d?                       for settings that all ranks must share
-    gather_all(x)      all: x --list--> all
-    gather_results(f)  all: f() --list, or one error--> all        for work that may fail without ending the run
-    share(t)           rank 0: a tensor --> all                    for tensors that only rank 0 can read
+    on_rank0(f)          rank 0: f() --value or error--> all       for work on the run directory
+    on_all_ranks(f)      all: f() --who failed?--> all             for work that may fail on any rank
+    check_all_equal(d)   all: d == rank 0's d?                     for settings that all ranks must share
+    gather_all(x)        all: x --list--> all
+    gather_results(f)    all: f() --list, or one error--> all      for work that may fail without ending the run
+    broadcast(t)         rank 0: a tensor --> all                  for tensors that only rank 0 can read
 
 Every error reaches all ranks, so that no rank waits for one that has given up. Rank 0 prints the
 error, with rank and host unless it happened on rank 0 alone or on all ranks:
@@ -14,8 +14,8 @@ error, with rank and host unless it happened on rank 0 alone or on all ranks:
     rank 0   the file exists         "rank 1 on host b: x.bin: no such file"      exit 1
     rank 1   the file is missing     prints nothing                               exit 1
 
-Any exception but ValueError and OSError is a bug: in `agree`, the first rank that has it raises it,
-with its traceback. All of these functions are collective; in a single process they are plain calls.
+Any exception but ValueError and OSError is a bug: in `on_all_ranks`, the first rank that has it
+raises it, with its traceback. All of these functions are collective; in a single process they are plain calls.
 The watchdog handles errors that one rank hits between collectives.
 """
 
@@ -32,7 +32,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,20 +41,9 @@ from nanochat.common import LAUNCH, StopAsked, counted, get_dist_info
 
 T = TypeVar("T")
 
-VERSIONS = (
-    "torch",
-    "gpu",
-    "cuda",
-    "cudnn",
-    "nccl",
-    "driver",
-    "attention",
-    "cpu",
-    "cpu_capability",
-    "cpu_settings",
-)
-# versions that may differ between ranks
-PER_MACHINE = ("driver", "cpu", "cpu_capability", "cpu_settings")
+PROCESSOR = ("cpu", "cpu_capability", "cpu_settings")
+VERSIONS = ("torch", "gpu", "cuda", "cudnn", "nccl", "driver", "attention", *PROCESSOR)
+PER_MACHINE = ("driver", *PROCESSOR)  # versions that may differ between ranks
 RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
@@ -62,65 +51,70 @@ RANKS_EVERY = 100  # steps between two "ranks" events in the log
 
 
 def autodetect_device_type() -> str:
-    """'cuda' if it is available, else 'mps', else 'cpu'. ValueError if the machine has GPUs that
-    PyTorch does not see: a run that was meant for them would take weeks on the CPU."""
+    """'cuda' if it is available, else 'mps', else 'cpu'.
+
+    ValueError if the machine has GPUs that PyTorch does not see: a run that was meant for them
+    would take weeks on the CPU.
+    """
     if torch.cuda.is_available():
         return "cuda"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and (unseen := unseen_gpus()):
+    gpus_are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    unseen = "" if gpus_are_hidden else unseen_gpus()
+    if unseen:
         raise ValueError(f"{unseen}; --device-type=cpu trains without them")
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def unseen_gpus() -> str:
-    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if nvidia-smi
-    lists none."""
+    """A sentence about the GPUs that nvidia-smi lists but PyTorch does not see; empty if none."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        listed = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.split("\n")
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
     except (OSError, subprocess.SubprocessError):
         return ""
-    if not listed[0]:
+    listed = [line for line in done.stdout.split("\n") if line]
+    if not listed:
         return ""
     name, _, driver = listed[0].partition(", ")
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
     return (
-        f"nvidia-smi lists {counted(len([*filter(None, listed)]), 'GPU')} ({name}, driver {driver}), "
-        f"but this PyTorch sees none: {torch.__version__}, {build}; install a build that matches the driver"
+        f"nvidia-smi lists {counted(len(listed), 'GPU')} ({name}, driver {driver}), but this PyTorch "
+        f"sees none: {torch.__version__}, {build}; install a build that matches the driver"
     )
 
 
 def compute_init(
     device_type: str = "cuda", *, deterministic: bool = False, timeout_s: float = 1800.0
 ) -> tuple[bool, int, int, int, torch.device]:
-    """Join the process group if torchrun started us (NCCL on CUDA, gloo elsewhere), and select the
-    device.
+    """Join the process group if torchrun started us, and select the device.
 
-    `deterministic`: on CUDA, see `prepare_cuda`. `timeout_s`: how long a rank waits for the others
-    in a collective. Returns (is distributed, rank, local rank, world size, device). ValueError if
-    the device is not available.
+    The group uses NCCL on CUDA, and gloo elsewhere.
     """
+    # the device
     on_cuda = device_type == "cuda"
     if on_cuda:
         prepare_cuda(deterministic)
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    if on_cuda and not available["cuda"] and (unseen := unseen_gpus()):
-        raise ValueError(f"--device-type cuda: {unseen}; or use --device-type cpu")
-    if not available.get(device_type):
+    available = ["cpu"]
+    if torch.cuda.is_available():
+        available.append("cuda")
+    if torch.backends.mps.is_available():
+        available.append("mps")
+    if device_type not in available:
+        unseen = unseen_gpus() if on_cuda else ""
+        if unseen:
+            raise ValueError(f"--device-type cuda: {unseen}; or use --device-type cpu")
         raise ValueError(
             f"--device-type: got {device_type!r}, expected one that this PyTorch offers: "
-            f"{', '.join(name for name in available if available[name])}"
+            f"{', '.join(available)}"
         )
     distributed, rank, local_rank, world_size = get_dist_info()
-    device = torch.device("cuda", local_rank) if on_cuda else torch.device(device_type)
+    device = torch.device(device_type)
     if on_cuda:
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     torch.set_float32_matmul_precision("highest")  # no TF32: float32 means float32
+
+    # the group
     if distributed and not dist.is_initialized():
         timeout = timedelta(seconds=timeout_s)
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))
@@ -139,8 +133,9 @@ def compute_init(
 
 
 def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
-    """Collective. A name for the group of processes that run now, on all of them. StopAsked if a
-    stop is requested.
+    """A name for the group of processes that run now, on all of them. Collective.
+
+    StopAsked if a stop is requested.
 
     torchrun keeps one store for all its attempts (--max-restarts), so a new attempt would find the
     addresses of dead processes in it, and wait for them. Its count of restarts is no name: every
@@ -155,41 +150,41 @@ def find_each_other(store: dist.Store, rank: int, world_size: int) -> str:
         if LAUNCH.stop():
             raise StopAsked("asked to stop while the processes found each other")
         if rank == 0:
-            found = [
-                store.get(f"process/{r}").decode() for r in others if store.check([f"process/{r}"])
-            ]
-            if ",".join([ours, *found]) != listed:
-                listed = ",".join([ours, *found])
+            # list the newest ids
+            known = [f"process/{r}" for r in others if store.check([f"process/{r}"])]
+            ids = [store.get(key).decode() for key in known]
+            newest = ",".join([ours, *ids])
+            if newest != listed:
+                listed = newest
                 store.set("processes", listed)
-            if len(found) == len(others) and store.check([f"{ours}/{theirs}" for theirs in found]):
+            # until every process has found its own
+            is_complete = len(ids) == len(others)
+            if is_complete and store.check([f"{ours}/{theirs}" for theirs in ids]):
                 return ours
         elif store.check(["processes"]):
-            name, *found = store.get("processes").decode().split(",")
-            if ours in found:
+            name, *ids = store.get("processes").decode().split(",")
+            if ours in ids:
                 store.set(f"{name}/{ours}", "")
                 return name
         time.sleep(0.02)
 
 
 def elastic_problem() -> str:
-    """Why this launch cannot survive a change of its number of nodes, although torchrun's --nnodes
-    allows one; '' if it can, or if the number is fixed. If nodes share one store, a new round of
-    them finds the addresses of the old one."""
-    if (
-        "TORCHELASTIC_RUN_ID" not in os.environ
-        or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-    ):
+    """Why this launch cannot survive a change of its number of nodes; '' if it can.
+
+    Also '' if torchrun's --nnodes fixes the number. If nodes share one store, a new round of them
+    finds the addresses of the old one.
+    """
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    own_stores = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    if not by_torchrun or own_stores:
         return ""
     with contextlib.suppress(OSError):  # no /proc
-        command = (
-            Path(f"/proc/{os.getppid()}/cmdline")
-            .read_bytes()
-            .replace(b"\0", b" ")
-            .decode(errors="replace")
-        )
-        nodes = re.search(r"--nnodes[= ](\d+):(\d+)", command) or re.fullmatch(
-            r"(\d+):(\d+)", os.environ.get("PET_NNODES", "")
-        )
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+        command = words.replace(b"\0", b" ").decode(errors="replace")
+        nodes = re.search(r"--nnodes[= ](\d+):(\d+)", command)
+        if nodes is None:
+            nodes = re.fullmatch(r"(\d+):(\d+)", os.environ.get("PET_NNODES", ""))
         if nodes and nodes[1] != nodes[2]:
             return (
                 f"--nnodes={nodes[1]}:{nodes[2]}: this launch will fail when the number of nodes changes; set "
@@ -199,10 +194,12 @@ def elastic_problem() -> str:
 
 
 def prepare_cuda(deterministic: bool) -> None:
-    """Set the options that CUDA and the compiler read when they start. Memory segments can grow,
-    which wastes less memory between tensors, if NVML works: PyTorch asks it about each segment. If
-    `deterministic`, repeated work gives the same bits: cuBLAS uses fixed buffers, backward passes
-    add in a fixed order, and Inductor chooses no kernel by timing it."""
+    """Set the options that CUDA and the compiler read when they start.
+
+    Memory segments can grow, which wastes less memory between tensors, if NVML works: PyTorch asks
+    it about each segment. If `deterministic`, repeated work gives the same bits: cuBLAS uses fixed
+    buffers, backward passes add in a fixed order, and Inductor chooses no kernel by timing it.
+    """
     if nvml_works():
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.backends.cuda.enable_cudnn_sdp(False)  # see attention.py
@@ -220,9 +217,11 @@ def prepare_cuda(deterministic: bool) -> None:
 
 
 def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
-    """Whether this process can use NVML, the driver's library for management. Some containers lack
-    it, such as those whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone; there, PyTorch crashes
-    when it creates a segment that grows."""
+    """Whether this process can use NVML, the driver's library for management.
+
+    Some containers lack it, such as those whose NVIDIA_DRIVER_CAPABILITIES is `compute` alone;
+    there, PyTorch crashes when it creates a segment that grows.
+    """
     try:
         nvml = ctypes.CDLL(library)
         return nvml.nvmlInit_v2() == 0
@@ -231,9 +230,11 @@ def nvml_works(library: str = "libnvidia-ml.so.1") -> bool:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """The versions that, with code, data and settings, determine the bits of a step. Plain values;
-    off CUDA, those of the GPU are None. The processor matters on every device: it draws the initial
-    weights."""
+    """The versions that, with code, data and settings, determine the bits of a step.
+
+    Plain values; off CUDA, those of the GPU are None. The processor matters on every device: it
+    draws the initial weights.
+    """
     known: dict[str, Any] = dict.fromkeys(VERSIONS)
     known |= {"torch": str(torch.__version__), **processor()}
     if device.type != "cuda":
@@ -264,9 +265,11 @@ CPU_VARIABLES = (
 
 
 def processor() -> dict[str, str | None]:
-    """What decides how this machine's CPU rounds: its name (MKL chooses code by vendor), the
-    instruction set that PyTorch uses, such as AVX2, and the settings of MKL and oneDNN, None if
-    none is set."""
+    """What decides how this machine's CPU rounds.
+
+    Its name (MKL chooses code by vendor), the instruction set that PyTorch uses, such as AVX2, and
+    the settings of MKL and oneDNN, None if none is set.
+    """
     settings = [f"{name}={os.environ[name]}" for name in CPU_VARIABLES if os.environ.get(name)]
     return {
         "cpu": cpu_name(),
@@ -276,10 +279,10 @@ def processor() -> dict[str, str | None]:
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, such as AMD EPYC 7B13; its architecture if the system does not tell the
-    name."""
+    """The processor's name, such as AMD EPYC 7B13; its architecture if the system tells no name."""
     with contextlib.suppress(OSError):
-        if name := re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE):
+        name = re.search(r"^model name\s*: (.+)$", path.read_text(), re.MULTILINE)
+        if name is not None:
             return name[1].strip()
     return platform.processor() or platform.machine()
 
@@ -287,21 +290,20 @@ def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
 def other_processors() -> list[str]:
     """Collective. A sentence for each rank whose processor may round differently from rank 0's."""
     everyone = gather_all((socket.gethostname(), processor()))
-    first, sentences = everyone[0][1], list[str]()
+    _, first = everyone[0]
+    sentences = []
     for rank, (host, theirs) in enumerate(everyone):
-        differing = [
-            f"{name} is {theirs[name]}, on rank 0 it is {first[name]}"
-            for name in first
-            if theirs[name] != first[name]
-        ]
+        differing = []
+        for name, value in first.items():
+            if theirs[name] != value:
+                differing.append(f"{name} is {theirs[name]}, on rank 0 it is {value}")
         if differing:
             sentences.append(f"rank {rank} on host {host}: {'; '.join(differing)}")
     return sentences
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of NVIDIA's kernel driver, such as 580.95.05; None if the kernel does not list
-    it."""
+    """The version of NVIDIA's kernel driver, such as 580.95.05; None if it is not listed."""
     try:
         version = re.search(r"\b\d{3,}(\.\d+)+", path.read_text())
     except OSError:
@@ -315,23 +317,29 @@ def peak_memory(device: torch.device) -> int | None:
 
 
 def reserved_memory(device: torch.device) -> int | None:
-    """The most memory that PyTorch has reserved so far, in bytes: tensors and the gaps between
-    them; None off CUDA."""
+    """The most memory that PyTorch has reserved so far, in bytes; None off CUDA.
+
+    It includes the gaps between tensors.
+    """
     return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
 
 
 def compute_cleanup() -> None:
-    """Leave the process group, if there is one, unless an exception is being raised: leaving NCCL's
-    group could then wait for a rank that never comes. A process also leaves the group when it
-    exits."""
+    """Leave the process group, if there is one, unless an exception is being raised.
+
+    Leaving NCCL's group could then wait for a rank that never comes. A process also leaves the
+    group when it exits.
+    """
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 
 def get_compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
-    """The dtype of activations and embeddings. `name` is a --dtype value: bfloat16, float32, or
-    auto, which is bfloat16 on GPUs that support it (compute capability 8.0 and up) and float32
-    elsewhere."""
+    """The dtype of activations and embeddings.
+
+    `name` is a --dtype value: bfloat16, float32, or auto, which is bfloat16 on GPUs that support it
+    (compute capability 8.0 and up) and float32 elsewhere.
+    """
     if name == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bf16 else torch.float32
@@ -378,74 +386,94 @@ PEAK_FLOPS = (
 
 
 def get_peak_flops(device_name: str) -> float:
-    """Peak dense bf16 FLOP/s of a GPU by its name; infinity if unknown, so that MFU shows 0 and not
-    a wrong number."""
-    return next((flops for part, flops in PEAK_FLOPS if part in device_name.lower()), float("inf"))
+    """Peak dense bf16 FLOP/s of a GPU by its name.
+
+    Infinity if it is unknown, so that MFU shows 0 and not a wrong number.
+    """
+    name = device_name.lower()
+    return next((flops for part, flops in PEAK_FLOPS if part in name), float("inf"))
 
 
 # ---- values and errors of all ranks --------------------------------------------------------------
 
 
 def on_rank0(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on rank 0 alone, and return its value on all ranks. If it
-    raises, rank 0 raises its error, and the others exit with code 1 and no output."""
+    """Call `function()` on rank 0 alone, and return its value on all ranks. Collective.
+
+    If it raises, rank 0 raises its error, and the others exit with code 1 and no output.
+    """
     _, rank, _, world_size = get_dist_info()
-    box: list[Any] = [agree(function if rank == 0 else lambda: None)]
+    box: list[Any] = [on_all_ranks(function if rank == 0 else lambda: None)]
     if world_size > 1:
         dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def agree(function: Callable[[], T]) -> T:
-    """Collective. Call `function()` on every rank; it may fail on any of them, say on a bad flag or
-    a missing file. If it raises anywhere, all ranks exit: rank 0 raises its own error if all ranks
+class Failure(NamedTuple):
+    """Why a rank failed."""
+
+    is_bug: bool  # neither ValueError nor OSError
+    host: str
+    text: str
+
+
+def on_all_ranks(function: Callable[[], T]) -> T:
+    """Call `function()` on every rank; if it fails on any, all ranks exit. Collective.
+
+    It may fail say on a bad flag or a missing file. Then rank 0 raises its own error if all ranks
     failed or only rank 0 did, otherwise a ValueError that names rank and host; the others exit with
     code 1. If an error is neither ValueError nor OSError, the first rank with such an error raises
-    it instead."""
+    it instead.
+    """
     _, rank, _, world_size = get_dist_info()
     if world_size == 1:
         return function()
     error: Exception | None = None
+    failure: Failure | None = None
     try:
         value = function()
     except Exception as e:
         error = e
-    report = (
-        None
-        if error is None
-        else (not isinstance(error, (ValueError, OSError)), socket.gethostname(), str(error))
-    )
-    failed = {r: report for r, report in enumerate(gather_all(report)) if report is not None}
-    if not failed:
+        is_bug = not isinstance(e, (ValueError, OSError))
+        failure = Failure(is_bug, socket.gethostname(), str(e))
+
+    failures = {r: f for r, f in enumerate(gather_all(failure)) if f is not None}
+    if not failures:
         return value
-    speaker = next((r for r, (is_bug, _, _) in failed.items() if is_bug), 0)
+
+    # one rank raises an error, the others exit
+    bugs = [r for r, f in failures.items() if f.is_bug]
+    speaker = bugs[0] if bugs else 0
     if rank != speaker:
         raise SystemExit(1)
-    if error is not None and (failed[rank][0] or len(failed) in (1, world_size)):
+    says_it_all = bool(bugs) or len(failures) in (1, world_size)
+    if error is not None and says_it_all:
         raise error
-    first, (_, host, text) = next(iter(failed.items()))
-    more = f" ({len(failed)} of {world_size} ranks failed)" if len(failed) > 1 else ""
+    first, (_, host, text) = next(iter(failures.items()))
+    more = f" ({len(failures)} of {world_size} ranks failed)" if len(failures) > 1 else ""
     raise ValueError(f"rank {first} on host {host}: {text}{more}") from error
 
 
-def same(settings: Mapping[str, Any]) -> None:
-    """Collective. Exit as `agree` does unless all ranks have the same settings: {name: plain
-    value}."""
+def check_all_equal(settings: Mapping[str, Any]) -> None:
+    """Exit as `on_all_ranks` does unless all ranks have the same settings. Collective.
+
+    settings: {name: plain value}.
+    """
     theirs = on_rank0(lambda: dict(settings))
 
     def compare() -> None:
-        differing = [
-            f"{k} is {settings.get(k)!r}, on rank 0 it is {theirs.get(k)!r}"
-            for k in sorted(theirs.keys() | settings.keys())
-            if theirs.get(k) != settings.get(k)
-        ]
+        differing = []
+        for name in sorted(theirs.keys() | settings.keys()):
+            mine, rank0 = settings.get(name), theirs.get(name)
+            if mine != rank0:
+                differing.append(f"{name} is {mine!r}, on rank 0 it is {rank0!r}")
         if differing:
             raise ValueError(
                 f"started differently: {'; '.join(differing)}; start all processes with the same flags, "
                 f"the same files under the same paths, and the same tokenizer"
             )
 
-    agree(compare)
+    on_all_ranks(compare)
 
 
 def gather_all(value: T) -> list[T]:
@@ -459,10 +487,12 @@ def gather_all(value: T) -> list[T]:
 
 
 def gather_results(function: Callable[[], T]) -> list[T]:
-    """Collective. Call `function()`, which must not use collectives, on every rank; returns all
-    ranks' values in rank order. If it fails on any rank, all ranks raise an error, so that no rank
-    waits for one that failed: StopAsked if a rank was asked to stop, otherwise an error with the
-    rank and the reason."""
+    """Call `function()` on every rank, and return all ranks' values in rank order. Collective.
+
+    `function` must not use collectives. If it fails on any rank, all ranks raise an error, so that
+    no rank waits for one that failed: StopAsked if a rank was asked to stop, otherwise an error
+    with the rank and the reason.
+    """
     if get_dist_info()[3] == 1:
         return [function()]
     value: Any = None
@@ -472,13 +502,13 @@ def gather_results(function: Callable[[], T]) -> list[T]:
         value = function()
     except Exception as e:
         error = e
+        reason = f"{type(e).__name__}: {e}"
         if isinstance(e, StopAsked):
             failure = StopAsked, str(e)
+        elif isinstance(e, (ValueError, OSError)):
+            failure = ValueError, reason
         else:
-            failure = (
-                ValueError if isinstance(e, (ValueError, OSError)) else RuntimeError,
-                f"{type(e).__name__}: {e}",
-            )
+            failure = RuntimeError, reason
     outcomes: list[Any] = gather_all((value, failure))
     for kind in (StopAsked, RuntimeError, ValueError):
         for rank, (_, failure) in enumerate(outcomes):
@@ -487,9 +517,12 @@ def gather_results(function: Callable[[], T]) -> list[T]:
     return [value for value, _ in outcomes]
 
 
-def share(tensor: torch.Tensor) -> None:
-    """Collective. Copy rank 0's values into the same tensor on all ranks. The tensor is contiguous,
-    has the same shape and dtype everywhere, and is on the device of the process group."""
+def broadcast(tensor: torch.Tensor) -> None:
+    """Copy rank 0's values into the same tensor on all ranks. Collective.
+
+    The tensor is contiguous, has the same shape and dtype everywhere, and is on the device of the
+    process group.
+    """
     if dist.is_initialized() and tensor.numel():
         # bytes: backends do not know every dtype
         dist.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)
@@ -499,8 +532,10 @@ def share(tensor: torch.Tensor) -> None:
 
 
 def write_memory(run_dir: Path, rank: int) -> str:
-    """Write a snapshot of what is allocated on this GPU. Returns the end of a sentence, which names
-    the file."""
+    """Write a snapshot of what is allocated on this GPU.
+
+    Returns the end of a sentence, which names the file.
+    """
     path = run_dir / f"memory-rank{rank}.pickle"
     try:
         torch.cuda.memory._dump_snapshot(str(path))

@@ -50,8 +50,11 @@ def sample_next_token(
 
 
 class Engine:
-    """Samples from a model. The tokenizer only provides the tokens that end a text: `<|bos|>` and,
-    if it exists, `<|assistant_end|>`."""
+    """Samples from a model.
+
+    The tokenizer only provides the tokens that end a text: `<|bos|>` and, if it exists,
+    `<|assistant_end|>`.
+    """
 
     def __init__(self, model: GPT, tokenizer: Any) -> None:
         self.model = model
@@ -127,8 +130,11 @@ class Engine:
         num_samples: int = 1,
         **kwargs: Any,
     ) -> tuple[list[list[int]], list[list[int]]]:
-        """Run `generate` to its end. Returns (token lists, mask lists), one of each per sample: the
-        prompt (mask 0) and the sampled tokens (mask 1) before the stop token."""
+        """Run `generate` to its end.
+
+        Returns (token lists, mask lists), one of each per sample: the prompt (mask 0) and the
+        sampled tokens (mask 1) before the stop token.
+        """
         stops, running = self.stop_tokens(), set(range(num_samples))
         results = [list(tokens) for _ in range(num_samples)]
         for column, _ in self.generate(tokens, num_samples, **kwargs):
@@ -148,13 +154,9 @@ def load_model(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[GPT, Tokenizer, dict[str, Any]]:
-    """Load a model (in eval mode) and its tokenizer from the checkpoint that `find_checkpoint`
-    finds for `path`.
+    """Load a model (in eval mode) and its tokenizer from a checkpoint.
 
-    compute_dtype: None for the device's default. Returns (model, tokenizer, meta); meta has path,
-    step, model_config, trainer_state. Raises ValueError for a corrupt checkpoint, a model_config
-    that does not match its saved hash or has unknown fields, or a tokenizer that differs from the
-    checkpoint's; FileNotFoundError for missing files.
+    `path`: see `find_checkpoint`.
     """
     device = torch.device(device)
     checkpoint = find_checkpoint(path)

@@ -40,6 +40,8 @@ from nanochat.dist import get_compute_dtype
 from nanochat.optim import MuonAdamW
 
 ROPE_BASE = 100_000
+# the usual shape: width per layer, and size of an attention head
+ASPECT_RATIO, HEAD_DIM = 64, 128
 ROPE_ROOM = 10  # rotary tables cover this many times sequence_len, so generation can exceed it
 VOCAB_MULTIPLE = 64
 SHORT_WINDOW_MULTIPLE = 128  # a tile of the attention kernels
@@ -71,7 +73,9 @@ def _round_up(n: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. Raises ValueError for an impossible one.
+    """The shape of a model.
+
+    Raises ValueError for an impossible one.
 
     `window_pattern` is tiled over the layers. In an S layer, a token sees the sequence_len / 4
     tokens before it (rounded up to whole tiles); in an L layer, the sequence_len tokens (a training
@@ -111,12 +115,14 @@ class GPTConfig:
         *,
         vocab_size: int,
         sequence_len: int,
-        aspect_ratio: int = 64,
-        head_dim: int = 128,
-        window_pattern: str = "SSSL",
+        aspect_ratio: int = ASPECT_RATIO,
+        head_dim: int = HEAD_DIM,
+        window_pattern: str = window_pattern,
     ) -> "GPTConfig":
-        """The shape for a given depth, the one dial: width = depth * aspect_ratio, rounded up to
-        whole heads."""
+        """The shape for a given depth, the one dial.
+
+        width = depth * aspect_ratio, rounded up to whole heads.
+        """
         if min(depth, aspect_ratio, head_dim) < 1:
             raise ValueError(
                 f"depth, aspect_ratio, head_dim: got {depth}, {aspect_ratio}, {head_dim}, expected >= 1"
@@ -139,8 +145,10 @@ class GPTConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embeddings and of the head, in whole tiles. Logits are cropped to
-        vocab_size."""
+        """Rows of the embeddings and of the head, in whole tiles.
+
+        Logits are cropped to vocab_size.
+        """
         return _round_up(self.vocab_size, VOCAB_MULTIPLE)
 
     @property
@@ -165,8 +173,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate channel pairs (c, c + D/2) of x (B, T, H, D); cos and sin of the angles: (T, 1,
-    D/2)."""
+    """Rotate channel pairs (c, c + D/2) of x (B, T, H, D); cos and sin of the angles: (T, 1, D/2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
@@ -188,8 +195,10 @@ class Linear(nn.Linear):
 
 @torch.library.custom_op("nanochat::embedding_backward", mutates_args=())
 def embedding_backward(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
-    """The gradient (num_rows, C) of an embedding, from grad (..., C) and idx (...): sums of sorted
-    segments, in a fixed order."""
+    """The gradient (num_rows, C) of an embedding: sums of sorted segments, in a fixed order.
+
+    grad: (..., C), the gradient of the output; idx: (...), the rows that were looked up.
+    """
     return torch.ops.aten.embedding_dense_backward(grad, idx, num_rows, -1, False)
 
 
@@ -199,8 +208,10 @@ def _(grad: Tensor, idx: Tensor, num_rows: int) -> Tensor:
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding that keeps the eager backward pass in compiled code. Inductor's own backward
-    pass adds with atomics, in any order."""
+    """An embedding that keeps the eager backward pass in compiled code.
+
+    Inductor's own backward pass adds with atomics, in any order.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, idx: Tensor) -> Tensor:
@@ -241,8 +252,11 @@ class CausalSelfAttention(nn.Module):
         kv_cache: KVCache | None,
         mask: Any,
     ) -> Tensor:
-        """x: (B, T, C). ve: (B, T, Hkv * D), this layer's value embedding, or None. rotary: see
-        `apply_rotary`. mask: see `attention`. Returns (B, T, C)."""
+        """x: (B, T, C).
+
+        ve: (B, T, Hkv * D), this layer's value embedding, or None. rotary: see `apply_rotary`.
+        mask: see `attention`. Returns (B, T, C).
+        """
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.c_q(x).view(heads)
         k = self.c_k(x).view(heads)
@@ -324,9 +338,10 @@ def initial_weight(name: str, shape: torch.Size, *, seed: int, n_embd: int) -> T
 
 
 class GPT(nn.Module):
-    """The model. Build it on any device; if on `meta`, call `to_empty(device=...)`. Then call
-    `init_weights`, or `load_state_dict` and `set_compute_dtype`. Until then its weights are
-    arbitrary.
+    """The model.
+
+    Build it on any device; if on `meta`, call `to_empty(device=...)`. Then call `init_weights`, or
+    `load_state_dict` and `set_compute_dtype`. Until then its weights are arbitrary.
 
     attention_mode: `causal`, or how `masks` separates documents: `sdpa_mask` (runs everywhere),
     `varlen` or `flex` (fast on CUDA). activation_checkpointing: keep only the input of each layer,
@@ -386,9 +401,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, *, seed: int = 42, compute_dtype: torch.dtype | None = None) -> None:
-        """Fill every parameter and buffer. The values depend on the seed alone, not on PyTorch's
-        generator. compute_dtype: None for the device's default. Raises ValueError on the meta
-        device."""
+        """Fill every parameter and buffer.
+
+        The values depend on the seed alone, not on PyTorch's generator. compute_dtype: None for the
+        device's default. Raises ValueError on the meta device.
+        """
         if self.get_device().type == "meta":
             raise ValueError("init_weights on the meta device: call to_empty(device=...) first")
         # first, so each value is rounded once
@@ -400,8 +417,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Cast the embeddings to `dtype`, and the rotary tables, which are computed in float32 and
-        not saved."""
+        """Cast the embeddings and the rotary tables to `dtype`.
+
+        The tables are computed in float32, and not saved.
+        """
         self.transformer["wte"].to(dtype=dtype)
         self.value_embeds.to(dtype=dtype)
         half = self.config.head_dim // 2
@@ -422,15 +441,7 @@ class GPT(nn.Module):
         kv_cache: KVCache | None = None,
         loss_reduction: str = "mean",
     ) -> Tensor:
-        """Without targets, returns logits (B, T, vocab_size) float32; with targets, the loss in
-        nats, float32.
-
-        idx, targets: (B, T) int64; a target of -100 turns its loss off. masks: see `masks`.
-        kv_cache: idx (one token or more) continues the positions in the cache and is added to it;
-        not together with masks. loss_reduction: 'mean' over live targets (NaN without any), 'sum'
-        (0 without any) or 'none' ((B, T), 0 where off). Raises ValueError past the end of the
-        rotary tables.
-        """
+        """Logits (B, T, vocab_size) float32; with targets, the loss in nats, float32."""
         start = 0 if kv_cache is None else kv_cache.get_pos()
         end = start + idx.size(1)
         if end > self.cos.size(0):
@@ -479,8 +490,10 @@ class GPT(nn.Module):
         return loss
 
     def _smear(self, x: Tensor, masks: DocMasks | None, kv_cache: KVCache | None) -> Tensor:
-        """Add a gated share of the previous embedding to each position, except the first of a row
-        or, with masks, of a document."""
+        """Add a gated share of the previous embedding to each position.
+
+        The first position of a row or, with masks, of a document has none.
+        """
         before = x.new_zeros(x.size(0), 1, x.size(2))
         if kv_cache is not None:
             before, kv_cache.prev_embedding = kv_cache.prev_embedding, x[:, -1:]
@@ -492,9 +505,11 @@ class GPT(nn.Module):
         return x + gate * previous
 
     def masks(self, doc_ids: Tensor | None, num_docs: int | None = None) -> DocMasks | None:
-        """The masks that separate the documents of a batch in `forward`, see `make_masks`; None in
-        causal mode. Call it outside compiled code. doc_ids: (B, T) int32, equal inside a document
-        (or padding)."""
+        """The masks that separate the documents of a batch in `forward`; None in causal mode.
+
+        See `make_masks`. Call it outside compiled code. doc_ids: (B, T) int32, equal inside a
+        document (or padding).
+        """
         if self.attention_mode == "causal":
             return None
         if doc_ids is None:
@@ -509,9 +524,11 @@ class GPT(nn.Module):
     # -- accounting --
 
     def num_scaling_params(self) -> dict[str, int]:
-        """Number of parameters by kind, for scaling laws with embeddings (Chinchilla, 2203.15556)
-        and without (Kaplan et al., 2001.08361). The counts include the padding of the
-        vocabulary."""
+        """Number of parameters by kind, including the padding of the vocabulary.
+
+        For scaling laws with embeddings (Chinchilla, 2203.15556) and without (Kaplan et al.,
+        2001.08361).
+        """
 
         def count(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters())
@@ -527,9 +544,11 @@ class GPT(nn.Module):
         return counts | {"total": count(self)}
 
     def estimate_flops(self) -> int:
-        """Training FLOPs per token at full length (PaLM, 2204.02311): 6 for each parameter of a
-        matrix product (so none for embeddings), and for attention 12 per layer, channel and visible
-        token."""
+        """Training FLOPs per token at full length (PaLM, 2204.02311).
+
+        6 for each parameter of a matrix product (so none for embeddings), and for attention 12 per
+        layer, channel and visible token.
+        """
         matmuls = sum(m.weight.numel() for m in self.modules() if isinstance(m, Linear))
         visible = sum(min(window, self.config.sequence_len) for window in self.config.window_sizes)
         return 6 * matmuls + 12 * self.config.n_embd * visible
@@ -544,9 +563,11 @@ class GPT(nn.Module):
         num_leaves: int = 1,
         micro_batches: int = 1,
     ) -> dict[str, int]:
-        """The memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part:
-        rather a little too much than too little. dtype: the compute dtype; num_leaves,
-        micro_batches: how many of each a rank has in a step."""
+        """Memory that PyTorch reserves for steps on one of `world_size` GPUs, in bytes by part.
+
+        The estimate is rather a little too high than too low. dtype: the compute dtype; num_leaves,
+        micro_batches: how many of each a rank has in a step.
+        """
         counts, config = self.num_scaling_params(), self.config
         tokens = batch_size * config.sequence_len
         size = dtype.itemsize
@@ -597,9 +618,11 @@ class GPT(nn.Module):
         weight_decay: float = 0.0,
         scalar_lr: float = 0.5,
     ) -> list[dict[str, Any]]:
-        """The parameter groups of `MuonAdamW`: AdamW for embeddings, head and scalars (the rates of
-        embeddings and head are scaled by 1/sqrt(width / 768)), and Muon for the matrices of the
-        layers, one group per shape."""
+        """The parameter groups of `MuonAdamW`.
+
+        AdamW is for embeddings, head and scalars (the rates of embeddings and head are scaled by
+        1/sqrt(width / 768)), and Muon for the matrices of the layers, one group per shape.
+        """
         scale = (self.config.n_embd / 768) ** -0.5
         adamw: list[tuple[str | tuple[str, ...], float, tuple[float, float], float]] = [
             # prefix of the names, learning rate, betas, weight decay
@@ -642,6 +665,8 @@ class GPT(nn.Module):
         return groups
 
     def setup_optimizer(self, **learning_rates: float) -> MuonAdamW:
-        """The optimizer over `param_groups(**learning_rates)`. It orthogonalizes in the model's
-        compute dtype."""
+        """The optimizer over `param_groups(**learning_rates)`.
+
+        It orthogonalizes in the model's compute dtype.
+        """
         return MuonAdamW(self.param_groups(**learning_rates), polar_dtype=self.compute_dtype)

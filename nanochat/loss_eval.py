@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,19 +28,22 @@ from torch import Tensor
 from nanochat.dist import gather_results
 
 
-def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_bytes: Any) -> float:
-    """Bits per byte of `model` over the batches of all ranks together: the first `steps` of each
-    rank (None: all).
+class Predicts(Protocol):
+    """A language model, such as `nanochat.gpt.GPT`."""
 
-    model: called as model(x, y, loss_reduction="none") -> losses in nats, (B, T) or flat; for a
-    batch with `doc_ids`, also masks=model.masks(doc_ids, num_docs). batches: yields (x, y, ...) or
-    objects with .inputs and .targets, (B, T) int64, where a target of -100 does not count.
-    token_bytes: (vocab_size,) integers, the bytes of each token's text, 0 for special tokens; a
-    negative entry is added to the bytes of the next target.
+    def __call__(self, x: Tensor, y: Tensor, *, loss_reduction: str) -> Tensor:
+        """The losses, (B * T,) or (B, T), of targets y (B, T) after inputs x (B, T)."""
 
-    Collective if torch.distributed is initialized; ranks may have different numbers of batches, or
-    none. Raises ValueError on all ranks if no target has bytes. Does not change the model's train
-    or eval mode.
+
+def evaluate_bpb(
+    model: Predicts,
+    batches: Iterable[Any],
+    steps: int | None,
+    token_bytes: Tensor | Sequence[int],
+) -> float:
+    """Bits per byte of `model` over the batches of all ranks together.
+
+    steps: evaluate the first `steps` batches of each rank (None: all).
     """
     together, _ = evaluate_buckets(model, {"": islice(batches, steps)}, token_bytes)
     return together
@@ -48,12 +51,14 @@ def evaluate_bpb(model: Any, batches: Iterable[Any], steps: int | None, token_by
 
 @torch.no_grad()
 def evaluate_buckets(
-    model: Any,
+    model: Predicts,
     buckets: Mapping[str, Iterable[Any]],
-    token_bytes: Any,
+    token_bytes: Tensor | Sequence[int],
 ) -> tuple[float, dict[str, float]]:
-    """(bits per byte of all buckets' batches together, bits per byte of each bucket); see
-    `evaluate_bpb`."""
+    """(bits per byte of all buckets' batches together, bits per byte of each bucket).
+
+    See `evaluate_bpb`.
+    """
     by_bucket: dict[str, list[Measured]] = {}  # what each rank has measured
     for name, batches in buckets.items():
         by_bucket[name] = gather_results(partial(_measure_own, model, batches, token_bytes))
@@ -63,8 +68,10 @@ def evaluate_buckets(
 
 
 def in_nats(bits: float) -> float:
-    """Convert bits per token to nats per token, the loss. With a tokenizer that does not know
-    bytes, this module measures bits per token."""
+    """Convert bits per token to nats per token, the loss.
+
+    With a tokenizer that does not know bytes, this module measures bits per token.
+    """
     return bits * math.log(2)
 
 
@@ -86,26 +93,37 @@ def _bits_per_byte(measured: Sequence[Measured]) -> float:
     return nats / (math.log(2) * num_bytes)
 
 
-def _measure_own(model: Any, batches: Iterable[Any], token_bytes: Any) -> Measured:
-    """Measure this rank's batches."""
+def _measure_own(
+    model: Predicts, batches: Iterable[Any], token_bytes: Tensor | Sequence[int]
+) -> Measured:
+    """Measure this rank's batches: `MicroBatch`es, or tuples (x, y, ...) as nanochat's loaders give."""
     counted: list[Tensor] = []  # losses of each batch, (B, T), 0 where a target does not count
     sizes: list[Tensor] = []  # bytes of each batch
     for batch in batches:
-        x, y = (batch.inputs, batch.targets) if hasattr(batch, "targets") else batch[:2]
+        if hasattr(batch, "targets"):
+            x, y = batch.inputs, batch.targets
+        else:
+            x, y = batch[:2]
+
         # the losses; documents see only themselves if the model separates them
         extra = {}
-        if (doc_ids := getattr(batch, "doc_ids", None)) is not None:
-            extra["masks"] = model.masks(doc_ids, getattr(batch, "num_docs", None))
-        losses: Tensor = model(x, y, loss_reduction="none", **extra)
+        doc_ids = getattr(batch, "doc_ids", None)
+        if doc_ids is not None:
+            num_docs = getattr(batch, "num_docs", None)
+            extra["masks"] = model.masks(doc_ids, num_docs)  # type: ignore[attr-defined]
+        losses = model(x, y, loss_reduction="none", **extra)
+
         # the bytes of each target; those without bytes, such as special tokens, do not count
         token_bytes = torch.as_tensor(token_bytes, dtype=torch.int64, device=y.device)
         own_bytes = token_bytes[y.clamp(min=0)]
         target_bytes = torch.where(y >= 0, own_bytes, 0).clamp(min=0)
         counts = target_bytes > 0
         counted.append(losses.view(y.shape).masked_fill(~counts, 0))
+
         # bytes that the previous token subtracts (negative entries)
         corrections = torch.where(counts, token_bytes[x], 0).clamp(max=0)
         sizes.append(target_bytes.sum() + corrections.sum())
+
     # wait for the device only here: after a wait inside the loop, it would be idle until the next
     # batch
     row_nats: list[float] = []

@@ -50,13 +50,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanochat.dist import on_rank0, share, wide_dtype
+from nanochat.dist import broadcast, on_rank0, wide_dtype
 from nanochat.reduce import Message, Part, Reduce, lay_out, reduce_over_nodes
 
 # ---- the arithmetic ------------------------------------------------------------------------------
@@ -88,23 +89,22 @@ def polar_express(G: Tensor, steps: int = 5) -> Tensor:
     tall = G.size(0) > G.size(1)
     X = G.mT if tall else G  # so the Gram matrix below is the smaller of the two
     wide = torch.promote_types(X.dtype, torch.float32)
-    X = X / (X.norm(dim=(-2, -1), keepdim=True, dtype=wide) * 1.01 + NORM_FLOOR).to(X.dtype)
+    norm = X.norm(dim=(-2, -1), keepdim=True, dtype=wide)
+    X = X / (norm * 1.01 + NORM_FLOOR).to(X.dtype)
     for step in range(steps):
         a, b, c = POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)]
         gram = X @ X.mT
-        X = torch.addmm(X, torch.addmm(gram, gram, gram, beta=b, alpha=c), X, beta=a)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        X = torch.addmm(X, polynomial, X, beta=a)
     return X.mT if tall else X
 
 
 def reduce_variance(
     update: Tensor, second_momentum_buffer: Tensor, *, weight: float | Tensor
 ) -> Tensor:
-    """Divide each neuron of `update` by the running root mean square of its updates, and keep the
-    Frobenius norm. Source: NorMuon, arXiv 2510.05491.
+    """Divide each neuron of `update` by the running root mean square of its updates.
 
-    update: (rows, cols) float32. A neuron is a row if rows >= cols, else a column. The buffer,
-    (rows, 1) or (1, cols) float32, holds the running mean squares; it moves in place towards the
-    new ones by `weight` (1 - beta2).
+    The Frobenius norm stays. Source: NorMuon, arXiv 2510.05491.
     """
     dim = 1 if second_momentum_buffer.size(1) == 1 else 0
     mean_square = update.square().mean(dim=dim, keepdim=True)
@@ -128,12 +128,10 @@ def muon_update(
     ns_steps: int = 5,
     polar_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """One Muon step for one matrix, in place on `param` and both buffers; a pure function of its
-    arguments. Source: https://kellerjordan.github.io/posts/muon/ and the papers cited above.
+    """One Muon step for one matrix, in place on `param` and both buffers.
 
-    param: (rows, cols) float32 or bfloat16; grad and momentum_buffer: (rows, cols) float32;
-    second_momentum_buffer: see `reduce_variance`. The gradient is multiplied by `grad_scale`. If
-    `live` is 0, nothing changes.
+    A pure function of its arguments. Source: https://kellerjordan.github.io/posts/muon/ and the
+    papers cited above.
     """
     grad = (grad * grad_scale).masked_fill(live == 0, 0.0)
     momentum_buffer.add_((grad - momentum_buffer) * ((1 - momentum) * live))
@@ -163,23 +161,28 @@ def adamw_rates(
     step: Tensor,
     live: Tensor,
 ) -> dict[str, Tensor]:
-    """The scalars of `adamw_update` in step number `step` (1 for the first): 0-dim float32 tensors
-    on the device of `live`. If `live` is 0, all rates are 0."""
+    """The scalars of `adamw_update` in step number `step` (1 for the first).
+
+    0-dim float32 tensors on the device of `live`. If `live` is 0, all rates are 0.
+    """
 
     def scalar(value: float) -> Tensor:
         return torch.full_like(live, value)
 
-    bias1, bias2 = (
-        -torch.expm1(step * scalar(math.log(beta) if beta else -math.inf)) for beta in betas
-    )
+    def bias(beta: float) -> Tensor:
+        """1 - beta ** step."""
+        log_beta = math.log(beta) if beta else -math.inf
+        return -torch.expm1(step * scalar(log_beta))
+
+    beta1, beta2 = betas
     rate = scalar(lr) * live
     return {
-        "weight1": scalar(1 - betas[0]) * live,
-        "weight2": scalar(1 - betas[1]) * live,
-        "bias2": bias2,
+        "weight1": scalar(1 - beta1) * live,
+        "weight2": scalar(1 - beta2) * live,
+        "bias2": bias(beta2),
         "eps": scalar(eps),
         "keep": 1 - rate * scalar(weight_decay),
-        "rate": rate / bias1,
+        "rate": rate / bias(beta1),
     }
 
 
@@ -199,6 +202,7 @@ def adamw_update(
     live: Tensor,
 ) -> None:
     """One AdamW step, in place on `param` and both averages; a pure function of its arguments.
+
     Source: arXiv 1711.05101, with the formula of torch.optim.AdamW.
 
     param: any shape, float32 or bfloat16; the other three tensors: the same shape, float32. The
@@ -238,9 +242,11 @@ def get_rank_and_world_size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def one_thread_each(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """A `map` that runs on this many CPU threads and yields results in order. Meanwhile, PyTorch
-    uses one thread per operation: threads that share the product of two small matrices mostly wait
-    for each other."""
+    """A `map` that runs on this many CPU threads and yields results in order.
+
+    Meanwhile, PyTorch uses one thread per operation: threads that share the product of two small
+    matrices mostly wait for each other.
+    """
     if threads == 1:
         yield map
         return
@@ -258,17 +264,18 @@ def state_shapes(part: Part) -> dict[str, tuple[int, ...]]:
     shape = tuple(part.param.shape)
     if part.group["kind"] == "adamw":
         n = part.stop - part.start
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), shape if n == part.param.numel() else (n,))
+        if n < part.param.numel():
+            shape = (n,)
+        return {"exp_avg": shape, "exp_avg_sq": shape}
     rows, cols = shape
-    return {
-        "momentum_buffer": shape,
-        "second_momentum_buffer": (rows, 1) if rows >= cols else (1, cols),
-    }
+    of_neurons = (rows, 1) if rows >= cols else (1, cols)
+    return {"momentum_buffer": shape, "second_momentum_buffer": of_neurons}
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon and AdamW over parameter groups. State and work are sharded over the default process
-    group, if any.
+    """Muon and AdamW over parameter groups.
+
+    State and work are sharded over the default process group, if any.
 
     param_groups: dicts with `kind` 'adamw' (lr, betas, eps, weight_decay) or 'muon' (lr, momentum,
     ns_steps, beta2, weight_decay; 2-D parameters only), `params` and their unique `names`, under
@@ -295,48 +302,54 @@ class MuonAdamW(torch.optim.Optimizer):
         self._device = self._params[0].param.device
         self._rank, self._world_size = get_rank_and_world_size()
         self._reduce = reduce or reduce_over_nodes(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+        # the updates
+        if compiled is None:
+            compiled = self._device.type == "cuda"
         self._polar_dtype = polar_dtype
-        self._muon_update, self._adamw_update = muon_update, adamw_update
-        compiled = self._device.type == "cuda" if compiled is None else compiled
         self._eager_on_cpu = self._device.type == "cpu" and not compiled
+        self._muon_update = muon_update
+        self._adamw_update = adamw_update
         if compiled:
             # fullgraph: exceeding torch's recompile_limit is an error
             self._muon_update = torch.compile(muon_update, dynamic=False, fullgraph=True)
             self._adamw_update = torch.compile(
                 adamw_update, dynamic=True, fullgraph=True, options=EAGER_ROUNDING
             )
+
+        # the messages, this rank's part of each, and their state
         self._messages = lay_out(self._params, self._world_size)
         self._mine = [message.parts[self._rank] for message in self._messages]
-        first, self._num_grains = {}, 0  # the index of each parameter's first grain
-        for whole in self._params:
-            first[whole.name] = self._num_grains
-            self._num_grains += -(-whole.stop // whole.grain)
-        mine = [
-            first[part.name] + at // part.grain
-            for part in self._mine
-            if part
-            for at in range(part.start, part.stop, part.grain)
-        ]
-        # this rank's, in the order of parts
-        self._grains = torch.tensor(mine, dtype=torch.int64, device=self._device)
         self._steps = torch.zeros((), device=self._device)  # live steps, counted on the device
         for part in filter(None, self._mine):
-            self.state[part.param] = {
-                key: torch.zeros(shape, device=self._device)
-                for key, shape in state_shapes(part).items()
-            }
+            shapes = state_shapes(part)
+            tensors = {key: torch.zeros(s, device=self._device) for key, s in shapes.items()}
+            self.state[part.param] = tensors
+        self._num_grains, self._grains = self._number_grains()
+
+    def _number_grains(self) -> tuple[int, Tensor]:
+        """(number of grains of all parameters, indices of this rank's grains in the order of parts)."""
+        total = 0
+        first: dict[str, int] = {}  # the index of each parameter's first grain
+        for whole in self._params:
+            first[whole.name] = total
+            total += -(-whole.stop // whole.grain)
+        mine: list[int] = []
+        for part in filter(None, self._mine):
+            for at in range(part.start, part.stop, part.grain):
+                mine.append(first[part.name] + at // part.grain)
+        return total, torch.tensor(mine, dtype=torch.int64, device=self._device)
 
     def _name_params(self) -> list[Part]:
         """All non-empty parameters in order, after checking and completing the groups."""
         parts: dict[str, Part] = {}
         for index, group in enumerate(self.param_groups):
-            kind, params = group.get("kind", ""), group["params"]
-            if missing := [
-                key
-                for key in NEEDED.get(kind, ["a known kind (adamw or muon)"])
-                if key not in group
-            ]:
+            kind = group.get("kind", "")
+            needed = NEEDED.get(kind, ["a known kind (adamw or muon)"])
+            missing = [key for key in needed if key not in group]
+            if missing:
                 raise ValueError(f"parameter group {index} ({kind}) lacks {', '.join(missing)}")
+            params = group["params"]
             group.setdefault("names", [f"param_{len(parts) + i}" for i in range(len(params))])
             group.setdefault("initial_lr", group["lr"])
             for name, param in zip(group["names"], params, strict=True):
@@ -363,51 +376,38 @@ class MuonAdamW(torch.optim.Optimizer):
         max_norm: float = math.inf,
         limit: float | Tensor = math.inf,
     ) -> Tensor:
-        """Add up the ranks' gradients, multiply them by `grad_scale`, and update all parameters.
-        Collective.
+        """Add up the ranks' gradients, scale them, and update all parameters. Collective.
 
         Returns the L2 norm of the scaled gradient over all parameters: 0-dim float32, the same on
         every rank. A gradient whose norm exceeds `max_norm` is clipped to it. If the norm is NaN,
         infinite or above `limit`, no parameter, state or step count changes. A gradient of None
         counts as zeros.
         """
-        rank, world_size = self._rank, self._world_size
-        # launch the sums of all messages, then wait for this rank's chunks; each pop frees the
-        # received parts
-        reductions = [self._reduce(m.gradients(), rank, world_size) for m in self._messages]
+        # launch the sums of all messages
+        reductions = []
+        for message in self._messages:
+            reductions.append(self._reduce(message.gradients(), self._rank, self._world_size))
+        # wait for this rank's chunks; each pop frees the received parts
         chunks = [reductions.pop(0)() for _ in self._messages]
+
         # the global norm decides on the device whether this step is live, and how far it is clipped
         grad_scale = torch.as_tensor(grad_scale, dtype=torch.float32, device=self._device)
         norm = self._norm(chunks) * grad_scale.abs()
         live = (norm.isfinite() & (norm <= limit)).to(torch.float32)
         if max_norm < math.inf:
             grad_scale = grad_scale * (max_norm / norm).clamp(max=1.0)
-        scalars = {id(group): self._scalars(group, live) for group in self.param_groups}
-
-        @torch.no_grad()  # the grad mode is per thread
-        def update(message: Message, part: Part | None, chunk: Tensor) -> Tensor:
-            """Update this rank's part. Returns the message of parameters, in which only that part
-            is up to date."""
-            packed = message.parameters()
-            if part is not None:
-                size = part.stop - part.start
-                param = packed.split(message.chunk)[rank][:size]
-                self._update(
-                    part,
-                    param,
-                    chunk[:size],
-                    grad_scale=grad_scale,
-                    live=live,
-                    **scalars[id(part.group)],
-                )
-            return packed
+        scalars = {}
+        for group in self.param_groups:
+            scalars[id(group)] = self._scalars(group, grad_scale, live)
 
         # launch the all-gather of each message as soon as its part is updated
+        gathers = []
+        update = partial(self._update_message, scalars)
         with one_thread_each(torch.get_num_threads() if self._eager_on_cpu else 1) as map_updates:
             updated = map_updates(update, self._messages, self._mine, chunks)
-            gathers = [
-                message.gather(packed, rank) for message, packed in zip(self._messages, updated)
-            ]
+            for message, packed in zip(self._messages, updated):
+                gathers.append(message.gather(packed, self._rank))
+
         # wait until every rank has all new parameters
         for finish in gathers:
             finish()
@@ -418,130 +418,155 @@ class MuonAdamW(torch.optim.Optimizer):
         """The L2 norm over the chunks of all ranks, summed in float64 if the device supports it."""
         wide = wide_dtype(self._device)
         table = torch.zeros(self._num_grains, dtype=wide, device=self._device)
-        grains = [
-            grain
-            for part, chunk in zip(self._mine, chunks)
-            if part
-            for grain in chunk[: part.stop - part.start].split(part.grain)
-        ]
+        grains: list[Tensor] = []
+        for part, chunk in zip(self._mine, chunks):
+            if part is not None:
+                grains += chunk[: part.stop - part.start].split(part.grain)
         if grains:
             table[self._grains] = torch.stack(torch._foreach_norm(grains, dtype=wide)).square()
         if self._world_size > 1:
             dist.all_reduce(table)
         return table.sum().sqrt().float()
 
-    def _scalars(self, group: dict[str, Any], live: Tensor) -> dict[str, Any]:
-        """The scalar arguments of a group's updates: 0-dim tensors if they differ between groups or
-        change with the schedule, so that new values trigger no recompilation."""
+    def _scalars(self, group: dict[str, Any], grad_scale: Tensor, live: Tensor) -> dict[str, Any]:
+        """The scalar arguments of a group's updates.
+
+        Those that differ between groups or change with the schedule are 0-dim tensors, so that new
+        values trigger no recompilation.
+        """
         values = {key: group[key] for key in NEEDED[group["kind"]]}
         if group["kind"] == "adamw":
-            return adamw_rates(**values, step=self._steps + 1, live=live)
-        return values | {
-            key: torch.full_like(live, values[key]) for key in ("lr", "momentum", "weight_decay")
-        }
+            values = adamw_rates(**values, step=self._steps + 1, live=live)
+        else:
+            for key in ("lr", "momentum", "weight_decay"):
+                values[key] = torch.full_like(live, values[key])
+        return {**values, "grad_scale": grad_scale, "live": live}
 
-    def _update(self, part: Part, param: Tensor, grad: Tensor, **scalars: Any) -> None:
-        """Update a matrix, or this rank's elements of an AdamW tensor. `param` and `grad` are
-        flat."""
-        shape, state = part.param.shape, self.state[part.param]
+    @torch.no_grad()  # the grad mode is per thread
+    def _update_message(
+        self,
+        scalars: dict[int, dict[str, Any]],
+        message: Message,
+        part: Part | None,
+        chunk: Tensor,
+    ) -> Tensor:
+        """Update this rank's part of a message; `scalars` are those of each group, by its id.
+
+        Returns the message of parameters, in which only that part is up to date.
+        """
+        packed = message.parameters()
+        if part is None:
+            return packed
+        size = part.stop - part.start
+        param = packed.split(message.chunk)[self._rank][:size]
+        grad = chunk[:size]
+        state = self.state[part.param].values()
+        of_group = scalars[id(part.group)]
+
         if part.group["kind"] == "muon":
+            shape = part.param.shape
             self._muon_update(
                 param.view(shape),
                 grad.view(shape),
-                *state.values(),
-                **scalars,
+                *state,
+                **of_group,
                 polar_dtype=self._polar_dtype,
             )
-            return
-        tensors = [param, grad, *(tensor.view(-1) for tensor in state.values())]
+            return packed
+
+        tensors = [param, grad, *(tensor.view(-1) for tensor in state)]
         block = CPU_BLOCK if self._device.type == "cpu" else len(param)
         for blocks in zip(*(tensor.split(block) for tensor in tensors)):
             # .data drops a view's link to its base; torch would compile another graph for each kind
             # of link
-            self._adamw_update(*(tensor.data for tensor in blocks), **scalars)
+            self._adamw_update(*(tensor.data for tensor in blocks), **of_group)
+        return packed
 
     # -- saving and loading --
 
     @torch.no_grad()
     def gather_state(self) -> dict[str, Any]:
-        """Collective. On rank 0, returns the whole state on the CPU, the same for every W; on other
-        ranks, {}.
+        """On rank 0, the whole state on the CPU, the same for every W; elsewhere {}. Collective.
 
         {"format": 1, "step": int, "state": {parameter name: {tensor name: float32 tensor}},
         "groups": [hyper-parameters and names]}. Tensors and plain values only; AdamW's tensors have
         the shape of their parameter.
         """
-        state = {
-            whole.name: {key: torch.empty(shape) for key, shape in state_shapes(whole).items()}
-            for whole in self._params
-            if self._rank == 0
-        }
+        is_root = self._rank == 0
+        state: dict[str, dict[str, Tensor]] = {}
+        for whole in self._params if is_root else ():
+            shapes = state_shapes(whole)
+            state[whole.name] = {key: torch.empty(shape) for key, shape in shapes.items()}
+
         for message, mine in zip(self._messages, self._mine):
             # one gather for each of the state's tensors, padded to the largest part
-            shapes = [state_shapes(part) if part else {} for part in message.parts]
-            for key in max(shapes, key=len):
-                sizes = [math.prod(shape[key]) if shape else 0 for shape in shapes]
+            by_rank = [state_shapes(part) if part else {} for part in message.parts]
+            for key in max(by_rank, key=len):
+                sizes = [math.prod(shapes[key]) if shapes else 0 for shapes in by_rank]
                 sent = torch.zeros(max(sizes), device=self._device)
                 if mine is not None:
                     sent[: sizes[self._rank]] = self.state[mine.param][key].view(-1)
                 received = [sent]
                 if self._world_size > 1:
-                    received = [torch.empty_like(sent) for _ in sizes] if self._rank == 0 else []
+                    received = [torch.empty_like(sent) for _ in sizes] if is_root else []
                     dist.gather(sent, received or None)
+                # rank 0 puts the parts into the whole tensors
                 for part, size, values in zip(message.parts, sizes, received):
-                    if part is not None and state:
+                    if part is not None and is_root:
                         flat = state[part.name][key].view(-1)
                         flat[part.start : part.start + size].copy_(values[:size])
-        if self._rank != 0:
+
+        if not is_root:
             return {}
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.param_groups
-        ]
+        groups = []
+        for group in self.param_groups:
+            groups.append({key: value for key, value in group.items() if key != "params"})
         return {"format": 1, "step": int(self._steps), "groups": groups, "state": state}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """Collective. Restore rank 0's `state`, which `gather_state` returned with any W. Its
-        tensors are sent one by one, so other ranks hold at most their own parts and one tensor.
+        """Restore rank 0's `state`, which `gather_state` returned with any W. Collective.
+
+        Its tensors are sent one by one, so other ranks hold at most their own parts and one tensor.
 
         Sets tensors and the step count, but not hyper-parameters. Raises ValueError, before any
         change, with a list of names and shapes that differ.
         """
-        on_rank0(lambda: self._check(state))
+        on_rank0(lambda: self._check_shapes(state))
         mine = {part.name: part for part in self._mine if part}
         for whole in self._params:
             for key, shape in state_shapes(whole).items():
                 flat = torch.empty(math.prod(shape), device=self._device)
                 if self._rank == 0:
                     flat.copy_(state["state"][whole.name][key].reshape(-1))
-                share(flat)
-                if (part := mine.get(whole.name)) is not None:
+                broadcast(flat)
+                part = mine.get(whole.name)
+                if part is not None:
                     own = self.state[part.param][key].view(-1)
                     own.copy_(flat[part.start : part.start + len(own)])
         if self._rank == 0:
             self._steps.fill_(state["step"])
-        share(self._steps)
+        broadcast(self._steps)
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check_shapes(self, state: dict[str, Any]) -> None:
         """ValueError if the state belongs to different parameters."""
         if state.get("format") != 1:
             raise ValueError(f"optimizer state: format {state.get('format')!r}, expected 1")
-        expected = {
-            f"{whole.name}.{key}": shape
-            for whole in self._params
-            for key, shape in state_shapes(whole).items()
-        }
-        shapes = {
-            f"{name}.{key}": tuple(tensor.shape)
-            for name, tensors in state["state"].items()
-            for key, tensor in tensors.items()
-        }
-        different = [
-            f"{key}: got {shapes.get(key, 'nothing')}, expected {expected.get(key, 'nothing')}"
-            for key in dict.fromkeys([*expected, *shapes])
-            if shapes.get(key) != expected.get(key)
-        ]
+        expected: dict[str, tuple[int, ...] | str] = {}
+        for whole in self._params:
+            for key, shape in state_shapes(whole).items():
+                expected[f"{whole.name}.{key}"] = shape
+        actual: dict[str, tuple[int, ...] | str] = {}
+        for name, tensors in state["state"].items():
+            for key, tensor in tensors.items():
+                actual[f"{name}.{key}"] = tuple(tensor.shape)
+
+        different = []
+        for key in dict.fromkeys([*expected, *actual]):
+            got = actual.get(key, "nothing")
+            wanted = expected.get(key, "nothing")
+            if got != wanted:
+                different.append(f"{key}: got {got}, expected {wanted}")
         if different:
             raise ValueError(
                 f"optimizer state does not fit this model: {'; '.join(different[:20])}"

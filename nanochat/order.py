@@ -27,10 +27,11 @@ A permutation is the argsort of random numbers keyed by (seed, bucket, epoch, gr
 import bisect
 import functools
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanochat.cli import Decides, setting
 from nanochat.common import permutation, words
 from nanochat.curriculum import Curriculum
 from nanochat.packing import LAYOUTS, VERSION, Packer, token_limit
@@ -48,23 +49,78 @@ MIN_LANES = 8  # minimum of the default V, however small the data is
 PLENTY = 10  # minimum ratio of a lane's documents in an epoch to its pending ones
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamSettings:
+    """rows"""
+
+    order: str = setting(
+        "lanes",
+        "lanes: packed documents | any other: a part of its own, whose flags --order=NAME --help lists",
+        choices=tuple(ORDERS),
+        decides=Decides.ROWS,
+    )
+    packing: str = setting(
+        "bestfit",
+        "how documents are packed into rows",
+        choices=tuple(LAYOUTS),
+        decides=Decides.ROWS,
+    )
+    pack: bool = setting(
+        True,
+        "several documents (or pieces of long ones) per row (default: on); --no-pack: one per row, needs "
+        "--packing=binned",
+        decides=Decides.ROWS,
+    )
+    long_docs: str = setting(
+        "crop",
+        "what to do with the part of a document that does not fit into its row: crop drops it, split trains "
+        "on it in a later row",
+        choices=("crop", "split"),
+        decides=Decides.ROWS,
+    )
+    overlap: int = setting(
+        64,
+        "with --long-docs=split: number of tokens repeated as context before the tail of a document",
+        decides=Decides.ROWS,
+    )
+    buffer_size: int = setting(
+        128,
+        "number of pending short documents per lane, from which bestfit fills rows",
+        decides=Decides.ROWS,
+    )
+    packer_version: int = setting(
+        VERSION, "version of the packer", flag=False, decides=Decides.ROWS
+    )
+    lanes: int = setting(
+        -1,
+        "V: number of virtual readers; -1: the largest divisor of the rows per step, at most 64, that the "
+        "data can feed",
+        auto=True,
+        least=1,
+        decides=Decides.ROWS,
+        note="decides each lane's share of the data",
+    )
+
+
 @dataclass(frozen=True)
 class StreamConfig:
-    """Everything that decides the tokens of a row except the data and tokenizer. ValueError for
-    impossible values."""
+    """Everything that decides the tokens of a row except the data and tokenizer.
+
+    It is `StreamSettings`, and what a run derives. ValueError for impossible values.
+    """
 
     T: int  # targets in a row; the row holds T + 1 tokens
-    V: int = 64  # lanes
+    V: int = MAX_LANES
     seed: int = 0
-    layout: str = "bestfit"  # bestfit | concat | binned
-    long_docs: str = "crop"  # crop | split, for bestfit
-    overlap: int = 64  # tokens of context repeated in front of a continuation, for split
-    buffer_size: int = 128  # short documents pending in a lane, for bestfit
+    layout: str = StreamSettings.packing
+    long_docs: str = StreamSettings.long_docs  # for bestfit
+    overlap: int = StreamSettings.overlap  # for split
+    buffer_size: int = StreamSettings.buffer_size  # for bestfit
     unit_size: int = 64  # maximum number of documents read and tokenized at once
-    pack: bool = True  # False: one entry per row, for binned
+    pack: bool = StreamSettings.pack  # for binned
     max_epochs: int = 0  # passes over a bucket, 0 = unlimited; a curriculum has its own limits
     curriculum: Curriculum | None = None
-    packer_version: int = VERSION
+    packer_version: int = StreamSettings.packer_version
 
     def __post_init__(self) -> None:
         for name in ("T", "V", "buffer_size", "unit_size"):
@@ -78,11 +134,8 @@ class StreamConfig:
             raise ValueError(f"--no-pack: needs --packing binned, got --packing {self.layout}")
         if self.long_docs not in ("crop", "split"):
             raise ValueError(f"--long-docs: got {self.long_docs!r}, expected crop or split")
-        if (
-            self.layout == "bestfit"
-            and self.long_docs == "split"
-            and not 0 <= self.overlap <= self.T - 2
-        ):
+        splits = self.layout == "bestfit" and self.long_docs == "split"
+        if splits and not 0 <= self.overlap <= self.T - 2:
             raise ValueError(
                 f"--overlap: got {self.overlap}, expected 0 to T - 2 = {self.T - 2}, so that the "
                 f"continuation of a document has new tokens"
@@ -94,14 +147,17 @@ class StreamConfig:
             )
 
     def identity(self) -> dict[str, Any]:
-        """All settings as JSON values: with equal identities, the same data gives the same
-        stream."""
-        curriculum = None if self.curriculum is None else self.curriculum.identity()
-        return {**asdict(replace(self, curriculum=None)), "curriculum": curriculum}
+        """All settings as JSON values: with equal identities, the same data gives the same stream."""
+        identity = asdict(replace(self, curriculum=None))
+        if self.curriculum is not None:
+            identity["curriculum"] = self.curriculum.identity()
+        return identity
 
     def epochs(self, bucket: str) -> int:
         """Maximum number of passes over a bucket; 0 = unlimited."""
-        return self.max_epochs if self.curriculum is None else self.curriculum.epochs(bucket)
+        if self.curriculum is None:
+            return self.max_epochs
+        return self.curriculum.epochs(bucket)
 
     @property
     def framed(self) -> bool:
@@ -113,9 +169,11 @@ class StreamConfig:
         return LAYOUTS[self.layout].of(self)
 
     def fill_target(self, row: int) -> int:
-        """How many documents should be pending before row `row` of a lane is packed. The number
-        grows to `buffer_size` over the first rows, so that the first step needs only one unit of
-        each lane."""
+        """How many documents should be pending before row `row` of a lane is packed.
+
+        The number grows to `buffer_size` over the first rows, so that the first step needs only one
+        unit of each lane.
+        """
         return min(self.buffer_size, 2 * row)
 
 
@@ -130,8 +188,10 @@ def fed_lanes(
     buffer_size: int = StreamConfig.buffer_size,
     unit_size: int = StreamConfig.unit_size,
 ) -> int:
-    """How many lanes a bucket can feed: each lane's share of an epoch has at least `PLENTY` times
-    as many documents as the lane keeps pending.
+    """How many lanes a bucket can feed.
+
+    Each lane's share of an epoch has at least `PLENTY` times as many documents as the lane keeps
+    pending.
 
     documents, means (G,) int64: the number of documents in each group, and their estimated mean
     length in tokens. A lane reads a unit at a time, and `buffer_size` documents that are shorter
@@ -139,17 +199,24 @@ def fed_lanes(
     Lengths are assumed to be exponentially distributed with this mean.
     """
     shorter = -np.expm1(-(T + 1) / means)  # the fraction of documents shorter than a row
-    all_documents, counted = float(documents.sum()), float((documents * means * shorter).sum())
-    pending = min(
-        (buffer_size + unit_size) * all_documents / float((documents * shorter).sum()),
-        unit_size + token_limit(buffer_size, T + 1) * all_documents / counted,
-    )
-    return int(all_documents / (PLENTY * pending))
+    num_documents = float(documents.sum())
+    num_shorter = float((documents * shorter).sum())
+    # tokens, counting at most one row per document
+    num_tokens = float((documents * means * shorter).sum())
+
+    # pending documents in a lane, if their number limits them, and if their tokens do
+    by_number = (buffer_size + unit_size) * num_documents / num_shorter
+    by_tokens = unit_size + token_limit(buffer_size, T + 1) * num_documents / num_tokens
+    pending = min(by_number, by_tokens)
+    return int(num_documents / (PLENTY * pending))
 
 
 def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int = 1) -> int:
-    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed` (see
-    `fed_lanes`). Small data alone never makes V smaller than 8 or than the number of processes."""
+    """V of a new run: the largest divisor of `rows_per_step` up to 64 and up to `fed`.
+
+    `fed`: see `fed_lanes`. Small data alone never makes V smaller than 8 or than the number of
+    processes.
+    """
     divisors = [v for v in range(1, MAX_LANES + 1) if rows_per_step % v == 0]
     enough = [v for v in divisors if v >= max(MIN_LANES, world_size)]
     smallest = enough[0] if enough else divisors[-1]
@@ -159,10 +226,30 @@ def default_lanes(rows_per_step: int, *, fed: int = MAX_LANES, world_size: int =
 # ---- the order of a bucket -----------------------------------------------------------------------
 
 
+class Epoch(NamedTuple):
+    """The shuffled items of a bucket: its groups, or single documents."""
+
+    items: np.ndarray  # (items,) int64, in the order of the epoch
+    places: np.ndarray  # (items + 1,) int64: the place where each begins, then the end
+    tokens: np.ndarray  # (items + 1,) int64: tokens before each, then the total
+
+
+class UnitRows(NamedTuple):
+    """The documents of a unit, in the order of use."""
+
+    groups: np.ndarray  # (n,) int64: the group of each document
+    rows: np.ndarray  # (n,) int64: its number in the group
+    # the lane will soon read the group's documents up to this number (exclusive); 0 in a small
+    # bucket
+    keep: int
+
+
 class Order:
-    """The order of one bucket: epochs, shares, units. `SmallOrder` shuffles documents, `LargeOrder`
-    groups, and `open_order` decides which. A *place* is a position in an epoch's sequence of
-    documents, counted from 0."""
+    """The order of one bucket: epochs, shares, units.
+
+    `SmallOrder` shuffles documents, `LargeOrder` groups, and `open_order` decides which. A *place*
+    is a position in an epoch's sequence of documents, counted from 0.
+    """
 
     def __init__(
         self,
@@ -173,35 +260,44 @@ class Order:
         bucket: str,
         config: StreamConfig,
     ):
-        """The arrays, (items,) int64, describe what is shuffled: the number of documents of each
-        item, their estimated mean length in tokens, and the number of documents that are read at
-        once."""
-        self.V, self.key = config.V, (config.seed, bucket)
-        self.counts, self.sizes = counts, sizes
+        """Arrays, (items,) int64, describe what is shuffled.
+
+        counts: number of documents of each item. means: their estimated mean length in tokens.
+        sizes: number of documents that are read at once.
+        """
+        self.V = config.V
+        self.key = (config.seed, bucket)  # of random numbers
+        self.counts = counts
+        self.sizes = sizes
         # shares have about equal numbers of tokens, counting only what rows can hold
-        self.means = np.minimum(means, config.new_packer().max_tokens or means.max())
-        total = int(counts.sum())
+        longest = config.new_packer().max_tokens or means.max()
+        self.means = np.minimum(means, longest)
         # units of single documents; a lane reads about as many as its packer wants
-        self.batch = max(1, min(config.unit_size // 4, total // (UNITS * self.V)))
+        in_share = int(counts.sum()) // self.V
+        self.batch = max(1, min(config.unit_size // 4, in_share // UNITS))
         self._epoch = functools.lru_cache(4)(self._new_epoch)
 
-    def _new_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(shuffled items; the place where each begins, then the end; the number of tokens before
-        each, then the total)."""
-        sequence = permutation(len(self.counts), *self.key, epoch)
-        counts = self.counts[sequence]
-        return sequence, _running(counts), _running(counts * self.means[sequence])
+    def _new_epoch(self, epoch: int) -> Epoch:
+        """Shuffle the items."""
+        items = permutation(len(self.counts), *self.key, epoch)
+        counts = self.counts[items]
+        tokens = counts * self.means[items]
+        return Epoch(items, places=_running(counts), tokens=_running(tokens))
 
     def _cut(self, epoch: int, share: int) -> int:
-        """The place where a share begins: the start of the unit that is nearest to the share's
-        first token."""
-        sequence, places, tokens = self._epoch(epoch)
+        """The place where a share begins.
+
+        It is the start of the unit that is nearest to the share's first token.
+        """
+        items, places, tokens = self._epoch(epoch)
         if share == self.V:
             return int(places[-1])
         first_token = int(tokens[-1]) * share // self.V
+        # the item that holds this token
         at = int(np.searchsorted(tokens, first_token, side="right")) - 1
-        size = int(self.sizes[sequence[at]])
-        unit_tokens = size * int(self.means[sequence[at]])
+        size = int(self.sizes[items[at]])
+        unit_tokens = size * int(self.means[items[at]])
+        # the unit of the item, rounded
         beyond = first_token - int(tokens[at])
         units = (2 * beyond + unit_tokens) // (2 * unit_tokens)
         return min(int(places[at]) + units * size, int(places[at + 1]))
@@ -213,22 +309,20 @@ class Order:
 
     def lane_of(self, epoch: int, place: int) -> int:
         """The lane that reads a place of an epoch."""
-        number = (
-            bisect.bisect_right(range(self.V), place, key=lambda share: self._cut(epoch, share)) - 1
-        )
+        beginnings = [self._cut(epoch, share) for share in range(self.V)]
+        number = bisect.bisect_right(beginnings, place) - 1
         return (number - epoch) % self.V
 
-    def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """(lane, place) of document number `row` of a group: the lane that reads it in an epoch,
-        and its position in the sequence. In a large bucket the place is exact only to within a
-        unit, because the documents of a unit are permuted."""
+    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """(lane, place) at which document number `row` of a group is read in an epoch.
+
+        In a large bucket the place is exact only to within a unit, because the documents of a unit
+        are permuted.
+        """
         raise NotImplementedError
 
-    def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """The unit that begins at a place and ends before the place `stop`: (groups, rows, keep).
-        groups, rows (n,) int64: the group of each document and its number in the group, in the
-        order of use. keep: the lane will soon read the group's documents up to this number
-        (exclusive); 0 in a small bucket."""
+    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
+        """The unit that begins at a place and ends before the place `stop`."""
         raise NotImplementedError
 
 
@@ -243,23 +337,25 @@ class SmallOrder(Order):
         ones = np.ones(int(self.first[-1]), np.int64)
         super().__init__(ones, np.repeat(means, documents), ones, bucket=bucket, config=config)
 
-    def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """See `Order.find`."""
-        sequence, _, _ = self._epoch(epoch)
-        place = int(np.flatnonzero(sequence == self.first[group] + row)[0])
+    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """See `Order.lane_and_place`."""
+        number = self.first[group] + row
+        place = int(np.flatnonzero(self._epoch(epoch).items == number)[0])
         return self.lane_of(epoch, place), place
 
-    def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
         """See `Order.unit`."""
-        sequence, _, _ = self._epoch(epoch)
-        numbers = sequence[place : min(place + self.batch, stop)]
+        end = min(place + self.batch, stop)
+        numbers = self._epoch(epoch).items[place:end]
         groups = np.searchsorted(self.first, numbers, side="right") - 1
-        return groups, numbers - self.first[groups], 0
+        return UnitRows(groups, numbers - self.first[groups], 0)
 
 
 class LargeOrder(Order):
-    """A large bucket: its groups are shuffled. A lane reads a group unit by unit, and each unit's
-    documents are permuted."""
+    """A large bucket: its groups are shuffled.
+
+    A lane reads a group unit by unit, and each unit's documents are permuted.
+    """
 
     def __init__(
         self, documents: np.ndarray, means: np.ndarray, *, bucket: str, config: StreamConfig
@@ -272,31 +368,36 @@ class LargeOrder(Order):
         # random numbers of the groups being read
         self._words = functools.lru_cache(config.V)(words)
 
-    def find(self, epoch: int, group: int, row: int) -> tuple[int, int]:
-        """See `Order.find`."""
-        sequence, places, _ = self._epoch(epoch)
-        at = int(np.flatnonzero(sequence == group)[0])
+    def lane_and_place(self, epoch: int, group: int, row: int) -> tuple[int, int]:
+        """See `Order.lane_and_place`."""
+        items, places, _ = self._epoch(epoch)
+        at = int(np.flatnonzero(items == group)[0])
         place = int(places[at]) + row
         return self.lane_of(epoch, place), place
 
-    def unit(self, epoch: int, place: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def unit(self, epoch: int, place: int, stop: int) -> UnitRows:
         """See `Order.unit`."""
-        sequence, places, _ = self._epoch(epoch)
+        items, places, _ = self._epoch(epoch)
+        # the group, and the lane's part of it
         at = int(np.searchsorted(places, place, side="right")) - 1
-        group, first_place = int(sequence[at]), int(places[at])
-        # a random number per document
-        drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
-        begin, last = place - first_place, min(len(drawn), stop - first_place)
+        group = int(items[at])
+        first_place = int(places[at])
+        begin = place - first_place
+        last = min(int(self.counts[group]), stop - first_place)
         end = min(begin + int(self.sizes[group]), last)
+        # permute the unit by a random number per document
+        drawn = self._words(int(self.counts[group]), *self.key, epoch, group)
         rows = begin + np.argsort(drawn[begin:end], kind="stable")
-        return np.full(len(rows), group), rows, last
+        return UnitRows(np.full(len(rows), group), rows, last)
 
 
 def open_order(
     documents: np.ndarray, means: np.ndarray, *, small: bool, bucket: str, config: StreamConfig
 ) -> Order:
-    """The order of a bucket. documents, means (G,) int64: see `fed_lanes`. `small`: see
-    `nanochat.sources.Source`."""
+    """The order of a bucket.
+
+    documents, means (G,) int64: see `fed_lanes`. `small`: see `nanochat.sources.Source`.
+    """
     kind = SmallOrder if small else LargeOrder
     return kind(documents, means, bucket=bucket, config=config)
 

@@ -35,10 +35,10 @@ date. The packer may override:
 `tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to
 change any placement of an existing layout, rename it or raise VERSION.
 
-A **placement** is a tuple `(key, start, length, off)`: `length` tokens of the row come from
-document `key`, beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a
-placement with `start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens
-after that BOS are repeated context whose targets are off.
+A **placement** is `(key, start, length, off)`: `length` tokens of the row come from document `key`,
+beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with
+`start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens after that BOS
+are repeated context whose targets are off.
 
 **Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers
 are stored as bits of a Python integer: bit n is 1 if a filler of n tokens is pending. A second
@@ -72,7 +72,7 @@ up the buffer.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 # part of the stream's law: a packer that places anything differently needs a new number
 VERSION = 3
@@ -80,7 +80,15 @@ LIMIT_ROW = 2049  # `token_limit` counts a row as at least this many tokens
 COUNTS = ("row", "inserted", "repeated", "cropped", "padded", "left")
 
 Key = Any  # the caller's name for a document; hashable
-Placement = tuple[Key, int, int, int]
+
+
+class Placement(NamedTuple):
+    """A part of a document in a row: `length` of the row's tokens."""
+
+    key: Key
+    start: int  # the first of the document's tokens in the row
+    length: int  # tokens in the row, including the BOS in front of a continuation
+    off: int  # tokens after that BOS that repeat an earlier row: their targets are off
 
 
 class Piece(NamedTuple):
@@ -92,19 +100,34 @@ class Piece(NamedTuple):
 
 
 def token_limit(buffer_size: int, capacity: int) -> int:
-    """The maximum number of tokens that a lane keeps pending in `crop`, counting at most one row
-    per document: `buffer_size` rows, each counted as at least 2,049 tokens. It takes effect if few
-    documents are shorter than a row. At 2 bytes per token, 64 lanes hold at most 34 MB for T up to
-    2,048."""
+    """The maximum number of tokens that a lane keeps pending in `crop`.
+
+    `buffer_size` rows, each counted as at least 2,049 tokens; a document counts as at most one row.
+    The limit takes effect if few documents are shorter than a row. At 2 bytes per token, 64 lanes
+    hold at most 34 MB for T up to 2,048.
+    """
     return buffer_size * max(capacity, LIMIT_ROW)
 
 
-class Packer:
-    """The base of all packers. Counts are in tokens and cover the packer's whole life, including
-    before a resume.
+class PackingSettings(Protocol):
+    """The settings that packers use, those of `nanochat.order.StreamConfig`."""
 
-    `state` and `restore` carry everything over: a restored packer places documents exactly as the
-    original would.
+    @property
+    def T(self) -> int: ...
+    @property
+    def long_docs(self) -> str: ...
+    @property
+    def overlap(self) -> int: ...
+    @property
+    def pack(self) -> bool: ...
+
+
+class Packer:
+    """The base of all packers.
+
+    Counts are in tokens and cover the packer's whole life, including before a resume. `state` and
+    `restore` carry everything over: a restored packer places documents exactly as the original
+    would.
     """
 
     # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
@@ -112,8 +135,8 @@ class Packer:
     own_bos = False  # whether placements with start > 0 begin with a BOS of their own
 
     @classmethod
-    def of(cls, config: Any) -> "Packer":
-        """An empty packer with the settings of a `nanochat.order.StreamConfig`."""
+    def of(cls, config: PackingSettings) -> "Packer":
+        """An empty packer with these settings."""
         return cls(config.T)
 
     def __init__(self, T: int):
@@ -147,18 +170,24 @@ class Packer:
         return self.tokens
 
     def wants(self, target: int) -> bool:
-        """Whether to push more documents before packing the next row. `target`: documents that
-        should be pending."""
+        """Whether to push more documents before packing the next row.
+
+        `target`: documents that should be pending.
+        """
         return not self.ready
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document of `length` tokens. A restored piece also has `start` and `place`, as in
-        `Piece`."""
+        """Add a document of `length` tokens.
+
+        A restored piece also has `start` and `place`, as in `Piece`.
+        """
         raise NotImplementedError
 
     def lead(self, keys: Sequence[Key]) -> None:
-        """Start the next row with these pieces, which together are shorter than a row. A packer
-        that keeps documents in order does that anyway."""
+        """Start the next row with these pieces, which together are shorter than a row.
+
+        A packer that keeps documents in order does that anyway.
+        """
 
     def next_row(self) -> list[Placement]:
         """The placements of the next row. Call it only if `ready`."""
@@ -182,16 +211,18 @@ class Packer:
 
 
 class BestFit(Packer):
-    """Rows that start with BOS and are always full. The tail of a cut document is packed later if
-    `split`; otherwise it is dropped."""
+    """Rows that start with BOS and are always full.
+
+    The tail of a cut document is packed later if `split`; otherwise it is dropped.
+    """
 
     own_bos = True
 
     @classmethod
-    def of(cls, config: Any) -> "BestFit":
+    def of(cls, config: PackingSettings) -> "BestFit":
         return cls(config.T, split=config.long_docs == "split", overlap=config.overlap)
 
-    def __init__(self, T: int, *, split: bool = False, overlap: int = 64):
+    def __init__(self, T: int, *, split: bool = False, overlap: int = 0):
         super().__init__(T)
         self.split, self.overlap = split, overlap
         self.max_tokens = None if split else self.capacity
@@ -222,15 +253,24 @@ class BestFit(Packer):
         return not self.ready or not full
 
     def push(self, key: Key, length: int, start: int = 0, place: int | None = None) -> None:
-        """Add a document, or its tail from token `start`. `place` is its place on the token clock
-        (default: behind everything that has arrived)."""
-        piece = Piece(length, start, self.left + self.counted if place is None else place)
+        """Add a document, or its tail from token `start`.
+
+        `place` is its place on the token clock (default: behind everything that has arrived).
+        """
+        if place is None:
+            place = self.left + self.counted
+        piece = Piece(length, start, place)
         self.tokens += length
         self.counted += min(length, self.capacity)
-        if start or length >= self.capacity:
+
+        # long documents and tails wait for their turn on the clock
+        is_tail = start > 0
+        if is_tail or length >= self.capacity:
             self.timed[key] = piece
             self.context += self._context(start)
             return
+
+        # fillers are found by their length
         self.fillers[key] = piece
         if length not in self.by_length:
             self.by_length[length] = []
@@ -239,8 +279,10 @@ class BestFit(Packer):
         self.by_length[length].append(key)
 
     def _context(self, start: int) -> int:
-        """Number of BOS and repeated tokens in front of a tail."""
-        return 1 + min(self.overlap, start - 1) if start else 0
+        """Number of BOS and repeated tokens in front of a tail; 0 for a whole document."""
+        if start == 0:
+            return 0
+        return 1 + min(self.overlap, start - 1)
 
     def whole_length(self, piece: Piece) -> int:
         return piece.start + piece.length - self._context(piece.start)
@@ -266,89 +308,127 @@ class BestFit(Packer):
 
     def _place(self, key: Key, room: int, placements: list[Placement]) -> int:
         """Place a piece in the last `room` tokens of a row, and return the room that remains.
-        Tokens that do not fit are dropped or come back."""
+
+        Tokens that do not fit are dropped or come back.
+        """
         length, start, _ = self._pop(key)
         placed = min(length, room)
-        # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at the
-        # first token of the context. If there is little room, the row may end within the context.
         context = self._context(start)
-        off = min(context, placed) - 1 if start else 0
-        placements.append((key, start - context + 1 if start else 0, placed, off))
-        if start:
+        if start == 0:
+            placements.append(Placement(key, 0, placed, 0))
+            used = placed
+        else:
+            # A tail is a BOS, then context (targets off), then new tokens. Its placement starts at
+            # the first token of the context. If there is little room, the row may end within the
+            # context.
+            off = min(context, placed) - 1
+            placements.append(Placement(key, start - context + 1, placed, off))
             self.inserted += 1
             self.repeated += off
-        if placed < length:
-            if self.split:
-                # `used` of the document's `whole` tokens are now in rows. The others arrive again
-                # with new context.
-                used = start + placed - 1 - off if start else placed
-                whole = start + length - context
-                self.push(key, self._context(used) + whole - used, used)
-            else:
-                self.cropped += length - placed
+            used = start + placed - 1 - off
+
+        # `used` of the document's `whole` tokens are now in rows. The others are dropped, or arrive
+        # again with new context.
+        if placed < length and self.split:
+            whole = start + length - context
+            self.push(key, self._context(used) + whole - used, used)
+        elif placed < length:
+            self.cropped += length - placed
         return room - placed
 
     def lead(self, keys: Sequence[Key]) -> None:
         self.leading = [*keys]
 
     def next_row(self) -> list[Placement]:
-        """A full row: it starts with the pieces that lead it, or with the long document that is
-        due, or with the oldest filler. Then come the pieces that fill it best."""
+        """A full row.
+
+        It starts with the pieces that lead it, or with the long document that is due, or with the
+        oldest filler. Then come the pieces that fill it best.
+        """
         placements: list[Placement] = []
         self.row += 1
         room = self.capacity
+
+        # the first piece
         if not self.leading:
-            # The oldest long document or tail is due if the clock has reached its place.
-            first = next(iter(self.timed), None)
-            if first is None or (self.fillers and self.timed[first].place > self.left):
-                first = next(iter(self.fillers))
-            self.leading = [first]
+            self.leading = [self._due()]
         for key in self.leading:
             room = self._place(key, room, placements)
         self.leading = []
+
+        # the rest of the row
         while room:
-            if not self.fillers:
-                key = next(iter(self.timed))
-            else:
-                length = self._best(room)
-                if length == 0:
-                    # Nothing fits, so a filler is cut: the shortest one if its tail is dropped,
-                    # because that loses least; the longest one if its tail comes back.
-                    length = (self.bits if self.split else self.bits & -self.bits).bit_length() - 1
+            if self.fillers:
+                length = self._best(room) or self._cut()
                 key = self.by_length[length][0]
+            else:
+                key = next(iter(self.timed))
             room = self._place(key, room, placements)
         return placements
+
+    def _due(self) -> Key:
+        """The piece that the token clock puts at the start of a row."""
+        oldest = next(iter(self.timed), None)
+        if oldest is None:
+            return next(iter(self.fillers))
+        is_due = self.timed[oldest].place <= self.left
+        if is_due or not self.fillers:
+            return oldest
+        return next(iter(self.fillers))
+
+    def _cut(self) -> int:
+        """The length of the filler to cut if none fits.
+
+        The shortest one if its tail is dropped, because that loses least; the longest one if its
+        tail comes back.
+        """
+        return _highest(self.bits) if self.split else _lowest(self.bits)
 
     def _best(self, room: int) -> int:
         """The length of the filler that fills `room` best; 0 if none fits."""
         # an exact fit
         if room in self.by_length:
             return room
-        # the larger of two fillers that fit exactly together; two of length room / 2 must be
-        # different ones
-        pairs = self.bits & self.mirror >> self.capacity - room
-        larger = pairs.bit_length() - 1
-        if pairs and (2 * larger != room or len(self.by_length[larger]) > 1):
-            return larger
+        # the larger of two fillers that fit exactly together
+        pairs = self.bits & (self.mirror >> (self.capacity - room))
+        if pairs:
+            larger = _highest(pairs)
+            is_half = 2 * larger == room  # then there must be two of them
+            if not is_half or len(self.by_length[larger]) > 1:
+                return larger
         # A filler that is too long by at most the length of the shortest one. Otherwise the row
         # would often end with the shortest filler, cropped. Cropping the longer one saves the short
         # ones for rows that need them.
-        if self.crops_fillers and (longer := self.bits >> room):
-            excess, shortest = ((bits & -bits).bit_length() - 1 for bits in (longer, self.bits))
-            if excess <= shortest:
+        longer = self.bits >> room
+        if self.crops_fillers and longer:
+            excess = _lowest(longer)
+            if excess <= _lowest(self.bits):
                 return room + excess
         # the largest that fits
-        return max(0, (self.bits & (1 << room) - 1).bit_length() - 1)
+        fitting = self.bits & ((1 << room) - 1)
+        return _highest(fitting) if fitting else 0
+
+
+def _lowest(bits: int) -> int:
+    """The number of the lowest bit that is set."""
+    return (bits & -bits).bit_length() - 1
+
+
+def _highest(bits: int) -> int:
+    """The number of the highest bit that is set."""
+    return bits.bit_length() - 1
 
 
 class Binned(BestFit):
-    """Rows of whole stored entries: the oldest first, then those that fill the row best, then
-    padding. With `pack=False` each row is one entry, in order."""
+    """Rows of whole stored entries: the oldest first, then those that fill the row best.
+
+    Padding comes last. With `pack=False` each row is one entry, in order.
+    """
 
     framed = own_bos = False
 
     @classmethod
-    def of(cls, config: Any) -> "Binned":
+    def of(cls, config: PackingSettings) -> "Binned":
         return cls(config.T, pack=config.pack)
 
     def __init__(self, T: int, *, pack: bool = True):
@@ -379,15 +459,21 @@ class Binned(BestFit):
         placements: list[Placement] = []
         self.row += 1
         room = self._place(next(iter(self.fillers)), self.capacity - 1, placements)
-        while self.pack and room and (length := self._best(room)):
+        while self.pack and room:
+            length = self._best(room)
+            if length == 0:
+                break
             room = self._place(self.by_length[length][0], room, placements)
         self.padded += room
         return placements
 
 
 class Concat(Packer):
-    """One stream of tokens. Nothing is dropped, and rows need not begin with a document. Each row
-    starts with the last token of the previous row."""
+    """One stream of tokens.
+
+    Nothing is dropped, and rows need not begin with a document. Each row starts with the last token
+    of the previous row.
+    """
 
     def __init__(self, T: int):
         super().__init__(T)
@@ -408,14 +494,13 @@ class Concat(Packer):
         self.tokens += length - start
 
     def next_row(self) -> list[Placement]:
-        """A full row: documents in the order of their arrival, the last one cut at the row's
-        end."""
+        """A full row: documents in the order of their arrival, the last one cut at the row's end."""
         placements: list[Placement] = []
         room = self.capacity
         while room:
             key, (length, start, _) = next(iter(self.documents.items()))
             placed = min(length - start, room)
-            placements.append((key, start, placed, 0))
+            placements.append(Placement(key, start, placed, 0))
             room -= placed
             if room:
                 del self.documents[key]

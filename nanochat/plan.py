@@ -27,27 +27,32 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypedDict, get_type_hints
 
 import numpy as np
 from tqdm import tqdm
 
 from nanochat.common import check_shape, print0, read_json, table
+from nanochat.config import Settings
 from nanochat.order import StreamConfig, open_order
+from nanochat.packing import Piece
 from nanochat.rows import Document
 from nanochat.run_dir import PLAN_NAME
 from nanochat.run_order import stream_config
-from nanochat.sources import Source
+from nanochat.schedule import Horizon
+from nanochat.sources import RunData, Source
 from nanochat.stream import (
     MUCH_CROPPED,
     Cursor,
     Feed,
+    Key,
+    LaneState,
     Stream,
     ledger,
     reading_notes,
     refuse_cropping,
     sample_lengths,
-    share,
+    token_share,
 )
 
 log = logging.getLogger(__name__)
@@ -79,29 +84,44 @@ class BucketPlan:
 
     @property
     def passes(self) -> float:
-        """Passes over the bucket by the last step: tokens that leave the buffers, including cropped
-        ones, divided by `tokens`. Only ratios of the account are used, so a sample will do."""
+        """Passes over the bucket by the last step.
+
+        Tokens that leave the buffers, including cropped ones, divided by `tokens`. Only ratios of
+        the account are used, so a sample will do.
+        """
         account = self.account
-        if not account["rows"]:
+        num_rows = account["rows"]
+        if not num_rows:
             return 0.0
-        T = (account["emitted"] + account["padded"]) // account["rows"] - 1
-        left = (account["emitted"] + account["cropped"]) / account["rows"] * self.trained / T
+        T = (account["emitted"] + account["padded"]) // num_rows - 1
+        left_per_row = (account["emitted"] + account["cropped"]) / num_rows
+        left = left_per_row * self.trained / T
         return left * account["read"] / max(1, self._entered) / max(1, self.tokens)
 
     @property
     def cropped(self) -> float:
-        """Cropped share of the tokens that left the buffers (`nanochat.stream.share`)."""
-        return share(self.account, "cropped")
+        """Cropped share of the tokens that left the buffers (`nanochat.stream.token_share`)."""
+        return token_share(self.account, "cropped")
 
     @property
     def repeated(self) -> float:
-        """Repeated share of the tokens that entered the buffers: the overlap of split documents or
-        stored windows."""
+        """The repeated share of the tokens that entered the buffers.
+
+        Repeated: the overlap of split documents, or of stored windows.
+        """
         return self.account["repeated"] / max(1, self._entered)
 
     @property
     def _entered(self) -> int:
         return self.account["read"] + self.account["bos"] + self.account["repeated"]
+
+
+class PhasePlan(TypedDict):
+    """What a phase of the curriculum takes."""
+
+    first_step: int
+    tokens: int
+    asked: dict[str, int]  # {bucket: tokens that the mix requests}
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,7 @@ class Plan:
     halt: str  # the reason if the run halts before `num_steps`; otherwise empty
     allowed: bool  # whether lanes may drop dry buckets
     crops: bool  # whether --long-docs=crop is in effect
-    phases: list[dict[str, Any]]  # {"first_step", "tokens", "asked": {bucket: tokens}}
+    phases: list[PhasePlan]
     buckets: dict[str, BucketPlan]
 
     def to_json(self) -> dict[str, Any]:
@@ -149,8 +169,11 @@ def read_plan(path: Path) -> Plan:
 
 
 class Lengths:
-    """A source's documents as lengths. For text, lengths are drawn from a sample: 64 documents from
-    each of up to 8 groups. `plenty`: whether the bucket has far more tokens than requested."""
+    """A source's documents as lengths.
+
+    For text, lengths are drawn from a sample: 64 documents from each of up to 8 groups. `plenty`:
+    whether the bucket has far more tokens than requested.
+    """
 
     def __init__(self, source: Source, config: StreamConfig):
         self.source = source
@@ -159,59 +182,73 @@ class Lengths:
         self.groups = source.groups
         self.means = source.means
         self.small = source.small
-        self.fingerprint, self.locate = source.fingerprint, source.locate
+        self.fingerprint = source.fingerprint
+        self.locate = source.locate
         # targets that are off make no difference to lengths
         self.without: dict[int, np.ndarray] = {}
         self.sample = None if source.lengths_known else sample_lengths(source)
         self.documents, self.tokens, self.rows = self._totals(config)
 
-    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Any]:
+    def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """Like `Source.read`, with ranges in place of ids."""
         if self.sample is None:
             lengths, contexts = self.source.lengths(group, rows)
         else:
             drawn = (rows * 7919 + group * 104729) % len(self.sample)
-            lengths, contexts = self.sample[drawn].tolist(), [0] * len(rows)
-        return [Document(range(length), context) for length, context in zip(lengths, contexts)]  # type: ignore[arg-type]
+            lengths = self.sample[drawn].tolist()
+            contexts = [0] * len(rows)
+        documents = []
+        for length, context in zip(lengths, contexts):
+            documents.append(Document(range(length), context))  # type: ignore[arg-type]
+        return documents
 
     def _totals(self, config: StreamConfig) -> tuple[int, int, float]:
         """(documents, their tokens, estimated rows) of one pass, as in `BucketPlan`."""
-        crop = config.layout == "bestfit" and config.long_docs == "crop"
+
+        def rows_of(lengths: np.ndarray) -> float:
+            """The rows that documents of these lengths fill."""
+            if not config.pack:
+                return len(lengths)
+            used = np.minimum(lengths, config.T + 1) if crops(config) else lengths
+            return float(used.sum()) / (config.T + 1)
+
+        if self.sample is not None:
+            mean = float(self.sample.mean()) - config.framed
+            rows_per_document = rows_of(self.sample) / len(self.sample)
+            return self.entries, round(self.entries * mean), self.entries * rows_per_document
+
         documents = 0
         tokens = 0
         rows = 0.0
-        if self.sample is not None:
-            used = np.minimum(self.sample, config.T + 1) if crop else self.sample
-            share = float(used.mean()) / (config.T + 1) if config.pack else 1.0
-            mean = float(self.sample.mean()) - config.framed
-            return self.entries, round(self.entries * mean), self.entries * share
         for group, n in enumerate(self.groups.tolist()):
             lengths, repeated = self.source.lengths(group, np.arange(n))
             documents += repeated.count(0)
             tokens += sum(lengths) - sum(repeated) - config.framed * n
-            used = np.minimum(lengths, config.T + 1) if crop else np.array(lengths)
-            rows += float(used.sum()) / (config.T + 1) if config.pack else n
+            rows += rows_of(np.array(lengths))
         return documents, tokens, rows
 
 
 class Rehearsal(Feed):
-    """A feed of `Lengths`: it packs rows without tokens. A `plenty` bucket is not even packed,
-    because it always has a next row."""
+    """A feed of `Lengths`: it packs rows without tokens.
 
-    source: Any
+    A `plenty` bucket is not even packed, because it always has a next row.
+    """
+
+    source: Lengths  # type: ignore[assignment]
 
     def next_row(self, index: int) -> Any:
+        """Not None, unless the bucket is dry."""
         if self.source.plenty:
             self.packer.row += 1
             return True
         self.documents.clear()
         return self.pack()
 
-    def _kept(self, document: Any) -> Any:
+    def _kept(self, document: Document) -> Document:
         """A range needs no memory."""
         return document
 
-    def _fetch_pending(self, group: int, waiting: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
         """Read nothing: the packer knows the lengths of pending documents."""
         return {}
 
@@ -229,15 +266,18 @@ def make_plan(
     cursors: Sequence[Cursor] | None = None,
     start_step: int = 0,
 ) -> Plan:
-    """The plan of a run of `num_steps` steps. With the `cursors` of all lanes, it covers the steps
-    from `start_step` on. ValueError for corrupt files."""
-    V, n = config.V, rows_per_step // config.V
+    """The plan of a run of `num_steps` steps.
+
+    With the `cursors` of all lanes, it covers the steps from `start_step` on. ValueError for
+    corrupt files.
+    """
+    n = rows_per_step // config.V
     lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
     fingerprint = next(iter(sources.values())).tokenizer.fingerprint
     stream = Stream(
         config,
         lengths,  # type: ignore[arg-type]
-        range(V),
+        range(config.V),
         tokenizer=fingerprint,
         cursors=cursors,
         num_threads=0,
@@ -245,86 +285,113 @@ def make_plan(
         feed=Rehearsal,
     )
     buckets = stream.buckets
-    first = stream.rows[0] - start_step * n  # the run's rows of each lane: `first` to `stop` - 1
+
+    # what the mix requests; the run takes rows `first` to `stop` - 1 of each lane
+    first = stream.rows[0] - start_step * n
     stop = first + num_steps * n
     phases = _phases(config, buckets, first, stop, n)
-    asked = {b: sum(phase["asked"][b] for phase in phases) for b in buckets}
-    whole_run = (stop - first) * V * config.T
-    for b in buckets:
-        available = config.epochs(b) * lengths[b].rows * config.T
+    asked = {bucket: sum(phase["asked"][bucket] for phase in phases) for bucket in buckets}
+
+    # pack the rows of all steps, unless no bucket can run dry
+    whole_run = (stop - first) * config.V * config.T
+    for bucket in buckets:
         # with `drop_dry`, all other buckets could be dry
-        needed = whole_run if drop_dry else asked[b]
-        enough = lengths[b].entries >= SHARE_DOCUMENTS * V and available >= FAR * needed
-        lengths[b].plenty = not config.epochs(b) or enough
-    rehearsed = not all(lengths[b].plenty for b in buckets)
-    steps, halt, state, dry = _follow(
-        stream, n, range(start_step if rehearsed else num_steps, num_steps)
-    )
-    accounts, plans = ledger(stream.cursors(state), config.T), {}
-    for b in buckets:
-        of, account = lengths[b], accounts[b]
-        trained = account["rows"] * config.T if rehearsed else asked[b]
+        needed = whole_run if drop_dry else asked[bucket]
+        lengths[bucket].plenty = has_plenty(config, bucket, lengths[bucket], needed)
+    is_rehearsed = not all(lengths[bucket].plenty for bucket in buckets)
+    steps = range(start_step if is_rehearsed else num_steps, num_steps)
+    rehearsed = _rehearse_steps(stream, n, steps)
+    accounts = ledger(stream.cursors(rehearsed.state), config.T)
+
+    plans = {}
+    for bucket in buckets:
+        of = lengths[bucket]
+        account = accounts[bucket]
+        trained = account["rows"] * config.T if is_rehearsed else asked[bucket]
         if of.plenty:
-            account = _sample(config, b, of, min(SAMPLE_ROWS, asked[b] // config.T // V))
-        usable, dry_step = dry.get(b, (None, None))
-        plans[b] = BucketPlan(
+            rows_per_lane = asked[bucket] // config.T // config.V
+            account = _sample(config, bucket, of, min(SAMPLE_ROWS, rows_per_lane))
+        plans[bucket] = BucketPlan(
             documents=of.documents,
             tokens=of.tokens,
-            max_epochs=config.epochs(b),
-            asked=asked[b],
+            max_epochs=config.epochs(bucket),
+            asked=asked[bucket],
             trained=trained,
-            usable=usable,
-            dry_step=dry_step,
+            usable=rehearsed.usable.get(bucket),
+            dry_step=rehearsed.dry_step.get(bucket),
             account=account,
             exact=not of.plenty,
         )
     return Plan(
-        estimate=any(lengths[b].sample is not None for b in buckets),
+        estimate=any(lengths[bucket].sample is not None for bucket in buckets),
         T=config.T,
-        V=V,
+        V=config.V,
         rows_per_step=rows_per_step,
         num_steps=num_steps,
-        steps=steps,
-        halt=halt,
+        steps=rehearsed.steps,
+        halt=rehearsed.halt,
         allowed=drop_dry,
-        crops=config.layout == "bestfit" and config.long_docs == "crop",
+        crops=crops(config),
         phases=phases,
         buckets=plans,
     )
 
 
-def _follow(
-    stream: Stream, n: int, steps: range
-) -> tuple[int, str, list[Any], dict[str, tuple[int, int]]]:
-    """Pack the rows of `steps`, n of each lane. Returns (the step before which the run halts, the
-    reason or "", the state at that step, {bucket that ran dry: (its usable tokens, the step)})."""
-    dry: dict[str, tuple[int, int]] = {}
+def crops(config: StreamConfig) -> bool:
+    """Whether the end of a document that is longer than a row is dropped."""
+    return config.layout == "bestfit" and config.long_docs == "crop"
+
+
+def has_plenty(config: StreamConfig, bucket: str, lengths: Lengths, needed: int) -> bool:
+    """Whether a bucket cannot run dry when a run takes `needed` tokens of it."""
+    max_epochs = config.epochs(bucket)
+    if max_epochs == 0:
+        return True
+    available = max_epochs * lengths.rows * config.T
+    shares_are_similar = lengths.entries >= SHARE_DOCUMENTS * config.V
+    return shares_are_similar and available >= FAR * needed
+
+
+class Rehearsed(NamedTuple):
+    """What happened while the rows of a run were packed."""
+
+    steps: int  # the step before which the run halts, or its last one
+    halt: str  # the reason, "" if it does not halt
+    state: list[LaneState]  # of the stream at that step
+    usable: dict[str, int]  # {bucket that ran dry: tokens that all lanes could use}
+    dry_step: dict[str, int]  # {bucket that ran dry: the step at which the first lane was dry}
+
+
+def _rehearse_steps(stream: Stream, n: int, steps: range) -> Rehearsed:
+    """Pack the rows of `steps`, n of each lane, until the run would halt."""
+    usable: dict[str, int] = {}
+    dry_step: dict[str, int] = {}
     state = stream.state()
-    V = stream.config.V
-    T = stream.config.T
     for step in tqdm(steps, desc="rehearse", unit="step", delay=2):
-        before, halt = dict(stream.dropped), ""
+        before = dict(stream.dropped)
         due = stream.rows[0] + n
         stream.next_rows(n)
+        halt = ""
         for lane in stream.lanes:
-            ran_dry = stream.dropped[lane] - before[lane]
+            # the buckets that the lane has dropped, and the one that it may not drop
+            ran_dry = set(stream.dropped[lane] - before[lane])
             if stream.rows[lane] < due:
                 last = stream.dry_bucket(lane)
-                why = (
-                    "all buckets of its phase are dry"
-                    if last is None
-                    else f"bucket {last!r} is dry"
-                )
+                why = "all buckets of its phase are dry"
+                if last is not None:
+                    why = f"bucket {last!r} is dry"
+                    ran_dry.add(last)
                 halt = halt or f"lane {lane} has no row for step {step}: {why}"
-                ran_dry |= set() if last is None else {last}
+            # the lane that had least of a bucket decides how much is usable
             for bucket in ran_dry:
-                usable = stream.feeds[bucket][lane].packer.row * V * T
-                usable_before, first = dry.get(bucket, (usable, step))
-                dry[bucket] = min(usable_before, usable), first
+                num_rows = stream.feeds[bucket][lane].packer.row * stream.config.V
+                tokens = num_rows * stream.config.T
+                usable[bucket] = min(usable.get(bucket, tokens), tokens)
+                dry_step.setdefault(bucket, step)
         if halt:
-            return step, halt, state, dry
+            return Rehearsed(step, halt, state, usable, dry_step)
         state = stream.state()
-    return steps.stop, "", state, dry
+    return Rehearsed(steps.stop, "", state, usable, dry_step)
 
 
 def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> dict[str, int]:
@@ -346,35 +413,60 @@ def _sample(config: StreamConfig, bucket: str, lengths: Lengths, rows: int) -> d
 
 def _phases(
     config: StreamConfig, buckets: Sequence[str], first: int, stop: int, n: int
-) -> list[dict[str, Any]]:
-    """Each phase with its first step, its tokens, and the tokens that its mix requests from each
-    bucket (to within two rows of each lane). In this run, each lane packs its rows `first` to
-    `stop` - 1, n per step."""
+) -> list[PhasePlan]:
+    """Each phase: its first step, its tokens, and the tokens that its mix requests of each bucket.
+
+    Requests are exact to within two rows of each lane. In this run, each lane packs its rows
+    `first` to `stop` - 1, n per step.
+    """
     mix = config.curriculum
-    lengths = mix.phase_rows(config.T, config.V) if mix else [stop]
-    shares = [phase.shares() for phase in mix.phases] if mix else [{buckets[0]: 1}]
-    edges = np.clip([0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))], first, stop).tolist()
-    phases = []
-    for begin, end, share_of in zip(edges, edges[1:], shares):
-        tokens, whole = (end - begin) * config.V * config.T, sum(share_of.values())
-        phases.append(
-            {
-                "first_step": (begin - first) // n,
-                "tokens": tokens,
-                "asked": {bucket: tokens * share_of.get(bucket, 0) // whole for bucket in buckets},
-            }
-        )
+    lengths = [stop]
+    shares = [{buckets[0]: 1}]
+    if mix is not None:
+        lengths = mix.phase_rows(config.T, config.V)
+        shares = [phase.shares() for phase in mix.phases]
+
+    # the rows at which phases begin and end; the last phase never ends
+    edges = [0, *np.cumsum(lengths[:-1]), max(stop, sum(lengths))]
+    in_run = np.clip(edges, first, stop).tolist()
+    phases: list[PhasePlan] = []
+    for begin, end, weights in zip(in_run, in_run[1:], shares):
+        tokens = (end - begin) * config.V * config.T
+        whole = sum(weights.values())
+        asked = {bucket: tokens * weights.get(bucket, 0) // whole for bucket in buckets}
+        phases.append({"first_step": (begin - first) // n, "tokens": tokens, "asked": asked})
     return phases
 
 
 # ---- reports -------------------------------------------------------------------------------------
 
 
-def rehearse(start: Any, data: Any) -> Plan:
-    """Make and print the plan of a run that is starting. ValueError if an exact plan halts, unless
-    --plan=warn."""
+class Starting(Protocol):
+    """What a plan needs to know of a run that starts or resumes (`start_run.Start`)."""
+
+    @property
+    def run_dir(self) -> Path: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def horizon(self) -> Horizon: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...  # {} for a new run
+    @property
+    def checkpoint(self) -> object | None: ...  # None at step 0
+    @property
+    def cursors(self) -> Sequence[Cursor] | None: ...
+    @property
+    def step(self) -> int: ...
+
+
+def rehearse(start: Starting, data: RunData) -> Plan:
+    """Make and print the plan of a run that is starting.
+
+    ValueError if an exact plan halts, unless --plan=warn.
+    """
     plan = make_run_plan(start, data)
-    print0("\n".join(describe(plan)))
+    print0("\n".join(plan_lines(plan)))
     why = problem(plan) or refusal(plan, start)
     if why and start.settings.plan == "error":
         raise ValueError(why)
@@ -383,11 +475,15 @@ def rehearse(start: Any, data: Any) -> Plan:
     return plan
 
 
-def make_run_plan(start: Any, data: Any) -> Plan:
-    """The plan of a `start_run.Start` with its `RunData`. A resume that plans the same number of
-    steps uses RUN/plan.json. Writes nothing."""
-    settings, num_steps = start.settings, start.horizon.num_iterations
-    config, drop_dry = stream_config(settings), settings.allow_bucket_exhaustion
+def make_run_plan(start: Starting, data: RunData) -> Plan:
+    """The plan of a run that is starting.
+
+    A resume that plans the same number of steps uses RUN/plan.json. Writes nothing.
+    """
+    settings = start.settings
+    num_steps = start.horizon.num_iterations
+    config = stream_config(settings)
+    drop_dry = settings.allow_bucket_exhaustion
     if start.checkpoint is not None:
         try:
             kept = read_plan(start.run_dir / PLAN_NAME)
@@ -407,8 +503,10 @@ def make_run_plan(start: Any, data: Any) -> Plan:
 
 
 def problem(plan: Plan) -> str:
-    """A sentence that says why the run will not reach its last step; empty if it will, and for an
-    estimate."""
+    """A sentence that says why the run will not reach its last step.
+
+    Empty if it will, and for an estimate.
+    """
     if not plan.halt or plan.estimate:
         return ""
     why = f"the run halts before step {plan.steps:,} of {plan.num_steps:,}: {plan.halt}"
@@ -417,32 +515,36 @@ def problem(plan: Plan) -> str:
     return f"{why}; {DRY_WAYS}, or train up to that step with --plan warn"
 
 
-def refusal(plan: Plan, start: Any) -> str:
-    """A sentence that says why a new run should not start although it could; empty if nothing
-    speaks against it."""
-    if start.config or start.settings.plan != "error" or not plan.crops:
+def refusal(plan: Plan, start: Starting) -> str:
+    """A sentence that says why a new run should not start although it could; empty if it should."""
+    is_new = not start.config
+    if not plan.crops or not is_new or start.settings.plan != "error":
         return ""
+    about = "about " if plan.estimate else ""
     for name, bucket in plan.buckets.items():
-        data = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}"
-        if why := refuse_cropping(data, bucket.cropped, "about " * plan.estimate):
+        why = refuse_cropping(_data_of(plan, name), bucket.cropped, about)
+        if why:
             return why
     return ""
+
+
+def _data_of(plan: Plan, bucket: str) -> str:
+    """How sentences name the data of a bucket."""
+    return "its data" if len(plan.buckets) == 1 else f"bucket {bucket!r}"
 
 
 def warnings(plan: Plan) -> list[str]:
     """Warnings before the start, one sentence each."""
     dry = []
     notes = []
-    about = "about " * plan.estimate
     for name, bucket in plan.buckets.items():
-        data, cropped = "its data" if len(plan.buckets) == 1 else f"bucket {name!r}", bucket.cropped
         notes += reading_notes(
-            data,
+            _data_of(plan, name),
             trained=bucket.trained,
             tokens=bucket.tokens,
-            about=about,
+            about="about " if plan.estimate else "",
             passes=0.0 if bucket.max_epochs else bucket.passes,
-            cropped=cropped * plan.crops,
+            cropped=bucket.cropped if plan.crops else 0.0,
             repeated=bucket.repeated,
         )
         if bucket.dry_step is None or bucket.usable is None:
@@ -452,8 +554,8 @@ def warnings(plan: Plan) -> list[str]:
             f"bucket {name!r} {probably}runs dry at step {bucket.dry_step:,}: the mix requests {bucket.asked:,} "
             f"tokens, and {bucket.usable:,} are usable with {plan.V} lanes"
         )
-        if plan.crops and 0.005 < cropped <= MUCH_CROPPED:
-            line += f"; {cropped:.1%} are cropped (--long-docs=split would use them)"
+        if plan.crops and 0.005 < bucket.cropped <= MUCH_CROPPED:
+            line += f"; {bucket.cropped:.1%} are cropped (--long-docs=split would use them)"
         dry.append(f"{line}; fewer --lanes may use more of it")
     if halts_probably(plan):
         dry.append(f"the run would halt at the first such step; {DRY_WAYS}")
@@ -465,60 +567,49 @@ def halts_probably(plan: Plan) -> bool:
     return plan.estimate and bool(plan.halt)
 
 
-def describe(plan: Plan) -> list[str]:
+def plan_lines(plan: Plan) -> list[str]:
     """The plan as lines of text."""
-    lines = [
-        f"plan: {plan.num_steps:,} steps of {plan.rows_per_step * plan.T:,} tokens from "
-        f"{plan.V} lanes" + (", estimated from a sample of the text" if plan.estimate else "")
-    ]
-    tables = []
+    tokens_per_step = plan.rows_per_step * plan.T
+    title = f"plan: {plan.num_steps:,} steps of {tokens_per_step:,} tokens from {plan.V} lanes"
+    if plan.estimate:
+        title += ", estimated from a sample of the text"
+    tables = _buckets_table(plan)
     if len(plan.phases) > 1 or len(plan.buckets) > 1:
-        rows: list[list[Any]] = []
-        for number, phase in enumerate(plan.phases, 1):
-            shares = [asked / max(1, phase["tokens"]) for asked in phase["asked"].values()]
-            rows.append(
-                [
-                    number,
-                    phase["first_step"],
-                    phase["tokens"],
-                    *(f"{share:.1%}" for share in shares),
-                ]
-            )
-        tables += table(["phase", "from step", "tokens", *plan.buckets], rows)
+        tables = _phases_table(plan) + tables
+    return [title, *(f"  {line}" for line in tables)]
+
+
+def _phases_table(plan: Plan) -> list[str]:
+    """When each phase begins, and what it mixes."""
     rows = []
+    for number, phase in enumerate(plan.phases, 1):
+        tokens = phase["tokens"]
+        shares = [f"{asked / max(1, tokens):.1%}" for asked in phase["asked"].values()]
+        rows.append([number, phase["first_step"], tokens, *shares])
+    return table(["phase", "from step", "tokens", *plan.buckets], rows)
+
+
+def _buckets_table(plan: Plan) -> list[str]:
+    """What the run takes from each bucket."""
+    lines: list[dict[str, Any]] = []
     for name, bucket in plan.buckets.items():
-        padded = bucket.account["padded"] / max(1, bucket.account["rows"] * (plan.T + 1))
-        parts = bucket.cropped, bucket.repeated, padded
+        num_emitted = bucket.account["rows"] * (plan.T + 1)
+        padded = bucket.account["padded"] / max(1, num_emitted)
+        is_exact = bucket.exact and not plan.estimate
         limit = f" of {bucket.max_epochs}" if bucket.max_epochs else ""
-        rows.append(
-            [
-                name,
-                bucket.documents,
-                bucket.tokens,
-                bucket.asked,
-                bucket.trained,
-                bucket.usable,
-                f"{bucket.passes:.2f}{limit}",
-                *(f"{100 * part:.2f}" for part in parts),
-                "exact" if bucket.exact and not plan.estimate else "about",
-                bucket.dry_step,
-            ]
-        )
-    tables += table(
-        [
-            "bucket",
-            "documents",
-            "tokens",
-            "requested",
-            "trained",
-            "usable",
-            "passes",
-            "cropped %",
-            "repeated %",
-            "padded %",
-            "figures",
-            "dry at step",
-        ],
-        rows,
-    )
-    return lines + [f"  {line}" for line in tables]
+        line = {
+            "bucket": name,
+            "documents": bucket.documents,
+            "tokens": bucket.tokens,
+            "requested": bucket.asked,
+            "trained": bucket.trained,
+            "usable": bucket.usable,
+            "passes": f"{bucket.passes:.2f}{limit}",
+            "cropped %": f"{100 * bucket.cropped:.2f}",
+            "repeated %": f"{100 * bucket.repeated:.2f}",
+            "padded %": f"{100 * padded:.2f}",
+            "figures": "exact" if is_exact else "about",
+            "dry at step": bucket.dry_step,
+        }
+        lines.append(line)
+    return table([*lines[0]], [[*line.values()] for line in lines])

@@ -106,9 +106,11 @@ RECORDED = {
 
 
 class TokenWriter:
-    """The part that both formats share: the .bin, and how a pair is put in place. Takes about 10
-    bytes of memory per entry. ValueError for ids outside the vocabulary or the range of the type:
-    they never wrap around."""
+    """The part that both formats share: the .bin, and how a pair is put in place.
+
+    Takes about 10 bytes of memory per entry. ValueError for ids outside the vocabulary or the range
+    of the type: they never wrap around.
+    """
 
     format: ClassVar[str]  # one of `tokens.HEADERS`
 
@@ -152,8 +154,11 @@ class TokenWriter:
         self.lengths.frombytes(lengths.tobytes())
 
     def add(self, ids: np.ndarray, lengths: np.ndarray, prefixes: np.ndarray) -> None:
-        """Append entries: their ids, one entry after another (sum of lengths,), the lengths (n,),
-        and for each entry, how many leading ids repeat the previous one (n,)."""
+        """Append entries.
+
+        Their ids, one entry after another (sum of lengths,), the lengths (n,), and for each entry,
+        how many leading ids repeat the previous one (n,).
+        """
         raise NotImplementedError
 
     def index(self) -> tuple[int, list[Any]]:
@@ -161,9 +166,11 @@ class TokenWriter:
         raise NotImplementedError
 
     def finish(self) -> dict[str, Any]:
-        """Write the index, and return `written`. If the disk is full, this fails while an old pair
-        is still unchanged. The new pair has not appeared yet, so the caller can still write files
-        that must exist before it."""
+        """Write the index, and return `written`.
+
+        If the disk is full, this fails while an old pair is still unchanged. The new pair has not
+        appeared yet, so the caller can still write files that must exist before it.
+        """
         entries, parts = self.index()
         digest = blake2b(digest_size=16)
         for part in parts:
@@ -202,8 +209,10 @@ class TokenWriter:
 
 
 class ShardWriter(TokenWriter):
-    """Writes shards in the format GPTS. `dtype` replaces the default (uint16, or uint32 above
-    65,535 ids)."""
+    """Writes shards in the format GPTS.
+
+    `dtype` replaces the default (uint16, or uint32 above 65,535 ids).
+    """
 
     format = "shards"
 
@@ -235,8 +244,9 @@ class ShardWriter(TokenWriter):
 
 
 class MegatronWriter(TokenWriter):
-    """Writes Megatron's format. `dtype` replaces the default, which is Megatron's: uint16, or int32
-    from 65,500 ids on.
+    """Writes Megatron's format.
+
+    `dtype` replaces the default, which is Megatron's: uint16, or int32 from 65,500 ids on.
 
     `add` makes each entry a document of one sequence. For documents of several sequences, call
     `append` with the sequences, then `end_documents`.
@@ -295,9 +305,11 @@ WRITERS: dict[str, type[ShardWriter] | type[MegatronWriter]] = {
 
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: into windows of at most `max_length` ids (0: one window), and EOD
-    follows the last one. Later windows repeat `overlap_size` ids; an overlap above half a window is
-    lowered to half, with a warning. ValueError for impossible values."""
+    """How documents are cut: into windows of at most `max_length` ids (0: one window).
+
+    EOD follows the last window. Later windows repeat `overlap_size` ids; an overlap above half a
+    window is lowered to half, with a warning. ValueError for impossible values.
+    """
 
     max_length: int = 2048
     overlap_size: int = 256
@@ -328,10 +340,9 @@ class Windows:
     def cut(
         self, ids: np.ndarray, offsets: np.ndarray, eod: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Cut documents from `encode_flat`: ids (num_tokens,) and the documents' offsets
-        (num_documents + 1,); each document begins with BOS, the same id as `eod`.
+        """Cut documents from `encode_flat`, each of which begins with BOS, the same id as `eod`.
 
-        Returns windows: ids (sum of lengths,), lengths (n,) int64, prefixes (n,) uint16.
+        ids: (num_tokens,); offsets: (num_documents + 1,), where the documents begin and end.
         """
         windows = []  # (begin, end, prefix)
         for begin, end in pairwise(offsets.tolist()):
@@ -419,8 +430,10 @@ def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Pretokenizer:
-    """Makes the pairs of some inputs in `output`. It is plain data, so that it can be sent to other
-    processes."""
+    """Makes the pairs of some inputs in `output`.
+
+    It is plain data, so that it can be sent to other processes.
+    """
 
     output: Path
     inputs: Sequence[Input]
@@ -432,8 +445,10 @@ class Pretokenizer:
 
     @property
     def made_with(self) -> Record:
-        """The arguments that all pairs share. Format and selection are listed if they differ from
-        the defaults."""
+        """The arguments that all pairs share.
+
+        Format and selection are listed if they differ from the defaults.
+        """
         named = {} if self.data_format == "shards" else {"data_format": self.data_format}
         return {
             **asdict(self.windows),
@@ -449,8 +464,10 @@ class Pretokenizer:
         self.clean_up()
 
     def finished(self, i: Input) -> Record | None:
-        """The record of an input whose pair exists and is up to date, otherwise None. The pair's
-        bytes are not read."""
+        """The record of an input whose pair exists and is up to date, otherwise None.
+
+        The pair's bytes are not read.
+        """
         try:
             record = read_json(i.record(self.output), RECORDED)
             pair = TokenFile(pair_paths(i.prefix(self.output))[0])
@@ -465,8 +482,11 @@ class Pretokenizer:
         return record if same and whole and not broken else None
 
     def make(self, i: Input) -> Record:
-        """Make the pair of an input, unless it is finished, and return its record. ValueError for a
-        bad input, OSError if the pair cannot be written. In both cases there is no pair."""
+        """Make the pair of an input, unless it is finished, and return its record.
+
+        ValueError for a bad input, OSError if the pair cannot be written. In both cases there is no
+        pair.
+        """
         prefix = i.prefix(self.output)
         bin_path, idx_path = pair_paths(prefix)
         # before the record is read: another process may finish the pair after that
@@ -530,9 +550,11 @@ class Pretokenizer:
     def make_all(
         self, todo: Sequence[Input], *, num_workers: int
     ) -> Generator[tuple[Input, Record | str], None, None]:
-        """Yield (input, its record or the error message) as inputs finish. If there are two or more
-        workers, they are processes, which end when the caller ends and may be killed at any
-        time."""
+        """Yield (input, its record or the error message) as inputs finish.
+
+        If there are two or more workers, they are processes, which end when the caller ends and may
+        be killed at any time.
+        """
         if min(num_workers, len(todo)) < 2:
             for i in todo:
                 yield i, _record_or_error(functools.partial(self.make, i))
@@ -554,8 +576,10 @@ class Pretokenizer:
                 raise
 
     def refuse_others(self) -> None:
-        """ValueError if the output has pairs made with other arguments or another tokenizer, or
-        from other inputs."""
+        """ValueError if the output has pairs made from other inputs or in another way.
+
+        Another way: with other arguments, or another tokenizer.
+        """
         planned = {i.record(self.output) for i in self.inputs}
         for path in sorted(self.output.glob(f"*/*/{RECORDS}/*.json")):
             pair = f"{path.parents[1] / path.stem}.bin"
@@ -582,7 +606,8 @@ class Pretokenizer:
 
     def finish(self) -> list[Input]:
         """Write the manifest of each bucket whose pairs are all finished, and return the unfinished
-        inputs."""
+        inputs.
+        """
         buckets: dict[Path, dict[str, Record | None]] = {}
         missing = []
         for i in self.inputs:
@@ -627,8 +652,7 @@ def _record_or_error(make: Callable[[], Record]) -> Record | str:
 
 
 def _begin_worker() -> None:
-    """Ignore Ctrl-C, which the caller handles, and end when the caller ends, even if it is
-    killed."""
+    """Ignore Ctrl-C, which the caller handles, and end when the caller ends, even if it is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None

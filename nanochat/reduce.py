@@ -72,13 +72,17 @@ from torch import Tensor
 
 
 def merge(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right in float32, written into a float32 operand if possible. None counts as zeros
-    (+0.0)."""
+    """left + right in float32, written into a float32 operand if possible.
+
+    None counts as zeros (+0.0).
+    """
     if left is None:
         left, right = right, None
     if left is None:
         return None
-    return left.float().add_(0.0 if right is None else right)
+    if right is None:
+        return left.float().add_(0.0)
+    return left.float().add_(right)
 
 
 class LeafAccumulator:
@@ -108,19 +112,23 @@ class LeafAccumulator:
                 f"leaves of a rank: got {num_leaves}, expected a power of two; choose --leaves and the "
                 f"number of processes so that one divides the other"
             )
-        self.num_leaves, self._on_host = num_leaves, on_host
+        self.num_leaves = num_leaves
+        self._on_host = on_host
         self._params = list(params)
         self._done = 0  # finished leaves of this step
         # a stack of sums, each of fewer leaves than the one below; a sum has one gradient (or None)
         # per parameter
         self._pending: list[list[Tensor | None]] = []
-        for param in self._params if num_leaves * micro_batches_per_leaf > 1 else ():
-            param.grad_dtype = torch.float32
+        if num_leaves * micro_batches_per_leaf > 1:
+            for param in self._params:
+                param.grad_dtype = torch.float32
 
     @torch.no_grad()
     def leaf_done(self) -> None:
-        """Call this after the last micro-batch of each leaf. It leaves `.grad` None until a step's
-        last leaf."""
+        """Call this after the last micro-batch of each leaf.
+
+        It leaves `.grad` None until a step's last leaf.
+        """
         if self.num_leaves == 1:
             return
         self._done += 1
@@ -132,13 +140,16 @@ class LeafAccumulator:
         sums = []
         for i, param in enumerate(self._params):
             # take the leaf's gradient from the parameter; the next backward starts with None
-            total, param.grad = param.grad, None
+            total = param.grad
+            param.grad = None
             # add the older sums on the left, and free each of them at once
             for older in carried:
-                left, older[i] = older[i], None
-                total = merge(
-                    left if left is None else left.to(param.device, non_blocking=True), total
-                )
+                left = older[i]
+                older[i] = None
+                if left is not None:
+                    left = left.to(param.device, non_blocking=True)
+                total = merge(left, total)
+            # keep the sum: in `.grad` at the end of the step, or pending
             if last:
                 param.grad = total
             elif self._on_host and total is not None:
@@ -151,14 +162,18 @@ class LeafAccumulator:
 
 
 def add_in_tree_order(parts: Tensor) -> Tensor:
-    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...; a leftover last row is
-    carried up. Overwrites `parts`: on a CPU, adding in place takes a fifth of the time of adding
-    into fresh memory."""
+    """(W, n) float32 -> (n,): adds rows in pairs, then pairs of pairs, ...
+
+    A leftover last row is carried up. Overwrites `parts`: on a CPU, adding in place takes a fifth
+    of the time of adding into fresh memory.
+    """
     while len(parts) > 2:
-        parts[0 : len(parts) // 2 * 2 : 2].add_(parts[1::2])
+        paired = len(parts) // 2 * 2
+        parts[0:paired:2].add_(parts[1::2])
         parts = parts[0::2]
-    # a new tensor, so `parts` can be freed
-    return parts[0] + parts[1] if len(parts) == 2 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return parts[0] + parts[1]  # a new tensor, so `parts` can be freed
 
 
 # reduce(message, rank, world_size) starts the elementwise sum of all ranks' messages, (W * chunk,)
@@ -182,22 +197,31 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
 
 
 def reduce_over_nodes(ranks_per_node: int) -> Reduce:
-    """`tree_reduce` in two stages: first inside nodes of `ranks_per_node` consecutive ranks, then
-    across nodes. The bits are the same. If two stages gain nothing or would add in a different
-    order, returns `tree_reduce` itself. Collective: it creates process groups."""
+    """`tree_reduce` in two stages, with the same bits. Collective: it creates process groups.
+
+    First inside nodes of `ranks_per_node` consecutive ranks, then across nodes. If two stages gain
+    nothing or would add in a different order, returns `tree_reduce` itself.
+    """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [ranks_per_node] * world_size
     if world_size > 1:
         dist.all_gather_object(sizes, ranks_per_node)
-    L, nodes = ranks_per_node, world_size // ranks_per_node
-    if set(sizes) != {L} or not 1 < L < world_size or L & (L - 1) or world_size % L:
+    L = ranks_per_node
+    nodes = world_size // L
+    nodes_are_equal = set(sizes) == {L} and nodes * L == world_size
+    is_power_of_two = L & (L - 1) == 0
+    if not nodes_are_equal or not is_power_of_two or not 1 < L < world_size:
         return tree_reduce
-    ranks = torch.arange(world_size).view(nodes, L)
-    inside, across = (
+
+    def new_groups(ranks: Tensor) -> dist.ProcessGroup:
+        """A process group for each row of ranks; returns this rank's."""
         # long before this timeout, the watchdog reports a rank that hangs
-        dist.new_subgroups_by_enumeration(groups.tolist(), timeout=timedelta(hours=1))[0]
-        for groups in (ranks, ranks.T)
-    )
+        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(hours=1))
+        return group
+
+    by_node = torch.arange(world_size).view(nodes, L)
+    inside = new_groups(by_node)
+    across = new_groups(by_node.T)
 
     def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
         """A `Reduce` that starts the exchange across nodes only when its result is requested."""
@@ -237,8 +261,7 @@ class Part:
 
     @property
     def grain(self) -> int:
-        """The number of consecutive elements of the parameter that are never separated, for any
-        W."""
+        """The number of consecutive elements of the parameter that are never separated, for any W."""
         n = self.param.numel()
         if self.group["kind"] == "muon" or n < SMALL_ELEMENTS:
             return n
@@ -251,23 +274,27 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """One chunk of `chunk` elements for each rank: the part that the rank owns, if any, then
-    padding. The layout is the same on every rank."""
+    """One chunk of `chunk` elements for each rank: the part that the rank owns, then padding.
+
+    A rank may own nothing. The layout is the same on every rank.
+    """
 
     parts: list[Part | None]  # by rank
     chunk: int
 
     def placed(self, message: Tensor) -> list[tuple[Part, Tensor]]:
         """Each part, with the elements of a message (W * chunk,) that belong to it."""
-        return [
-            (part, chunk[: part.stop - part.start])
-            for part, chunk in zip(self.parts, message.split(self.chunk))
-            if part
-        ]
+        placed = []
+        for part, chunk in zip(self.parts, message.split(self.chunk)):
+            if part is not None:
+                placed.append((part, chunk[: part.stop - part.start]))
+        return placed
 
     def gradients(self) -> Tensor:
-        """The gradients, (W * chunk,) in the dtype of `.grad`, see `LeafAccumulator`; zeros for
-        None. Read only."""
+        """(W * chunk,) in the dtype of `.grad`: the gradients, zeros for None. Read only.
+
+        See `LeafAccumulator`.
+        """
         return self._pack(lambda param: param.grad, self.first.param.grad_dtype or torch.float32)
 
     def parameters(self) -> Tensor:
@@ -276,26 +303,35 @@ class Message:
 
     @property
     def first(self) -> Part:
-        """The first part. All parts of a message have the same kind and dtype; matrices also have
-        the same group and shape."""
+        """The first part.
+
+        All parts of a message have the same kind and dtype; matrices also have the same group and
+        shape.
+        """
         return next(part for part in self.parts if part)
 
     def _pack(self, of: Callable[[Tensor], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """Copy all parts into one message. A tensor that fills the message alone is not copied: it
-        is the message."""
-        numel, first = self.chunk * len(self.parts), self.first.param
+        """Copy all parts into one message.
+
+        A tensor that fills the message alone is not copied: it is the message.
+        """
+        numel = self.chunk * len(self.parts)
+        first = self.first.param
         alone = of(first) if first.numel() == numel else None
         if alone is not None:
             return alone.detach().reshape(-1)
         message = torch.zeros(numel, dtype=dtype, device=first.device)
         for part, place in self.placed(message):
-            if (tensor := of(part.param)) is not None:
+            tensor = of(part.param)
+            if tensor is not None:
                 place.copy_(part.of(tensor))
         return message
 
     def gather(self, message: Tensor, rank: int) -> Callable[[], None]:
-        """Start an all-gather of the ranks' chunks of a message of parameters. Returns a function
-        that waits for it and fills in the parameters."""
+        """Start an all-gather of the ranks' chunks of a message of parameters.
+
+        Returns a function that waits for it and fills in the parameters.
+        """
         work = None
         if len(self.parts) > 1:
             # before PyTorch 2.13, it is all_gather_into_tensor
@@ -314,8 +350,10 @@ class Message:
 
 
 def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
-    """Lay out whole parameters in messages. The largest message comes first: the last all-gather
-    overlaps with no update, so it should be small.
+    """Lay out whole parameters in messages.
+
+    The largest message comes first: the last all-gather overlaps with no update, so it should be
+    small.
 
     Parameters of a single grain are dealt out, separately for each group and shape of matrices: the
     W largest, one to each rank, then the next W, and so on. In each deal, larger parameters go to
@@ -323,19 +361,27 @@ def lay_out(params: Sequence[Part], world_size: int) -> list[Message]:
     same number of grains for each rank (fewer for the last).
     """
     messages = []
-    decks: dict[Any, list[Part]] = {}
+    decks: dict[Any, list[Part]] = {}  # the parameters of a single grain
     for whole in sorted(params, key=lambda part: -part.stop):
         if whole.grain == whole.stop:
-            same = (id(whole.group), whole.param.shape) if whole.group["kind"] == "muon" else None
-            decks.setdefault((same, whole.param.dtype), []).append(whole)
+            kind: Any = "adamw"
+            if whole.group["kind"] == "muon":
+                kind = (id(whole.group), whole.param.shape)
+            decks.setdefault((kind, whole.param.dtype), []).append(whole)
             continue
+
+        # cut a large tensor between its grains
         grains = -(-whole.stop // whole.grain)
-        chunk = whole.stop if world_size == 1 else -(-grains // world_size) * whole.grain
+        chunk = -(-grains // world_size) * whole.grain
+        if world_size == 1:
+            chunk = whole.stop
         cut: list[Part | None] = [None] * world_size
         for rank, at in enumerate(range(0, whole.stop, chunk)):
             cut[rank] = replace(whole, start=at, stop=min(at + chunk, whole.stop))
         messages.append(Message(cut, chunk))
-    load = [0] * world_size
+
+    # deal out each deck
+    load = [0] * world_size  # elements of each rank so far
     for deck in decks.values():
         for first in range(0, len(deck), world_size):
             deal: list[Part | None] = [None] * world_size

@@ -353,7 +353,7 @@ class TrainLog:
             self._file.seek(-1, os.SEEK_END)
             self._truncated = self._file.read(1) != b"\n"
 
-    def write(self, **record: Any) -> None:
+    def write(self, **record: object) -> None:
         """Append one JSON object: the line of a step has `step` and no `event`, that of an event
         has `event`. NaN becomes null. TypeError for a value that is not JSON, ValueError if this
         launch no longer owns the run, the errors of `Backlog.write`."""

@@ -1,35 +1,211 @@
 """
-The journal of a run: where each step and each event is reported.
+The journal of a run: each step and each event, told once, received by a list of sinks.
 
-    terminal     a printed line, and a progress bar below it
-    log          logs/train.jsonl, a line of JSON per step and per event; logs/rows, the loss of every row
-    state        .run_state.json, for scripts.status
+    Terminal     a printed line, and a progress bar below it
+    Log          logs/train.jsonl: a line of JSON per step and per event
+    Rows         logs/rows: the loss of every row
     trackers     wandb, TensorBoard and others, behind the door `SINKS`
+    RunState     .run_state.json, for scripts.status (nanochat/run_owner.py)
 
-Only rank 0 has a `Journal`; on other ranks, `Silence` accepts the same calls.
+Only rank 0 has sinks; on other ranks, the list is empty. To receive the logged values elsewhere,
+write a class with the methods of `Sink` that it needs, and add it to `SINKS`.
 """
 
 import contextlib
 import functools
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from nanochat.common import LAUNCH, duration, open_door, print0, show
-from nanochat.dist import peak_memory, reserved_memory, versions
+from nanochat.config import Settings
+from nanochat.dist import versions
 from nanochat.run_dir import RowLosses, TrainLog
-from nanochat.run_owner import RunState
-from nanochat.start_run import Start
-from nanochat.steps import Progress, StepTotals
+from nanochat.run_owner import Owner
+from nanochat.start_run import Run
+from nanochat.steps import Sink, StepReport
 
-# the door for what receives the logged values, too
+# the door: what else receives the logged values. Each is called with the run
 SINKS = {"trackers": "nanochat.integrations.trackers:Trackers"}
 BAR = "{desc} {percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}{postfix}"
+
+
+class Journal:
+    """Reports a run to its sinks, in their order. `wandb_id`: of the wandb run, which checkpoints
+    store."""
+
+    def __init__(self, sinks: Sequence[Sink] = (), wandb_id: str | None = None) -> None:
+        self.sinks = sinks
+        self.wandb_id = wandb_id
+
+    def event(self, name: str, step: int, **record: object) -> None:
+        """Report an event after `step` steps. `record`: JSON."""
+        for sink in self.sinks:
+            sink.event(name, step, record)
+
+    def step(self, report: StepReport) -> None:
+        """Report a step. ValueError if the run took it before with a different digest."""
+        for sink in self.sinks:
+            sink.step(report)
+
+    def ending(self, reason: str) -> None:
+        """Report that the run ends after one more save."""
+        for sink in self.sinks:
+            sink.ending(reason)
+
+    def end(self, status: str, step: int, reason: str = "") -> None:
+        """Report the end of the run."""
+        self.event(status, step, reason=reason)
+        for sink in self.sinks:
+            sink.end(status, reason)
+
+    def close(self) -> None:
+        """Finish the sinks, whether or not the run has ended well."""
+        for sink in self.sinks:
+            sink.close()
+
+
+def open_journal(
+    run: Run, device: torch.device, owner: Owner | None, state: Sink | None
+) -> Journal:
+    """The journal of a launch, which owns the run; without sinks on ranks other than 0, where there
+    are no owner and state."""
+    if owner is None or state is None:
+        return Journal()
+    log = Log(run, device, owner)
+    log.note_other_versions()
+    optional = [open_door(entry)(run) for name, entry in SINKS.items() if wants(run.settings, name)]
+    # first the log, which refuses a step with another digest; last the state, whose end gives up the
+    # run
+    journal = Journal([log, Terminal(run), Rows(run, owner), *optional, state])
+    # the first launch logs the id of the wandb run at once, so that a resume finds it after a crash
+    journal.wandb_id = run.wandb_id
+    for sink in optional:
+        journal.wandb_id = getattr(sink, "wandb_id", None) or journal.wandb_id
+    if journal.wandb_id != run.logged_wandb_id:
+        log.event("wandb", run.step, {"id": journal.wandb_id})
+    return journal
+
+
+def wants(settings: Settings, name: str) -> bool:
+    """Whether a run has the optional sink `name`."""
+    return name != "trackers" or bool(settings.trackers or settings.profiled)
+
+
+# ---- sinks ---------------------------------------------------------------------------------------
+
+
+class Terminal(Sink):
+    """A printed line for each step and, if stderr is a terminal, a progress bar."""
+
+    def __init__(self, run: Run) -> None:
+        self.last = run.horizon.num_iterations
+        self.val_bpb = run.first_progress().val_bpb
+        self.val_step = run.events.get("val", {}).get("step")
+        self.bar = tqdm(
+            total=self.last,
+            initial=run.step,
+            desc=run.run_dir.name,
+            bar_format=BAR,
+            dynamic_ncols=True,
+            leave=False,
+            disable=None,  # unless stderr is a terminal
+        )
+        if not self.bar.disable:
+            LAUNCH.aside = tqdm.external_write_mode
+
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        if name == "val":
+            self.val_bpb = record["bpb"]
+            self.val_step = step
+
+    def step(self, report: StepReport) -> None:
+        print0(f"step {report.step:05d}/{self.last:05d} | {report.line}")
+        self.bar.set_postfix_str(
+            f"loss {show(report.smooth_loss)}, "
+            f"bits per byte {show(self.val_bpb)} at step {show(self.val_step)}, "
+            f"{show(report.tokens_per_s)} tok/s, "
+            f"eta {duration(report.eta_s)}",
+            refresh=False,
+        )
+        self.bar.update()
+
+    def close(self) -> None:
+        LAUNCH.aside = contextlib.nullcontext
+        self.bar.close()
+
+
+class Log(Sink):
+    """logs/train.jsonl. A line is refused once another launch owns the run."""
+
+    def __init__(self, run: Run, device: torch.device, owner: Owner) -> None:
+        self.run = run
+        self.device = device
+        self.owner = owner
+        self.versions = {"code": code_version(), **versions(device)}
+        path = run.run_dir / "logs" / "train.jsonl"
+        self.log = TrainLog(path, first_step=run.step, lost=owner.lost)
+
+    def note_other_versions(self) -> None:
+        """Print what has changed since the previous launch: code, packages, processors."""
+        previous = self.run.events.get("started", {})
+        for name, value in self.versions.items():
+            before = previous.get(name, value)
+            if "" not in (value, before) and before != value:
+                print0(f"note: the previous launch ran {name} {before}, this one runs {value}")
+
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        if name == "started":
+            record = {
+                "device": self.device.type,
+                "num_iterations": self.run.horizon.num_iterations,
+                **self.versions,
+                **record,
+            }
+        self.log.write(event=name, step=step, time=time.time(), **record)
+
+    def step(self, report: StepReport) -> None:
+        """ValueError if the run took this step before with a different digest."""
+        expected = self.log.digest_of(report.step)
+        check_digest(self.run.run_dir, report.step, report.totals.digest, expected)
+        self.log.write(step=report.step, **report.record)
+
+    def end(self, status: str, reason: str) -> None:
+        self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self.log.close()
+
+    def _flush(self) -> None:
+        """Write the lines that wait for a full disk."""
+        if not self.owner.lost():
+            self.log.flush()
+
+
+class Rows(Sink):
+    """logs/rows: the loss of every row."""
+
+    def __init__(self, run: Run, owner: Owner) -> None:
+        T = run.settings.max_seq_len
+        self.owner = owner
+        self.rows = RowLosses(run.run_dir, num_rows=run.settings.total_batch_size // T, T=T)
+
+    def step(self, report: StepReport) -> None:
+        self.rows.write(report.step, report.totals.nats, report.totals.live)
+
+    def end(self, status: str, reason: str) -> None:
+        """Write the records that wait for a full disk."""
+        if not self.owner.lost():
+            self.rows.flush()
+
+    def close(self) -> None:
+        self.end("", "")
 
 
 def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | None) -> None:
@@ -41,182 +217,6 @@ def check_digest(run_dir: Path, step: int, digest: str | None, expected: str | N
             f"or code has changed. Restore it, or start a new run (--model-tag NAME "
             f"--init-from={run_dir.name})"
         )
-
-
-class Silence:
-    """Accepts every call and does nothing. It replaces the journal and the state on ranks other
-    than 0, and the trackers of a run that has none."""
-
-    wandb_id: str | None = None
-
-    def started(self, world_size: int, **record: Any) -> None: ...
-
-    def event(self, name: str, **record: Any) -> None: ...
-
-    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None: ...
-
-    def ending(self, reason: str) -> None: ...
-
-    def end(self, status: str, reason: str = "") -> None: ...
-
-    def close(self, status: str = "", reason: str = "") -> None: ...
-
-    def lost(self) -> str:
-        return ""
-
-    refresh = lost  # a method of `RunState`
-
-    def log(self, values: Mapping[str, Any]) -> None: ...
-
-    def at(self, step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class Sink(Protocol):
-    """What receives the values of a run beside its log. nanochat/integrations/trackers.py documents
-    the methods."""
-
-    wandb_id: str | None
-
-    def log(self, values: Mapping[str, Any]) -> None: ...
-    def at(self, step: int) -> None: ...
-    def finish(self) -> None: ...
-
-
-class Journal:
-    """On rank 0: the log of a run, its live state, the progress bar on a terminal, and its trackers
-    (nanochat/integrations/trackers.py). The first launch logs the id of the wandb run at once, so
-    that a resume finds it even if that launch crashes."""
-
-    def __init__(
-        self, start: Start, progress: Progress, device: torch.device, state: RunState
-    ) -> None:
-        self.start = start
-        self.progress = progress
-        self.device = device
-        self.state = state
-        settings = start.settings
-        run_dir = start.run_dir
-        step = progress.step
-        path, newest = run_dir / "logs" / "train.jsonl", start.events
-        self.versions = {"code": code_version(), **versions(device)}
-        previous = newest.get("started", {})
-        for name, value in self.versions.items():
-            if value != "" and previous.get(name, value) not in ("", value):
-                print0(
-                    f"note: the previous launch ran {name} {previous[name]}, this one runs {value}"
-                )
-        # '' while this launch owns the run, else a sentence that says why it does not
-        self.lost = state.owner.lost
-        self.log = TrainLog(path, first_step=step, lost=self.lost)
-        self.rows = RowLosses(
-            run_dir,
-            num_rows=settings.total_batch_size // settings.max_seq_len,
-            T=settings.max_seq_len,
-        )
-        self.bar = tqdm(
-            total=start.horizon.num_iterations,
-            initial=step,
-            desc=run_dir.name,
-            bar_format=BAR,
-            # None: disabled if stderr is not a terminal
-            dynamic_ncols=True,
-            leave=False,
-            disable=None,
-        )
-        if not self.bar.disable:
-            LAUNCH.aside = tqdm.external_write_mode
-        logged_id = newest.get("wandb", {}).get("id")
-        self.wandb_id = logged_id or start.state.get("wandb_id")
-        self.val_step = newest.get("val", {}).get("step")
-        self.trackers: Sink = Silence()
-        if settings.trackers or settings.profiled:
-            self.trackers = open_door(SINKS["trackers"])(
-                settings, run_dir, wandb_id=self.wandb_id, step=step
-            )
-            self.wandb_id = self.trackers.wandb_id
-        if self.wandb_id != logged_id:
-            self.log.write(event="wandb", step=step, time=time.time(), id=self.wandb_id)
-
-    def started(self, world_size: int, **record: Any) -> None:
-        """Log the start of this launch, with a `record` of its command."""
-        self.event(
-            "started",
-            world_size=world_size,
-            device=self.device.type,
-            num_iterations=self.start.horizon.num_iterations,
-            **self.versions,
-            **record,
-        )
-        self.trackers.at(self.progress.step)
-
-    def event(self, name: str, **record: Any) -> None:
-        """Log an event between two steps."""
-        step = self.progress.step
-        self.log.write(event=name, step=step, time=time.time(), **record)
-        # trackers get the values of CORE under nanochat's names
-        tracked = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
-        self.trackers.log({"step": step, **tracked})
-        self.val_step = step if name == "val" else self.val_step
-        saved = {"checkpoint": record["checkpoint"]} if name == "saved" else {}
-        self.state.update(val_bpb=self.progress.val_bpb, val_step=self.val_step, **saved)
-
-    def step(self, totals: StepTotals, record: dict[str, Any], line: str, **state: Any) -> None:
-        """Report the step that was just counted: print `line`, write `record` to the log and the
-        trackers, write the row losses in `totals` to their file, and show `state` in scripts.status
-        and the bar. ValueError if the run took this step before with a different digest."""
-        p, last = self.progress, self.start.horizon.num_iterations
-        check_digest(
-            self.start.run_dir, p.step - 1, record["digest"], self.log.digest_of(p.step - 1)
-        )
-        print0(f"step {p.step - 1:05d}/{last:05d} | {line}")
-        if (peak := peak_memory(self.device)) is not None:
-            record["peak_memory_bytes"] = peak
-            record["reserved_memory_bytes"] = reserved_memory(self.device)
-        self.log.write(step=p.step - 1, **record)
-        self.rows.write(p.step - 1, totals.nats, totals.live)
-        for_trackers = {
-            k if k.startswith("total_") else f"train/{k}": v
-            for k, v in record.items()
-            if k != "digest"
-        }
-        self.trackers.log({"step": p.step - 1, **for_trackers})
-        self.state.update(
-            status="running", step=p.step, tokens=p.tokens, skipped=p.skipped, **state
-        )
-        self.bar.set_postfix_str(
-            f"loss {show(state['loss'])}, bits per byte {show(p.val_bpb)} at step {show(self.val_step)}, "
-            f"{show(state['tokens_per_s'])} tok/s, "
-            f"eta {duration(state['eta_s'])}",
-            refresh=False,
-        )
-        self.bar.update()
-        self.trackers.at(p.step)
-
-    def ending(self, reason: str) -> None:
-        """Record that the run ends after one more save."""
-        self.state.update(status="stopping", reason=reason)
-
-    def end(self, status: str, reason: str = "") -> None:
-        """Record the end of the run."""
-        self.event(status, reason=reason)
-        self._flush()
-        self.state.close(status, reason)  # from here on, another launch may own the run
-
-    def close(self) -> None:
-        """Finish trackers, bar and log."""
-        self.trackers.finish()
-        LAUNCH.aside = contextlib.nullcontext
-        self.bar.close()
-        self._flush()
-        self.log.close()
-
-    def _flush(self) -> None:
-        """Write the lines and row losses that wait for a full disk."""
-        if not self.lost():
-            self.log.flush()
-            self.rows.flush()
 
 
 @functools.cache

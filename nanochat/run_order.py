@@ -1,12 +1,13 @@
 """The order in which a run reads its data, as `order.ORDERS` names it: what its settings mean, and
 which files it pins.
 
-    --order=lanes      packed documents, each lane its own share of them (nanochat/order.py, nanochat/stream.py)
-    --order=megatron   Megatron's samples in Megatron's order (nanochat/integrations/megatron_order.py)
+    --order=lanes   packed documents, each lane its own share of them (nanochat/order.py, nanochat/stream.py)
+    --order=NAME    an order of its own, in nanochat/integrations/ or in a fork
 
 A `RunOrder` turns the settings of a run into plain values for the stream. To add an order, write
 such a class and a configuration whose `open` returns an `AnyStream`, and name the class in
-`order.ORDERS`.
+`order.ORDERS`. An order with settings of its own has a subclass of `config.Settings`, whose flags
+exist only with this order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from nanochat.text import Selection
 class RunOrder(Protocol):
     """What the rest of a run needs to know about its order."""
 
+    # what its settings are: `Settings`, or a class that adds its own
+    settings: ClassVar[type[Settings]]
     # whether each lane has a share of the data, so that data limits the number of lanes
     feeds_lanes: ClassVar[bool]
     has_plan: ClassVar[bool]  # whether a plan can say how much of each bucket the run reads
@@ -66,6 +69,7 @@ def stream_config(settings: Settings) -> Any:
 class LaneOrder:
     """Documents, packed by lanes: each lane reads its own share of every epoch."""
 
+    settings = Settings
     feeds_lanes = has_plan = True
 
     def stream_config(self, settings: Settings) -> StreamConfig:

@@ -1,21 +1,22 @@
 """
-Which launch owns a run: a lock on RUN/.owner.json, and the state that the owner writes.
+Which launch owns a run: a lock on RUN/.owner.json, and the record in it.
 
 Two launches that write the same run would mix two histories. So a launch takes the operating
-system's lock (flock) on the owner's file, and writes its record there. The lock ends with the
-process; a suspended process keeps it. A launch inspects the record first; if it is unchanged once
-locked, no other launch has owned the run in between:
+system's lock (flock) on the owner's file before it looks at the run, and signs it, with a record
+of itself, before it writes anything else. The lock ends with the process; a suspended process
+keeps it:
 
-    A  inspects: record X, no lock ..... locks, finds X: writes record A and owns the run
-    B  inspects: record X, no lock ........ cannot lock: refused, and record A names the owner
-    C  inspects: record X, no lock .............. (A ends) ........ locks, finds A instead of X: refused
+    A   locks ............ looks ............ signs: record A ........ trains
+    B           cannot lock: refused                      cannot lock: refused, and A is named
+    C   locks ... looks: the command is refused, so it withdraws: what it made is removed
 
-This module never deletes the file, because another process may be about to lock it. If a user
-deletes or replaces it or the whole run directory, the owner exits at its next check: within
-seconds, and before it writes another line or checkpoint. On a file system without locks, a run
-counts as owned while its process exists on this host or its heartbeat is recent. If locks do not
-reach another host, a launch there takes over the run; the first owner finds the new record and
-exits.
+This module deletes the file only if its launch made it and withdraws: a process that is about to
+lock it finds out, and begins again. If a user deletes or replaces it or the whole run directory,
+the owner exits at its next check: within seconds, and before it writes another line or checkpoint.
+On a file system without locks, a run counts as owned while its process exists on this host or its
+heartbeat is recent; of two launches that look at the same time, the second to sign is refused. If
+locks do not reach another host, a launch there takes over the run; the first owner finds the new
+record and exits.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanochat.common import StopAsked, parse_json
-from nanochat.run_dir import finite, open_regular
+from nanochat.run_dir import finite, open_regular, set_aside
 from nanochat.run_state import (
     ACTIVE,
     EXIT_ALIVE,
@@ -43,10 +44,12 @@ from nanochat.run_state import (
     STATE_NAME,
     identify,
     identify_launcher,
+    is_alive_here,
     read_state,
     replace_state,
     seems_alive,
 )
+from nanochat.steps import Sink, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -56,25 +59,49 @@ CLOSE_S = 5.0  # how long writing the last state may take
 LOCK_TRIES, LOCK_TRY_S = 10, 0.1  # an inspection holds a shared lock for a moment
 
 OWNER = {"launch": str, "since": str, **PROCESS}
+MOMENT_AGO = "{}: another launch owned this run a moment ago; run the command again"
 
 
 class Owner:
     """The right of one launch to write into a run directory. It lasts while the owner's file there
     is the one this launch opened and locked, and has its record."""
 
-    def __init__(self, run_dir: Path, file: BinaryIO, record: bytes) -> None:
+    def __init__(self, run_dir: Path, file: BinaryIO, made: Sequence[Path]) -> None:
         self.run_dir = run_dir
         self._file = file
-        self._record = record
+        self._made = made  # what `claim` made, the innermost first
+        self._record = file.read()  # that of the last owner, until `sign`
+
+    def sign(self) -> None:
+        """Write this launch's record. ValueError if another launch owns the run by now, which can
+        only happen without locks."""
+        if self.lost():
+            raise ValueError(MOMENT_AGO.format(self.run_dir))
+        record = {
+            "launch": uuid.uuid4().hex,
+            "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "launcher": identify_launcher(),
+            **identify(),
+        }
+        self._record = json.dumps(record).encode()
+        self._made = []
+        self._file.seek(0)
+        self._file.write(self._record)
+        self._file.truncate(len(self._record))
+
+    def set_aside(self) -> None:
+        """Rename the run and make an empty folder in its place, which this launch owns, too."""
+        run_dir = self.run_dir.resolve()  # a link goes on naming a run
+        aside = set_aside(run_dir)
+        run_dir.mkdir()
+        os.rename(aside / OWNER_NAME, run_dir / OWNER_NAME)
 
     def lost(self) -> str:
         """'' while this launch owns the run, otherwise the error to exit with."""
         try:  # opening the file makes network file systems check their caches
             with open_regular(self.run_dir / OWNER_NAME, os.O_RDONLY) as current:
-                if (
-                    os.path.sameopenfile(current.fileno(), self._file.fileno())
-                    and current.read() == self._record
-                ):
+                is_ours = os.path.sameopenfile(current.fileno(), self._file.fileno())
+                if is_ours and current.read() == self._record:
                     return ""
         except (FileNotFoundError, NotADirectoryError, ValueError):
             # the file is missing or was replaced
@@ -87,7 +114,12 @@ class Owner:
         )
 
     def release(self) -> None:
-        """Give up the run: from now on another launch may claim it."""
+        """Give up the run: from now on another launch may claim it. If this launch has not signed,
+        what it made is removed first."""
+        if self._made and not self.lost():
+            with contextlib.suppress(OSError):  # a folder that is no longer empty stays
+                for path in self._made:
+                    path.unlink() if path.name == OWNER_NAME else path.rmdir()
         self._file.close()
 
 
@@ -117,16 +149,17 @@ def last_owner(run_dir: Path) -> tuple[bytes, bool]:
     return record, not free
 
 
-def check_free(run_dir: Path) -> bytes:
-    """Check that no launch owns the run, without changing anything. Returns the last owner's record
-    for `claim`. ValueError names the process that owns the run, or an owner's file that is not a
-    regular one."""
+def check_free(run_dir: Path) -> None:
+    """Check that no launch owns the run, without changing anything. ValueError names the process
+    that owns the run, or an owner's file that is not a regular one."""
     record, alive = last_owner(run_dir)
     if not alive:
-        return record
+        return
     try:
         owner = parse_json(record, "", OWNER)
         who = f"host {owner['host']!a}, pid {owner['pid']}, since {owner['since']!a}"
+        if owner["host"] == socket.gethostname() and not is_alive_here(owner):
+            who = "one that is just starting"  # it has not signed: the record is an older one
     except ValueError:
         who = f"{run_dir / OWNER_NAME} does not name it"
     raise ValueError(
@@ -135,49 +168,37 @@ def check_free(run_dir: Path) -> bytes:
     )
 
 
-def claim(run_dir: Path, before: bytes) -> Owner:
-    """Become the owner of a run whose last owner left the record `before` (see `check_free`).
-    ValueError if another launch owns the run, or has owned it since."""
-    outdated = ValueError(
-        f"{run_dir}: another launch owned this run a moment ago; run the command again"
-    )
-    if not before:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(open_regular(run_dir / OWNER_NAME, os.O_RDWR | os.O_CREAT))
-            for _ in range(LOCK_TRIES):
-                if (locked := _lock(file, fcntl.LOCK_EX)) is not False:
-                    break
-                time.sleep(LOCK_TRY_S)
-            if not locked:
+def claim(run_dir: Path) -> Owner:
+    """Lock a run, which need not exist yet. ValueError if another launch owns it."""
+    for _ in range(LOCK_TRIES):
+        made = make_folders(run_dir)
+        path = run_dir / OWNER_NAME
+        with contextlib.ExitStack() as stack:
+            made = [path, *made] if not os.path.lexists(path) else made
+            try:
+                file = stack.enter_context(open_regular(path, os.O_RDWR | os.O_CREAT))
+                locked = _lock(file, fcntl.LOCK_EX)
+                # another process may have removed the file between our open and our lock
+                same = os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
+            except FileNotFoundError:
+                continue
+            if locked is None:
                 check_free(run_dir)  # raises the error that names the owner
-            # another process may have replaced the file between our open and our lock
-            same = os.path.samestat(os.fstat(file.fileno()), os.lstat(run_dir / OWNER_NAME))
-        except FileNotFoundError:
-            raise outdated from None
-        if locked is False or not same or file.read() != before:
-            raise outdated
-        record = json.dumps(
-            {
-                "launch": uuid.uuid4().hex,
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "launcher": identify_launcher(),
-                **identify(),
-            }
-        ).encode()
-        file.seek(0)
-        file.write(record)
-        file.truncate(len(record))
-        # a forked child would keep the lock; executed programs do not
-        os.register_at_fork(after_in_child=file.close)
-        stack.pop_all()
-    return Owner(run_dir, file, record)
+            if locked is not False and same:
+                # a forked child would keep the lock; executed programs do not
+                os.register_at_fork(after_in_child=file.close)
+                stack.pop_all()
+                return Owner(run_dir, file, made)
+        time.sleep(LOCK_TRY_S)
+    check_free(run_dir)
+    raise ValueError(MOMENT_AGO.format(run_dir))
 
 
-def acquire(run_dir: Path) -> Owner:
-    """`check_free`, then `claim`."""
-    return claim(run_dir, check_free(run_dir))
+def make_folders(path: Path) -> list[Path]:
+    """Make a folder and its missing parents. Returns what was missing, the innermost first."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    return missing
 
 
 def liveness(run_dir: Path, state: Mapping[str, Any]) -> str:
@@ -198,19 +219,21 @@ def exit_code(run_dir: Path, state: Mapping[str, Any]) -> int:
     ]
 
 
-class RunState:
-    """Rank 0's writer of the state. Leaving the context without a final status sets "stopped" (for
-    a StopAsked) or "failed", with the exception as the reason. `ranks`: the values of `identify` on
-    each rank, in rank order. `check_flag`: called with the run directory, to look for a request to
-    stop. Only `refresh` uses the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that
-    no step waits."""
+class RunState(Sink):
+    """Rank 0's writer of the state, the last sink of its journal.
+
+    Leaving the context without a final status sets "stopped" (for a StopAsked) or "failed", with
+    the exception as the reason. `ranks`: the values of `identify` on each rank, in rank order.
+    `check_flag`: called with the run directory, to look for a request to stop. Only `refresh` uses
+    the disk, and the heartbeat (nanochat/watchdog.py) calls it, so that no step waits.
+    """
 
     def __init__(
         self,
         owner: Owner,
         ranks: Sequence[dict[str, Any]],
         check_flag: Callable[[Path], None] = lambda run_dir: None,
-        **news: Any,
+        **news: object,
     ) -> None:
         self.owner = owner
         self._check_flag = check_flag
@@ -231,7 +254,7 @@ class RunState:
         self.update(**news)
         self.refresh()
 
-    def update(self, **news: Any) -> None:
+    def update(self, **news: object) -> None:
         """Change values (the names in NEWS); the next `refresh` writes them. A final status freezes
         the state."""
         assert news.keys() <= NEWS.keys() and news.get("status", "starting") in (
@@ -267,7 +290,28 @@ class RunState:
                 self._closed = True
             return lost
 
-    def close(self, status: str, reason: str = "") -> None:
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        if name == "val":
+            self.update(val_bpb=record["bpb"], val_step=step)
+        elif name == "saved":
+            self.update(checkpoint=record["checkpoint"])
+
+    def step(self, report: StepReport) -> None:
+        self.update(
+            status="running",
+            step=report.step + 1,
+            tokens=report.tokens,
+            skipped=report.skipped,
+            loss=report.smooth_loss,
+            tokens_per_s=report.tokens_per_s,
+            eta_s=report.eta_s,
+            phase=report.phase,
+        )
+
+    def ending(self, reason: str) -> None:
+        self.update(status="stopping", reason=reason)
+
+    def end(self, status: str, reason: str = "") -> None:
         """Write how the run ended, and give up the run. The first final status stays. A disk that
         does not answer delays this by at most CLOSE_S."""
         self.update(status=status, reason=reason)
@@ -280,19 +324,19 @@ class RunState:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, StopAsked):
-            self.close("stopped", str(error))
+            self.end("stopped", str(error))
         reason = (
             str(error)
             if isinstance(error, (ValueError, OSError))
             else f"{type(error).__name__}: {error}"
         )
-        self.close("failed", "ended without a status" if error is None else reason)
+        self.end("failed", "ended without a status" if error is None else reason)
 
 
 def write_completed(run_dir: Path, step: int, reason: str) -> None:
     """Write a completed state for a `final` checkpoint, at `step`, that no launch here trained;
     `reason` names its origin."""
-    state = RunState(
-        acquire(run_dir), [identify()], num_iterations=step, step=step, checkpoint="final"
-    )
-    state.close("completed", reason)
+    owner = claim(run_dir)
+    owner.sign()
+    state = RunState(owner, [identify()], num_iterations=step, step=step, checkpoint="final")
+    state.end("completed", reason)

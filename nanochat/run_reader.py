@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ STEP = {
     **dict.fromkeys(("tokens_per_s", "step_s", "wait_s"), float),
     **dict.fromkeys(("loss", "smooth_loss", "lr", "grad_norm", "mfu"), float | None),
 }
-EVENTS = {
+EVENTS: dict[str, dict[str, object]] = {
     "saved": {"step": int},
     "val": {"step": int, "bpb": float | None},
     "started": {"step": int, "world_size": int, "device": str, "torch": str},
@@ -55,6 +54,7 @@ EVENTS = {
 ENDS = ("completed", "stopped", "halted", "failed")  # events that end a launch
 EVALUATION = {"step": int, "train_bpb": dict, "samples": dict}
 Table = list[tuple[Any, ...]]
+LogRecord = dict[str, Any]  # a line of the log
 
 
 @dataclass
@@ -75,11 +75,14 @@ class Launch:
 
 
 class RunReader:
-    """Everything that the directory of a run records. Every property raises ValueError, which names
-    the file, if its part is corrupt."""
+    """Everything that the directory of a run records.
+
+    Every property raises ValueError, which names the file, if its part is corrupt.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir, self.name = run_dir, run_dir.name
+        self.run_dir = run_dir
+        self.name = run_dir.name
         self.log_path = run_dir / "logs" / "train.jsonl"
 
     # ---- settings and files ----
@@ -87,8 +90,11 @@ class RunReader:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The settings of the run, with the numbers that follow from them in "derived".
-        FileNotFoundError if the run never started."""
-        config, path = read_config(self.run_dir), self.run_dir / CONFIG_NAME
+
+        FileNotFoundError if the run never started.
+        """
+        config = read_config(self.run_dir)
+        path = self.run_dir / CONFIG_NAME
         derived = config.setdefault("derived", {})
         check_shape(config, {"max_seq_len": int, "derived": dict}, path)
         check_shape(derived, dict.fromkeys(derived, float | None), f"{path}: derived")
@@ -97,7 +103,9 @@ class RunReader:
     @property
     def typed(self) -> list[str]:
         """The names of the settings that the command line of the first launch changed."""
-        return (self.launches[0].started.get("typed") if self.launches else None) or []
+        if not self.launches:
+            return []
+        return self.launches[0].started.get("typed") or []
 
     @cached_property
     def manifests(self) -> dict[str, dict[str, Any]]:
@@ -107,69 +115,76 @@ class RunReader:
         return read_manifests(self.run_dir / DATA_MANIFEST)
 
     def listed(self) -> dict[str, list[int] | None]:
-        """{file: numbers of the documents that --without-documents listed when the run began, or
-        None for all}."""
-        return {
-            name: rows
-            for manifest in self.manifests.get("train", {}).values()
-            for name, rows in manifest.get("without", {}).items()
-        }
+        """{file: numbers of the documents listed by --without-documents at the start, None: all}."""
+        listed: dict[str, list[int] | None] = {}
+        for manifest in self.manifests.get("train", {}).values():
+            listed |= manifest.get("without", {})
+        return listed
 
     def files(self) -> Table:
         """(bucket and split, folder, number, bytes, documents) of the files that the run reads.
-        Bytes are those of the user's own files."""
-        return [
-            (
-                f"{bucket} ({split})",
-                m["root"],
-                len(m["files"]),
-                sum(f["size"] for f in m["files"]),
-                sum(sum(f["groups"]) for f in m["files"]),
-            )
-            for split, buckets in self.manifests.items()
-            for bucket, m in buckets.items()
-        ]
+
+        Bytes are those of the user's own files.
+        """
+        rows: Table = []
+        for split, buckets in self.manifests.items():
+            for bucket, manifest in buckets.items():
+                entries = manifest["files"]
+                num_bytes = sum(entry["size"] for entry in entries)
+                documents = sum(sum(entry["groups"]) for entry in entries)
+                name = f"{bucket} ({split})"
+                rows.append((name, manifest["root"], len(entries), num_bytes, documents))
+        return rows
 
     @cached_property
     def phases(self) -> list[dict[str, Any]]:
         """The phases of the plan, empty without a plan."""
         path = self.run_dir / PLAN_NAME
         shape = {"phases": [{"first_step": int, "asked": dict}]}
-        return read_json(path, shape)["phases"] if path.is_file() else []
+        if not path.is_file():
+            return []
+        return read_json(path, shape)["phases"]
 
     # ---- the log ----
 
-    def _check(self, record: dict[str, Any], shape: Any) -> dict[str, Any]:
+    def _check_record(self, record: LogRecord, shape: Mapping[str, object] | None) -> None:
         check_shape(record, shape, f"{self.log_path}: step {record['step']!r:.20}")
-        return record
 
     @cached_property
-    def _records(self) -> list[dict[str, Any]]:
+    def _records(self) -> list[LogRecord]:
         """The records of the log in the order written; events are checked."""
-        records = [record for record in iter_log(self.log_path) if type(record.get("step")) is int]
-        return [
-            self._check(r, None if is_step(r) else EVENTS.get(str(r["event"]))) for r in records
-        ]
+        records = []
+        for record in iter_log(self.log_path):
+            if type(record.get("step")) is not int:
+                continue
+            if not is_step(record):
+                self._check_record(record, EVENTS.get(str(record["event"])))
+            records.append(record)
+        return records
 
     @cached_property
     def digests(self) -> dict[int, str]:
         """{step: digest of its batch}, from the last line of each step."""
-        return {
-            r["step"]: r["digest"]
-            for r in self._records
-            if is_step(r) and type(r.get("digest")) is str
-        }
+        digests = {}
+        for record in self._records:
+            if is_step(record) and type(record.get("digest")) is str:
+                digests[record["step"]] = record["digest"]
+        return digests
 
     @cached_property
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[LogRecord]:
         """The last line of each step, ascending."""
         last = {record["step"]: record for record in self._records if is_step(record)}
-        return [self._check(last[step], STEP) for step in sorted(last)]
+        steps = [last[step] for step in sorted(last)]
+        for record in steps:
+            self._check_record(record, STEP)
+        return steps
 
     @cached_property
-    def events(self) -> list[dict[str, Any]]:
+    def events(self) -> list[LogRecord]:
         """All events, in the order of steps."""
-        return sorted((r for r in self._records if not is_step(r)), key=lambda event: event["step"])
+        events = [record for record in self._records if not is_step(record)]
+        return sorted(events, key=lambda event: event["step"])
 
     def named(self, *names: str) -> list[dict[str, Any]]:
         """The events with any of these names, in the order of steps."""
@@ -180,7 +195,8 @@ class RunReader:
         """The losses of rows; `read(step)` reads those of a step."""
         check_shape(self.config, {"total_batch_size": int}, self.run_dir / CONFIG_NAME)
         T = self.config["max_seq_len"]
-        return RowLosses(self.run_dir, num_rows=self.config["total_batch_size"] // max(1, T), T=T)
+        num_rows = self.config["total_batch_size"] // max(1, T)
+        return RowLosses(self.run_dir, num_rows=num_rows, T=T)
 
     def newest(self, name: str, step: int) -> dict[str, Any] | None:
         """The newest event with this name at or before a step, None if there is none."""
@@ -191,18 +207,23 @@ class RunReader:
         """The launches, in order."""
         launches: list[Launch] = []
         for record in self._records:
-            step, event = record["step"], record.get("event")
+            step = record["step"]
+            event = record.get("event")  # None for a step
             if event == "started":
-                for previous in launches[-1:]:
-                    previous.end = previous.end or "killed"
+                if launches and not launches[-1].end:
+                    launches[-1].end = "killed"
                 launches.append(Launch(record, step, step))
-            elif launches:
-                launch = launches[-1]
-                launch.last = max(launch.last, step + (event is None))
-                if event in ENDS:
-                    launch.end, launch.reason = event, record.get("reason") or ""
-                elif event is not None:
-                    launch.events.append(record)
+                continue
+            if not launches:
+                continue
+            launch = launches[-1]
+            steps_done = step + 1 if event is None else step
+            launch.last = max(launch.last, steps_done)
+            if event in ENDS:
+                launch.end = event
+                launch.reason = record.get("reason") or ""
+            elif event is not None:
+                launch.events.append(record)
         return launches
 
     # ---- figures, defined once for all commands ----
@@ -219,10 +240,15 @@ class RunReader:
 
     @property
     def horizon(self) -> int | None:
-        """Number of steps after which the run should end, as of the last launch (in older logs, the
-        first launch)."""
-        last = self.launches[-1].started.get("num_iterations") if self.launches else None
-        return last if isinstance(last, int) else self.config["derived"].get("num_iterations")
+        """Number of steps after which the run should end.
+
+        It is that of the last launch (in older logs, of the first).
+        """
+        if self.launches:
+            logged = self.launches[-1].started.get("num_iterations")
+            if isinstance(logged, int):
+                return logged
+        return self.config["derived"].get("num_iterations")
 
     @property
     def train_time_s(self) -> float:
@@ -231,49 +257,56 @@ class RunReader:
 
     def median(self, name: str, last: int = 0) -> float:
         """The median of a value over all steps, or over the last `last` ones; 0 without steps."""
-        return statistics.median([step.get(name) or 0 for step in self.steps[-last:]] or [0.0])
+        values = [step.get(name) or 0 for step in self.steps[-last:]]
+        return statistics.median(values) if values else 0.0
 
     @property
     def peak_memory_bytes(self) -> int | None:
         """Peak memory of rank 0, None if no step logged it."""
-        return max((step.get("peak_memory_bytes") or 0 for step in self.steps), default=0) or None
+        logged = [step["peak_memory_bytes"] for step in self.steps if step.get("peak_memory_bytes")]
+        return max(logged, default=None)
 
     @cached_property
     def val_bpb(self) -> dict[int, float]:
         """{steps done: bits per byte} for each validation that has a value."""
-        return {
-            event["step"]: event["bpb"] for event in self.named("val") if event["bpb"] is not None
-        }
+        events = self.named("val")
+        return {event["step"]: event["bpb"] for event in events if event["bpb"] is not None}
 
     def axes(self) -> dict[str, list[float]]:
-        """{axis: values}: the number of each logged step, and the tokens, FLOPs and hours of
-        training up to its end."""
-        steps, flops = self.steps, self.config["derived"].get("flops_per_token") or 0
-        spent_s = accumulate(step["step_s"] for step in steps)
-        return {
-            "steps": [step["step"] for step in steps],
-            "tokens": [step["tokens"] for step in steps],
-            "FLOPs": [step.get("total_training_flops") or flops * step["tokens"] for step in steps],
-            "hours": [step.get("total_training_time", s) / 3600 for step, s in zip(steps, spent_s)],
-        }
+        """{axis: values}: each logged step's number, and the tokens, FLOPs and hours up to its end."""
+        axes: dict[str, list[float]] = {"steps": [], "tokens": [], "FLOPs": [], "hours": []}
+        flops_per_token = self.config["derived"].get("flops_per_token") or 0
+        spent_s = 0.0  # in older logs, a step has only its own time
+        for step in self.steps:
+            spent_s += step["step_s"]
+            flops = step.get("total_training_flops") or flops_per_token * step["tokens"]
+            axes["steps"].append(step["step"])
+            axes["tokens"].append(step["tokens"])
+            axes["FLOPs"].append(flops)
+            axes["hours"].append(step.get("total_training_time", spent_s) / 3600)
+        return axes
 
     def mix(self) -> dict[str, list[float]]:
-        """{bucket: shares}: for each logged step, the bucket's share of the tokens in a window that
-        ends there (a fiftieth of all steps, at least 20); empty for a run with one bucket."""
+        """{bucket: its share of the tokens in a window that ends at each logged step}.
+
+        A window has a fiftieth of all steps, at least 20. Empty for a run with one bucket.
+        """
         import numpy as np
 
-        columns = sorted(
-            {name for step in self.steps for name in step if name.startswith("tokens/")}
-        )
+        every_name = {name for step in self.steps for name in step}
+        columns = sorted(name for name in every_name if name.startswith("tokens/"))
         counts = np.array([[step.get(name) or 0 for name in columns] for step in self.steps], float)
         if not counts.size:
             return {}
-        sums, window = counts.cumsum(axis=0), max(20, len(counts) // 50)
+
+        # sums over the window that ends at each step
+        window = max(20, len(counts) // 50)
+        sums = counts.cumsum(axis=0)
         sums[window:] -= sums[:-window].copy()
+
         shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
-        return {
-            name.removeprefix("tokens/"): share for name, share in zip(columns, shares.T.tolist())
-        }
+        buckets = [name.removeprefix("tokens/") for name in columns]
+        return dict(zip(buckets, shares.T.tolist()))
 
     @cached_property
     def evaluation(self) -> dict[str, Any]:
@@ -282,28 +315,27 @@ class RunReader:
         return read_json(path, EVALUATION) if path.is_file() else {}
 
     def samples(self) -> dict[str, list[str]]:
-        """{time: texts that the model wrote}: first those from training, newest first, then those
-        of scripts.base_eval."""
-        training = {
-            f"after {event['step']:,} steps": event.get("texts") or []
-            for event in self.named("samples")[::-1]
-        }
-        return training | {
-            f"at the evaluation, {kind}": texts
-            for kind, texts in self.evaluation.get("samples", {}).items()
-        }
+        """{time: texts that the model wrote}.
+
+        First those from training, newest first, then those of scripts.base_eval.
+        """
+        samples = {}
+        for event in reversed(self.named("samples")):
+            samples[f"after {event['step']:,} steps"] = event.get("texts") or []
+        for kind, texts in self.evaluation.get("samples", {}).items():
+            samples[f"at the evaluation, {kind}"] = texts
+        return samples
 
     @property
     def outcome(self) -> str:
         """ "completed", or the end of the last launch and the newest save."""
-        end, saves = self.launches[-1].end if self.launches else "", self.named("saved")
+        end = self.launches[-1].end if self.launches else ""
         if end == "completed":
             return end
-        return (
-            f"{end or 'unfinished'}, saved at step {saves[-1]['step']:,}"
-            if saves
-            else "nothing saved yet"
-        )
+        saves = self.named("saved")
+        if not saves:
+            return "nothing saved yet"
+        return f"{end or 'unfinished'}, saved at step {saves[-1]['step']:,}"
 
     # ---- saves ----
 
@@ -313,11 +345,16 @@ class RunReader:
         return cursor_files(self.run_dir)
 
     def nearest_cursors(self, step: int) -> tuple[int, list[dict[str, Any]]] | None:
-        """(step, cursors) of the newest save at or before a step, None if there is none. Corrupt
-        files are skipped with a warning."""
-        for saved in sorted((s for s in self.cursor_files if s <= step), reverse=True):
+        """(step, cursors) of the newest save at or before a step, None if there is none.
+
+        Corrupt files are skipped with a warning.
+        """
+        for saved in sorted(self.cursor_files, reverse=True):
+            if saved > step:
+                continue
             try:
-                return saved, read_cursors(self.cursor_files[saved])[1]
+                _, cursors = read_cursors(self.cursor_files[saved])
+                return saved, cursors
             except ValueError as e:
                 log.warning("skipped: %s", e)
         return None
@@ -326,12 +363,14 @@ class RunReader:
         """(step, ledger, T) of the newest save; step 0 and an empty ledger before the first."""
         from nanochat.stream import ledger
 
-        T, step = self.config["max_seq_len"], max(self.cursor_files, default=0)
+        T = self.config["max_seq_len"]
         if not self.cursor_files:
             return 0, {}, T
+        step = max(self.cursor_files)
         path = self.cursor_files[step]
         try:
-            return step, ledger(read_cursors(path)[1], T), T
+            _, cursors = read_cursors(path)
+            return step, ledger(cursors, T), T
         except ValueError as e:
             raise ValueError(str(e) if str(path) in str(e) else f"{path}: {e}") from None
 
@@ -346,8 +385,11 @@ class RunReader:
     # ---- the current state ----
 
     def status(self) -> dict[str, Any]:
-        """The run's state, liveness and newest checkpoint, read again at each call. "status" is
-        None if the state is missing or corrupt; "shown" is the word that commands print for it."""
+        """The run's state, liveness and newest checkpoint, read again at each call.
+
+        "status" is None if the state is missing or corrupt; "shown" is the word that commands print
+        for it.
+        """
         why = f"{self.run_dir / STATE_NAME} is missing, so the run's status is unknown; see {self.log_path}"
         status = {
             "run": str(self.run_dir),
@@ -380,9 +422,11 @@ class RunReader:
         return status
 
     def damaged_tokens(self) -> str:
-        """The error for the first damaged token file that the run reads, '' if there is none. A
-        process that reads a truncated file through a memory map is killed by SIGBUS, without a
-        message."""
+        """The error for the first damaged token file that the run reads, '' if there is none.
+
+        A process that reads a truncated file through a memory map is killed by SIGBUS, without a
+        message.
+        """
         from nanochat.tokens import open_tokens
 
         try:
@@ -410,39 +454,41 @@ def flat_numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
 
 def differing_settings(configs: Sequence[Mapping[str, Any]]) -> Table:
     """(name, one JSON value per run) of the settings that differ between runs."""
-    values = [
-        {name: json.dumps(value) for name, value in config.items() if name != "derived"}
-        for config in configs
-    ]
-    rows = [
-        (name, *(value.get(name) for value in values))
-        for name in {k: 0 for value in values for k in value}
-    ]
-    return [row for row in rows if len({*row[1:]}) > 1]
+    names = dict.fromkeys(name for config in configs for name in config if name != "derived")
+    rows: Table = []
+    for name in names:
+        values = [json.dumps(config[name]) if name in config else None for config in configs]
+        if len(set(values)) > 1:
+            rows.append((name, *values))
+    return rows
 
 
 def unbalanced(accounts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """{bucket: error in tokens} of the accounts that do not balance, which would be a bug in this
-    program."""
-    off = {
-        name: a["read"] + a["bos"] + a["repeated"] - a["emitted"] - a["cropped"] - a["pending"]
-        for name, a in accounts.items()
-    }
-    return {name: tokens for name, tokens in off.items() if tokens}
+    """{bucket: error in tokens} of accounts that do not balance: a bug in this program."""
+    errors = {}
+    for bucket, account in accounts.items():
+        entered = account["read"] + account["bos"] + account["repeated"]
+        accounted = account["emitted"] + account["cropped"] + account["pending"]
+        if entered != accounted:
+            errors[bucket] = entered - accounted
+    return errors
 
 
 def ledger_table(
     step: int, accounts: Mapping[str, Mapping[str, int]], T: int
 ) -> tuple[str, tuple[str, ...], Table]:
     """The ledger after `step` steps as text: a paragraph, and the header and rows of a table."""
-    from nanochat.stream import LEDGER, share
+    from nanochat.stream import LEDGER, token_share
 
-    law, off = "read + bos + repeated = emitted + cropped + pending", unbalanced(accounts)
-    buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in off.items())
-    verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}." if off else f"It balances: {law}."
+    law = "read + bos + repeated = emitted + cropped + pending"
+    verdict = f"It balances: {law}."
+    errors = unbalanced(accounts)
+    if errors:
+        buckets = ", ".join(f"{name} by {tokens:,}" for name, tokens in errors.items())
+        verdict = f"IT DOES NOT BALANCE ({law}): off in {buckets}."
     rows = []
     for bucket, account in accounts.items():
-        cropped = f"{100 * share(account, 'cropped'):.2f}"
+        cropped = f"{100 * token_share(account, 'cropped'):.2f}"
         rows.append((bucket, *(account[name] for name in LEDGER), cropped))
     text = (
         f"Ledger after {step:,} steps, in tokens. {verdict}\nA row has T + 1 = {T + 1:,} tokens, because inputs "

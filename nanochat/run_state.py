@@ -135,7 +135,7 @@ def seems_alive(state: Mapping[str, Any]) -> bool:
     return is_alive_here(state["ranks"][0]) or abs(heartbeat_age_s(state)) <= HEARTBEAT_LIMIT_S
 
 
-def replace_state(path: Path, value: Any) -> None:
+def replace_state(path: Path, value: object) -> None:
     """Replace a small JSON file without an fsync. A leftover or a link under the temporary name is
     deleted."""
     temporary = path.with_name(f"{path.name}.tmp")

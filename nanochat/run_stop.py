@@ -286,6 +286,18 @@ class StopWatch:
         return self._reason
 
 
+class Stop(Exception):
+    """Ends the run before its horizon. All ranks raise this together, after the same step.
+    `status`: "stopped" on request, "halted" if a person must decide how to continue. `all_dry`:
+    it halts because every bucket is used up, not just one."""
+
+    def __init__(self, reason: str, status: str = "stopped", *, all_dry: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.status = status
+        self.all_dry = all_dry
+
+
 def join_reasons(reasons: Sequence[str]) -> str:
     """The first of all ranks' reasons to stop (in rank order, '' for none): 'walltime: ..',
     'SIGUSR1', or 'SIGTERM (rank 1)' if not all ranks got a signal."""

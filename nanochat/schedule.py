@@ -35,7 +35,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from nanochat.cli import setting
+from nanochat.cli import Decides, setting
 
 REFERENCE_DEPTH = 12
 MOST_STEPS = 10**9
@@ -149,21 +149,21 @@ class ScheduleSettings:
     """schedule"""
 
     warmup_steps: int = setting(
-        40, "steps over which learning rates rise", least=0, fixed="decides what a step computes"
+        40, "steps over which learning rates rise", least=0, decides=Decides.STEP
     )
     warmdown_ratio: float = setting(
         0.65,
         "share of the run over which learning rates fall",
         least=0,
         most=1,
-        fixed="decides what a step computes",
+        decides=Decides.STEP,
     )
     final_lr_frac: float = setting(
         0.05,
         "learning rates at the end, as a fraction of the full rates",
         least=0,
         most=1,
-        fixed="decides what a step computes",
+        decides=Decides.STEP,
     )
 
 

@@ -78,8 +78,10 @@ class Spills:
     def read(
         self, group: int, rows: np.ndarray, keep: int, decode: Callable[[], Spill]
     ) -> list[str]:
-        """The texts of documents `rows` of a group, which `decode` decodes if it is not open. keep:
-        this lane will read the documents up to that number (exclusive), 0 if it will not."""
+        """The texts of documents `rows` of a group, which `decode` decodes if it is not open.
+
+        keep: this lane will read the documents up to that number (exclusive), 0 if it will not.
+        """
         texts = self._read_open(group, rows, keep)
         if texts is not None:
             return texts
@@ -112,9 +114,11 @@ class Spills:
 
 
 def decode_group(path: Path, number: int, field: str, num_bytes: int) -> Spill:
-    """Decode row group `number` of a parquet file, which has about `num_bytes` of text. ValueError,
-    as from `read_batches`, if it is damaged; OSError if the base directory has no room for it;
-    StopAsked if a stop is requested meanwhile."""
+    """Decode row group `number` of a parquet file, which has about `num_bytes` of text.
+
+    ValueError, as from `read_batches`, if it is damaged; OSError if the base directory has no room
+    for it; StopAsked if a stop is requested meanwhile.
+    """
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(tempfile.TemporaryFile(dir=get_base_dir()))
@@ -183,8 +187,10 @@ def _in_child(path: Path, number: int, field: str, out: BinaryIO) -> None:
 
 
 def main(path: str, number: str, field: str, fd: str) -> None:
-    """The child: write the texts to the inherited file `fd`. Prints the kind of an error and its
-    sentence."""
+    """The child: write the texts to the inherited file `fd`.
+
+    Prints the kind of an error and its sentence.
+    """
     try:
         with os.fdopen(int(fd), "wb") as out:
             write_texts(as_path(path), int(number), field, out)

@@ -1,35 +1,39 @@
 """
 How a run starts or resumes: the path from the command line to the first step.
 
-    flags ------------------ command: add this machine's tokenizer, processes, device       every rank; compared
+    flags
       |
-    inspect_run ------------ find the existing run and its newest good checkpoint,          rank 0; broadcast
-      |                        and resolve automatic settings: lanes, leaves, steps, batch
-      |       no run yet           a new run, from step 0 or from another run's weights
-      |       unfinished           refuse changed settings; newest good checkpoint, or step 0
-      |       completed, halted    print that; change nothing
-      |       being trained        refuse, and name the process that trains it
+    Guard ---------- lock the run (nanochat/run_guard.py)                                rank 0
+      |                being trained        refuse, and name the process that trains it
       |
-    find_data -------------- pin the files or compare them with the pinned ones, open them   rank 0, then every rank
+    command -------- add this machine's tokenizer, processes, device                     every rank
       |
-    claim_run -------------- make the plan, become the owner, clean up, write config.json,   rank 0
-                             tokenizer/, data_manifest.json, plan.json
+    inspect_run ---- find the existing run and its newest good checkpoint, and resolve   rank 0,
+      |              automatic settings: lanes, leaves, steps, batch                     broadcast
+      |                no run yet           a new run, from step 0 or from another run's weights
+      |                unfinished           refuse changed settings; newest good checkpoint, or step 0
+      |                completed, halted    print that; change nothing
+      |
+    find_data ------ pin the files or compare them with the pinned ones, open them       rank 0, then
+      |                                                                                  every rank
+      |
+    begin_run ------ make the plan, sign the run, clean up, write config.json,           rank 0
+                     tokenizer/, data_manifest.json, plan.json
 
-`inspect_run` returns a `Start`, whose settings alone count afterwards. Everything before
-`claim_run` only reads, so a refused command leaves no trace. scripts.validate runs everything
-before `claim_run`.
+`inspect_run` returns a `Start`, whose settings alone count afterwards, and `find_data` a `Run`:
+the same with its data. Everything before `begin_run` only reads, so a refused command leaves no
+trace. scripts.validate runs everything but the guard and `begin_run`.
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,31 +50,21 @@ from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
     as_path,
     begin_launch,
-    counted,
-    get_dist_info,
-    is_remote,
     print0,
-    show,
     write_json,
 )
-from nanochat.config import Settings, flag, resume_settings
+from nanochat.config import Settings, resume_settings
 from nanochat.core_eval import read_bundle
-from nanochat.dataloader import StepLayout, default_leaves
 from nanochat.dist import (
     PER_MACHINE,
-    agree,
+    check_all_equal,
     get_compute_dtype,
+    on_all_ranks,
     on_rank0,
     other_processors,
-    peak_memory,
-    same,
     versions,
-    write_memory,
 )
 from nanochat.files import data_at, default_data_path
-from nanochat.fp8 import convert
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.order import MAX_LANES, default_lanes, fed_lanes
 from nanochat.plan import rehearse
 from nanochat.run_dir import (
     CONFIG_NAME,
@@ -82,24 +76,23 @@ from nanochat.run_dir import (
     pack_cursors,
     read_config,
     run_path,
-    set_aside,
 )
+from nanochat.run_guard import Guard
 from nanochat.run_order import order_of, stream_config
-from nanochat.run_owner import Owner, RunState, check_free, claim
-from nanochat.run_state import identify
-from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
+from nanochat.run_settings import build_model as build_model  # forks import it from here
+from nanochat.run_settings import derive, device_memory, resolve
+from nanochat.run_settings import estimate_memory as estimate_memory
+from nanochat.schedule import Horizon
 from nanochat.sources import (
     DATA_MANIFEST,
-    Manifest,
     Manifests,
     RunData,
     check_files,
-    counts_and_means,
     leave_out,
     open_data,
     read_manifests,
 )
-from nanochat.splits import describe_split, files_of, last_file_validates
+from nanochat.steps import Progress
 from nanochat.stream import (
     carry_on,
     open_stream,
@@ -112,10 +105,12 @@ from nanochat.tokenizer import Tokenizer, get_tokenizer
 
 log = logging.getLogger(__name__)
 
-# share of a GPU's memory for a step, with one process and with several (NCCL)
-FIT_ALONE = 0.92
-FIT_TOGETHER = 0.88
-MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
+
+class Over(NamedTuple):
+    """Why a command does nothing: its run has ended."""
+
+    exit_code: int
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,6 @@ class Start:
     cursors: list[dict[str, Any]] | None
     skip: int  # number of steps whose rows `find_data` skips from there
     notices: Mapping[str, str]  # {changed setting: effect of the change}
-    last_owner: bytes  # the record of the launch that last owned the run
     manifests: Manifests  # the files of a new run with --order=lanes, else {}
     # newest event of each name; "completed" only if the last launch logged it
     events: dict[str, dict[str, Any]]
@@ -150,6 +144,23 @@ class Start:
         return self.skip + self.horizon.num_iterations - self.step
 
     @property
+    def wandb_id(self) -> str | None:
+        """The id of the run's wandb run, if it has one."""
+        return self.logged_wandb_id or self.state.get("wandb_id")
+
+    @property
+    def logged_wandb_id(self) -> str | None:
+        return self.events.get("wandb", {}).get("id")
+
+    def first_progress(self) -> Progress:
+        """The progress at the first step of this launch."""
+        progress = Progress(**self.state.get("progress", {}))
+        val = self.logged("val")  # measured after the save
+        if val is not None and val.get("bpb") is not None:
+            progress.record_val(val["bpb"])
+        return progress
+
+    @property
     def state(self) -> dict[str, Any]:
         """The run's state in the checkpoint; {} at step 0."""
         return {} if self.checkpoint is None else self.checkpoint.trainer_state
@@ -160,24 +171,32 @@ class Start:
         record = self.events.get(event)
         return record if record is not None and record["step"] == self.step else None
 
-    def over(self) -> tuple[int, str] | None:
-        """(exit code, sentence) for a run that has ended; None for one that can continue, such as
-        one that was killed in its last evaluation, after its final checkpoint."""
+    def over(self) -> Over | None:
+        """None for a run that can continue, such as one that was killed in its last evaluation,
+        after its final checkpoint."""
         status, where = self.state.get("status"), self.checkpoint and self.checkpoint.path
         ended = "completed" in self.events or "started" not in self.events
         if status == "completed" and self.step >= self.horizon.num_iterations and ended:
-            return 0, (
+            return Over(
+                0,
                 f"{self.run_dir}: completed ({where}), nothing to do; to train further, raise "
-                f"--num-iterations; to start another run, use --model-tag=NAME"
+                f"--num-iterations; to start another run, use --model-tag=NAME",
             )
         allowed = self.settings.allow_bucket_exhaustion and not self.state.get("all_dry")
         if status == "halted" and not allowed:
             remedy = after_halt(self.run_dir.name, all_dry=self.state.get("all_dry", False))
-            return (
+            return Over(
                 EXIT_HALTED,
                 f"{self.run_dir}: halted ({where}): {self.state['halted']}; {remedy}",
             )
         return None
+
+
+@dataclass(frozen=True)
+class Run(Start):
+    """A run, as one launch of it finds it. Never changes."""
+
+    data: RunData
 
 
 # ---- the command on this machine -----------------------------------------------------------------
@@ -250,7 +269,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
     run_dir = run_path(settings.model_tag or "")
     # every node has its own command line, tokenizer and PyTorch
     shared = {name: value for name, value in versions(device).items() if name not in PER_MACHINE}
-    same({**settings.to_json(), **shared})
+    check_all_equal({**settings.to_json(), **shared})
     for difference in other_processors():
         print0(
             f"note: {difference}; the data is the same, but bits depend on which rank computes what "
@@ -265,7 +284,7 @@ def inspect_run(settings: Settings, device: torch.device) -> Start:
                 f"the machines, give this machine --node-rank=0, or start over with --resume=scratch"
             )
 
-    agree(check_shared)
+    on_all_ranks(check_shared)
     return on_rank0(lambda: _inspect(run_dir, settings, device))
 
 
@@ -277,8 +296,6 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
             f"--resume=scratch: {run_dir} already holds a run; add --force to rename it, or name a new "
             f"run with --model-tag"
         )
-    # read first: if anything changes from here on, `claim` finds another record
-    last_owner = check_free(run_dir)
     if settings.core_metric_every > 0:  # a missing bundle is an error now, not hours later
         read_bundle(settings.eval_bundle, settings.core_metric_max_per_task)
     config = dict[str, Any]()
@@ -324,7 +341,6 @@ def _inspect(run_dir: Path, settings: Settings, device: torch.device) -> Start:
         cursors=None if continued is None else continued.cursors,
         skip=settings.skip_steps if checkpoint is None else 0,
         notices=notices,
-        last_owner=last_owner,
         manifests=manifests,
         events=newest_events(run_dir, checkpoint.step if checkpoint else 0) if config else {},
     )
@@ -383,176 +399,13 @@ def describe_origin(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-# ---- what follows from the settings --------------------------------------------------------------
-
-
-def build_model(settings: Settings, depth: int | None = None) -> GPT:
-    """The model on the meta device: shapes and types without data. `depth` overrides that of the
-    settings."""
-    config = GPTConfig.from_depth(
-        settings.depth if depth is None else depth,
-        vocab_size=settings.vocab_size,
-        sequence_len=settings.max_seq_len,
-        aspect_ratio=settings.aspect_ratio,
-        head_dim=settings.head_dim,
-        window_pattern=settings.window_pattern,
-    )
-    with torch.device("meta"):
-        model = GPT(
-            config,
-            attention_mode=settings.attention_mode,
-            activation_checkpointing=settings.activation_checkpointing,
-            z_loss=settings.z_loss,
-        )
-    if settings.fp8:
-        convert(model)
-    return model
-
-
-def estimate_memory(settings: Settings, room: int | None = None) -> dict[str, int]:
-    """{part: bytes} of the GPU memory that resolved settings need, see `GPT.estimate_memory`.
-    `room`: the bytes that a step may use; if they do not suffice, pending sums of leaves are not
-    counted, because they stay on the host."""
-    layout = StepLayout(
-        settings.lanes,
-        settings.total_batch_size // settings.max_seq_len,
-        settings.device_batch_size,
-        0,
-        settings.world_size,
-        settings.leaves,
-    )
-    leaves = len(layout.leaves)
-    compiled = settings.compile == "on" or (
-        settings.compile == "auto" and settings.device_type == "cuda"
-    )
-    estimate = partial(
-        build_model(settings).estimate_memory,
-        settings.device_batch_size,
-        dtype=getattr(torch, settings.dtype),
-        compiled=compiled,
-        world_size=settings.world_size,
-        micro_batches=leaves * layout.micro_batches_per_leaf,
-    )
-    parts = estimate(num_leaves=leaves)
-    if room is not None and sum(parts.values()) > room:
-        return estimate(num_leaves=1)
-    return parts
-
-
-def device_memory(device: torch.device, world_size: int) -> int | None:
-    """Bytes of a GPU's memory that a step may use: the rest is for CUDA, fragmentation and, with
-    several processes, NCCL's buffers. None if the device is not a GPU."""
-    if device.type != "cuda":
-        return None
-    return int(
-        (FIT_ALONE if world_size == 1 else FIT_TOGETHER)
-        * torch.cuda.get_device_properties(device).total_memory
-    )
-
-
-def is_tight(settings: Settings, device: torch.device) -> bool:
-    """Whether the GPU has no room for the pending sums of leaves (see `StepLayout`), which then
-    stay on the host."""
-    room = device_memory(device, settings.world_size)
-    return room is not None and sum(estimate_memory(settings).values()) > room
-
-
-def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
-    """The number of rows per forward pass: the largest power of two that is at most a leaf's rows
-    and fits into `room` bytes (None: at most 32 rows), not counting pending sums of leaves, which
-    may be on the host. The largest also keeps a GPU busiest: the deterministic attention kernel
-    runs rows x heads thread blocks in waves, one block per multiprocessor, and doubling the blocks
-    never increases the idle share."""
-    rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
-
-    def fits(B: int) -> bool:
-        if room is None:
-            return B <= MAX_ROWS
-        return sum(estimate_memory(replace(settings, device_batch_size=B), room).values()) <= room
-
-    B = 1
-    while rows_per_leaf >= 2 * B and fits(2 * B):
-        B *= 2
-    return B
-
-
-def resolve(
-    settings: Settings,
-    dtype: torch.dtype,
-    room: int | None,
-    train: Mapping[str, Manifest] | None = None,
-) -> tuple[Settings, Horizon, GPTConfig]:
-    """(settings, horizon, shape of the model) with all automatic settings resolved. ValueError for
-    settings that do not fit together. Batch size, horizon and learning rates follow from parameter
-    counts, so the model is built on the meta device first. `room`: see `device_memory`. `train`:
-    training files of a new run, which limit its lanes."""
-    model = build_model(settings)
-    scaling = [
-        sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
-        for m in (model, build_model(settings, REFERENCE_DEPTH))
-    ]
-    horizon = resolve_horizon(
-        num_iterations=settings.num_iterations,
-        target_flops=settings.target_flops,
-        target_param_data_ratio=settings.target_param_data_ratio,
-        total_batch_size=settings.total_batch_size,
-        weight_decay=settings.weight_decay,
-        sequence_len=settings.max_seq_len,
-        scaling_params=scaling[0],
-        reference_scaling_params=scaling[1],
-        flops_per_token=model.estimate_flops(),
-        curriculum_tokens=settings.curriculum_tokens,
-    )
-    rows = horizon.total_batch_size // settings.max_seq_len
-    lanes = settings.lanes
-    if lanes == -1:
-        fed = [
-            fed_lanes(
-                *counts_and_means(manifest),
-                T=settings.max_seq_len,
-                buffer_size=settings.buffer_size,
-            )
-            for manifest in (train or {}).values()
-        ]
-        lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
-    leaves = (
-        default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
-    )
-    settings = replace(
-        settings,
-        total_batch_size=horizon.total_batch_size,
-        lanes=lanes,
-        leaves=leaves,
-        dtype=str(dtype).removeprefix("torch."),
-    )
-    automatic = settings.device_batch_size == -1
-    # both StepLayout and phase_rows raise ValueError for numbers that do not fit together
-    layout = StepLayout(
-        lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves
-    )
-    if automatic:
-        settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
-    if settings.mix is not None:
-        settings.mix.phase_rows(settings.max_seq_len, lanes)
-        budget, total = settings.curriculum_tokens, horizon.total_tokens
-        if abs(total - budget) > horizon.total_batch_size and not settings.allow_budget_mismatch:
-            raise ValueError(
-                f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
-                f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
-                f"--num-iterations to train as long as the curriculum lasts, change its durations, set "
-                f"allow_budget_mismatch: true in it, or add --allow-budget-mismatch"
-            )
-    return settings, horizon, model.config
-
-
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start, RunData]:
+def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
     """Collective. Rank 0 pins the files of a new run, or compares the files of an existing run with
-    its pins; then every rank opens them. Returns the start, with its cursors moved past the rows to
-    skip, and the data. FileNotFoundError or ValueError names a file that is missing, changed or
-    unusable."""
+    its pins; then every rank opens them. The run's cursors are moved past the rows to skip.
+    FileNotFoundError or ValueError names a file that is missing, changed or unusable."""
     settings = start.settings
 
     def pinned() -> Manifests:
@@ -585,9 +438,10 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> tuple[Start,
             ) from e
         return open_data(found, tokenizer, as_stored=settings.packing == "binned")
 
-    data = agree(opened)
+    data = on_all_ranks(opened)
     cursors = on_rank0(lambda: _first_cursors(start, data))
-    return replace(start, cursors=cursors, skip=0), data
+    fields = {field.name: getattr(start, field.name) for field in dataclasses.fields(start)}
+    return Run(**{**fields, "cursors": cursors, "skip": 0}, data=data)
 
 
 def _first_cursors(start: Start, data: RunData) -> list[dict[str, Any]] | None:
@@ -658,54 +512,51 @@ def after_halt(tag: str, *, all_dry: bool) -> str:
 # ---- the first files are written -----------------------------------------------------------------
 
 
-def claim_run(start: Start, data: RunData) -> Owner:
-    """Rank 0: make and print the plan, become the run's owner, and write its directory. If the plan
-    shows that the run would halt: ValueError before anything is written, or a warning with
-    --plan=warn. config.json holds the resolved settings and, for readers, the figures derived from
-    them."""
-    run_dir = start.run_dir
-    settings = start.settings
+def begin_run(run: Run, guard: Guard) -> None:
+    """Rank 0: make and print the plan, sign the run, and write its directory. If the plan shows
+    that the run would halt: ValueError before anything is written, or a warning with --plan=warn.
+    config.json holds the resolved settings and, for readers, the figures derived from them."""
+    run_dir = run.run_dir
+    settings = run.settings
     plan = None
     # planning `binned` rows finds too-long entries now, instead of at the step that needs them
     if settings.plan != "off" and (settings.mix is not None or settings.packing == "binned"):
         print0("start: planning which rows the run reads")
-        plan = rehearse(start, data)
-    elif settings.plan != "off" and order_of(settings).has_plan and start.checkpoint is None:
-        print_passes(start, data)
-    order_of(settings).shuffle(settings, data.train)
-    owner = claim(run_dir, start.last_owner)
+        plan = rehearse(run, run.data)
+    elif settings.plan != "off" and order_of(settings).has_plan and run.checkpoint is None:
+        print_passes(run)
+    order_of(settings).shuffle(settings, run.data.train)
     if settings.resume == "scratch" and is_run_dir(run_dir):
-        set_aside(run_dir)
-        owner.release()  # the old run, under its new name
-        owner = claim(run_dir, b"")
-    try:
-        open_folders(run_dir)
-        write_json(run_dir / DATA_MANIFEST, data.manifests)
-        data.tokenizer.save(run_dir / "tokenizer")
-        if plan is not None:
-            write_json(run_dir / PLAN_NAME, plan.to_json())
-        if not (run_dir / CONFIG_NAME).exists():
-            origin = {} if start.origin is None else {"origin": describe_origin(start.origin)}
-            write_json(
-                run_dir / CONFIG_NAME, {**settings.to_json(), **origin, "derived": derive(start)}
-            )
-        if start.checkpoint is None and start.cursors is not None:
-            keep_cursors(run_dir, 0, pack_cursors(0, start.cursors))
-    except BaseException as e:
-        RunState(owner, [identify()]).close("failed", str(e))
-        raise
-    return owner
+        guard.set_aside()
+    guard.sign(
+        num_iterations=run.horizon.num_iterations,
+        step=run.step,
+        checkpoint=run.checkpoint.path.name if run.checkpoint else None,
+    )
+    open_folders(run_dir)
+    write_json(run_dir / DATA_MANIFEST, run.data.manifests)
+    run.data.tokenizer.save(run_dir / "tokenizer")
+    if plan is not None:
+        write_json(run_dir / PLAN_NAME, plan.to_json())
+    if not (run_dir / CONFIG_NAME).exists():
+        origin = {} if run.origin is None else {"origin": describe_origin(run.origin)}
+        write_json(
+            run_dir / CONFIG_NAME,
+            {**settings.to_json(), **origin, "derived": derive(settings, run.horizon)},
+        )
+    if run.checkpoint is None and run.cursors is not None:
+        keep_cursors(run_dir, 0, pack_cursors(0, run.cursors))
 
 
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def print_passes(start: Start, data: RunData) -> None:
+def print_passes(run: Run) -> None:
     """For a run without a curriculum: print the size of its data in tokens and its passes over
     them, estimated from a few hundred documents. Its data cannot run dry, so only `binned` rows
     need a plan. ValueError with --plan=error if nearly all of a new run's tokens would be
     cropped."""
-    settings, [source] = start.settings, data.train.values()
+    settings, [source] = run.settings, run.data.train.values()
     T, lengths = settings.max_seq_len, sample_lengths(source)
     # the part of each document that follows its first full row
     beyond = np.maximum(lengths - T - 1, 0)
@@ -717,10 +568,10 @@ def print_passes(start: Start, data: RunData) -> None:
         again = (settings.overlap + 1) * float(np.ceil(beyond / (T - settings.overlap)).sum())
         repeated = again / (again + float(lengths.sum()))
     why = refuse_cropping("its data", cropped)
-    if why and settings.plan == "error" and not start.config:
+    if why and settings.plan == "error" and not run.config:
         raise ValueError(why)
     mean = float(lengths.mean()) - 1  # without BOS
-    tokens, trained = round(float(source.groups.sum()) * mean), start.horizon.total_tokens
+    tokens, trained = round(float(source.groups.sum()) * mean), run.horizon.total_tokens
     taken = trained * (1 - repeated) / (1 - cropped)
     passes = f"{taken / tokens:.2g}"
     often = (
@@ -740,153 +591,3 @@ def print_passes(start: Start, data: RunData) -> None:
         repeated=repeated,
     ):
         log.warning("%s", line)
-
-
-def derive(start: Start) -> dict[str, Any]:
-    """{name: figure} for the figures that follow from the settings."""
-    model, horizon = build_model(start.settings), start.horizon
-    flops = model.estimate_flops()
-    return {
-        "num_iterations": horizon.num_iterations,
-        "total_tokens": horizon.total_tokens,
-        "tokens_per_step": horizon.total_batch_size,
-        "flops_per_token": flops,
-        "total_flops": float(flops * horizon.total_tokens),
-        "batch_lr_scale": horizon.batch_lr_scale,
-        "weight_decay_scaled": horizon.weight_decay_scaled,
-        **{f"params_{k}": v for k, v in model.num_scaling_params().items()},
-    }
-
-
-def describe_memory(parts: dict[str, int]) -> str:
-    """A memory estimate as one line."""
-    sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
-    return f"memory per GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"
-
-
-@contextlib.contextmanager
-def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
-    """Context manager: running out of GPU memory becomes a ValueError with the estimate, the peak,
-    the settings to change, and the newest checkpoint."""
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        settings = start.settings
-        peak = peak_memory(device)
-        snapshot = write_memory(start.run_dir, get_dist_info()[1])
-        room = device_memory(device, settings.world_size)
-        estimate = sum(estimate_memory(settings, room).values())
-        figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (
-            f", the peak {peak / 1e9:,.1f} GB" if peak else ""
-        )
-        kept = next(
-            (f"{path.name} is kept" for path in list_checkpoints(start.run_dir)),
-            "nothing is saved yet",
-        )
-        raise ValueError(
-            f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
-            f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
-            f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}"
-        ) from e
-
-
-def print_split(start: Start, data: RunData) -> None:
-    """Print the validation files and the training files."""
-    settings = start.settings
-    train = data.manifests["train"]
-    val = data.manifests["val"]
-    # both splits are in the same files
-    if any("documents" in manifest for manifest in val.values()):
-        print0(
-            f"data: {counted(len(files_of(train)), '.bin file')}, whose documents --split={settings.split} "
-            f"divides into training, validation and test"
-        )
-        return
-    reads = f"this run trains on {start.horizon.total_tokens:,} tokens"
-    is_new = not start.config and settings.val_path is None
-    chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
-    print0(
-        *describe_split(
-            files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen
-        ),
-        sep="\n",
-    )
-
-
-def show_short(value: Any) -> str:
-    """`show` of a setting. A list of hundreds of paths is cut."""
-    text = show(value)
-    return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"
-
-
-def print_summary(
-    start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]
-) -> None:
-    """Print what is about to run. For a new run: settings from the command line or its --config
-    file (`typed`) that differ from the defaults, and the values that follow from these, the data
-    and this machine. For a resume: the settings that differ from those of the run."""
-    if start.config:
-        print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
-        for change, effect in start.notices.items():
-            print0(f"changed: {change}{effect and f' ({effect})'}")
-    else:
-        settings = start.settings.differing()
-        print0(
-            "set:",
-            *(
-                f"  {flag(name):32s} {show_short(settings[name])}"
-                for name in settings
-                if name in typed
-            ),
-            sep="\n",
-        )
-        worked_out = {
-            name: value
-            for name, value in {**settings, **derive(start)}.items()
-            if name not in typed
-        }
-        print0(
-            "worked out from these settings, the data and this machine:",
-            *(f"  {name:32s} {show_short(value)}" for name, value in worked_out.items()),
-            sep="\n",
-        )
-    batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
-    print0(
-        f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
-        f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
-        f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}"
-    )
-    with contextlib.suppress(OSError):  # a system may not know its load
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
-        if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
-            print0(
-                f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
-                f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that"
-            )
-    if (room := device_memory(device, start.settings.world_size)) is not None:
-        print0(
-            describe_memory(estimate_memory(start.settings, room))
-            + f"; {room / 1e9:,.1f} GB available"
-        )
-    if layout.num_leaves % layout.world_size:
-        print0(
-            f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
-            f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "
-            f"starts)"
-        )
-    if layout.dead_share > 0.1:
-        print0(
-            f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
-            f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf"
-        )
-    if start.settings.data_format in ("shards", "megatron") and not is_remote(
-        start.settings.data_path or ""
-    ):
-        print0(
-            f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
-            f"scripts.status {start.run_dir.name} or the next launch names it"
-        )
-    if start.checkpoint is not None:
-        print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
-    elif start.cursors is not None and start.origin is not None:
-        print0(f"the data continues where {start.origin.path} stopped")

@@ -1,16 +1,26 @@
 """
-The plain values of training: the totals of a step, and the progress of a run.
+The plain values of training: the totals of a step, the progress of a run, and what a run reports.
 """
 
+import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanochat.spikes import Window
 
 # in a step's message: the position of the dry flag, and how many numbers precede the buckets
 DRY = 4
 FLAGS = 8
+
+
+class Outcome(enum.Enum):
+    """What became of a step."""
+
+    APPLIED = "applied"
+    SPIKE = "spike"  # not applied: the loss or the gradient norm is above its limit
+    VOID = "void"  # not applied: a rank ran out of rows, or, without limits, NaN or infinity
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,9 @@ class StepTotals:
     nats: list[float]  # the sum of each row's token losses
     live: list[int]  # the number of each row's live targets
     buckets: list[int]  # the index of each row's bucket
-    spiked: bool = False  # the step was a spike and was not applied
+    grad_norm: float = 0.0  # before clipping
+    norm_limit: float = math.inf  # the largest norm that was applied; -1: none was
+    can_spike: bool = False  # there were limits for spikes
 
     @classmethod
     def read(cls, values: list[float], num_buckets: int) -> "StepTotals":
@@ -46,6 +58,15 @@ class StepTotals:
             live=[int(live) for live in rows[1::3]],
             buckets=[int(bucket) for bucket in rows[2::3]],
         )
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of the step. The optimizer has made the same comparison on the device."""
+        if self.dry:
+            return Outcome.VOID
+        if math.isfinite(self.grad_norm) and self.grad_norm <= self.norm_limit:
+            return Outcome.APPLIED
+        return Outcome.SPIKE if self.can_spike else Outcome.VOID
 
     @property
     def loss(self) -> float:
@@ -85,7 +106,7 @@ class Progress:
         self.step += 1
         self.tokens += tokens
         self.train_time_s += step_s
-        if not totals.spiked:
+        if totals.outcome is Outcome.APPLIED:
             self.smooth_loss = 0.9 * self.smooth_loss + 0.1 * totals.loss
         return self.smooth_loss / (1 - 0.9 ** (self.step - self.skipped))
 
@@ -94,3 +115,41 @@ class Progress:
         self.val_bpb = bpb
         self.first_val_bpb = bpb if self.first_val_bpb is None else self.first_val_bpb
         self.min_val_bpb = min(bpb, bpb if self.min_val_bpb is None else self.min_val_bpb)
+
+
+# ---- what a run reports --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the sinks of a journal receive after each step."""
+
+    step: int  # its number: the first one is 0
+    totals: StepTotals
+    record: dict[str, Any]  # its line in the log: JSON
+    line: str  # for people
+    smooth_loss: float
+    tokens: int  # trained on so far
+    tokens_per_s: float
+    eta_s: float
+    skipped: int  # steps so far that were not applied
+    phase: int | str | None  # of the curriculum
+
+
+class Sink:
+    """Receives the steps and events of a run. A sink has those of these methods that it needs."""
+
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        """An event after `step` steps. `record`: JSON."""
+
+    def step(self, report: StepReport) -> None:
+        """A step was taken."""
+
+    def ending(self, reason: str) -> None:
+        """The run ends after one more save."""
+
+    def end(self, status: str, reason: str) -> None:
+        """The run has ended: completed, stopped, halted or failed."""
+
+    def close(self) -> None:
+        """The last call, even after an error."""

@@ -38,31 +38,41 @@ from nanochat.order import Order, StreamConfig, open_order
 from nanochat.packing import Piece, Placement
 from nanochat.rows import Document, Packed, Row, assemble
 from nanochat.sources import Source
+from nanochat.tokenizer import TokenizerSettings
 
 FORMAT = 5  # of cursors
 SAMPLE_DOCUMENTS = 64  # documents sampled from a group to estimate its lengths
 SAMPLE_TOKENS = 1 << 20  # of them that are read at once
 MUCH_CROPPED = 0.1  # a larger share of cropped tokens causes a warning
 MOST_CROPPED = 0.9  # a larger share is refused, unless --plan says otherwise
-LEDGER = (
-    "read",
-    "bos",
-    "repeated",
-    "emitted",
-    "cropped",
-    "pending",
-    "padded",
-    "rows",
-    "documents",
-    "epochs",
-)
-Cursor = dict[str, Any]
+LEDGER = {  # of a bucket; all but the last three count tokens
+    "read": "of the documents that were read, as stored",
+    "bos": "put in front of documents and of their continuations",
+    "repeated": "read or emitted a second time, as context",
+    "emitted": "in rows",
+    "cropped": "dropped",
+    "pending": "read, but not yet in a row",
+    "padded": "in rows, from no document",
+    "rows": "packed",
+    "documents": "read",
+    "epochs": "that the lane furthest ahead has finished",
+}
+# the counts of a feed that make up the ledger
 FEED = dict.fromkeys(
     ("epoch", "documents", "read", "row", "inserted", "repeated", "cropped", "padded", "pending"),
     int,
-)  # the counts of a feed that make up the ledger
+)
 CURSOR = {"format": int, "lane": int, "stream": dict, "row": int, "dropped": [str], "buckets": dict}
-Key = tuple[int, int, int]  # (epoch, group, index in it): how cursors name a document
+
+Cursor = dict[str, Any]  # of shape CURSOR
+
+
+class Key(NamedTuple):
+    """How cursors and packers name a document."""
+
+    epoch: int
+    group: int
+    row: int  # number in the group
 
 
 class FeedState(NamedTuple):
@@ -96,9 +106,29 @@ class LaneState(NamedTuple):
     feeds: Any  # {bucket: FeedState}; for Megatron's order, that stream's own counts
 
 
+class RowsConfig(Protocol):
+    """What decides a stream's rows: a `StreamConfig`, or its counterpart in another order."""
+
+    @property
+    def T(self) -> int: ...
+    @property
+    def V(self) -> int: ...
+    def identity(self) -> dict[str, Any]: ...
+
+
+class OpensStream(RowsConfig, Protocol):
+    """A configuration of an order other than that of lanes."""
+
+    def open(
+        self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
+    ) -> "AnyStream": ...
+
+
 class AnyStream(Protocol):
     """What a loader needs from a stream, in the order of lanes (`Stream`) or in any other.
-    `Stream` documents the methods."""
+
+    `Stream` documents the methods.
+    """
 
     config: Any
     lanes: list[int]
@@ -122,8 +152,10 @@ class Unit(NamedTuple):
 
 
 class Feed:
-    """One bucket in one lane. `pool` prefetches the next unit; without a pool, each unit is read
-    when it is needed."""
+    """One bucket in one lane.
+
+    `pool` prefetches the next unit; without a pool, each unit is read when it is needed.
+    """
 
     def __init__(
         self,
@@ -140,24 +172,26 @@ class Feed:
         self.lane = lane
         self.source = source
         self.order = order
-        self.pool, self.max_epochs = pool, config.epochs(bucket)
+        self.pool = pool
+        self.max_epochs = config.epochs(bucket)
         self.packer = config.new_packer()
         # the pending documents; after a resume, a Future of those of a group that the pool still
         # reads
         self.documents: dict[Key, Document | Future[dict[Key, Document]]] = {}
-        # `share`: this lane's places in the current epoch
         self.epoch = 0
-        self.share = order.share(lane, 0)
+        self.share = order.share(lane, 0)  # this lane's places in the current epoch
         self.place = self.share.start  # of the next unit
-        # documents, and their tokens, not counting BOS and repeated tokens
-        self.num_documents = self.read = 0
+        self.num_documents = 0
+        self.read = 0  # tokens of these documents, not counting BOS and repeated tokens
         self.unit: Future[Unit] | None = None  # the prefetched unit
 
     # -- reading
 
     def _next_epoch(self) -> bool:
-        """Begin the next epoch, skipping those whose share for this lane is empty. False if no
-        epoch is left."""
+        """Begin the next epoch, skipping those whose share for this lane is empty.
+
+        False if no epoch is left.
+        """
         while self.max_epochs == 0 or self.epoch + 1 < self.max_epochs:
             self.epoch += 1
             self.share = self.order.share(self.lane, self.epoch)
@@ -169,17 +203,20 @@ class Feed:
     def _fetch(self, epoch: int, place: int, stop: int) -> Unit:
         """Read the unit at a place."""
         groups, rows, keep = self.order.unit(epoch, place, stop)
+
+        # each group is read once
         documents: dict[int, Document] = {}  # by position in the unit
         for group in dict.fromkeys(groups.tolist()):
             positions = np.flatnonzero(groups == group)
             of_group = self._read(group, rows[positions], keep)
             documents.update(zip(positions.tolist(), of_group))
+
+        # the unit, in the order of use
         in_order = [documents[position] for position in range(len(rows))]
-        keys = [(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())]
+        keys = [Key(epoch, group, row) for group, row in zip(groups.tolist(), rows.tolist())]
         lengths = [len(document.ids) for document in in_order]
-        return Unit(
-            place + len(rows), keys, lengths, [self._kept(document) for document in in_order]
-        )
+        kept = [self._kept(document) for document in in_order]
+        return Unit(place + len(rows), keys, lengths, kept)
 
     def _read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """`Source.read`, with a mark on the documents that are left out of the loss."""
@@ -187,33 +224,41 @@ class Feed:
         silent = self.source.without.get(group)
         if silent is None:
             return documents
-        return [
-            document._replace(silent=bool(silent[row])) for document, row in zip(documents, rows)
-        ]
+        marked = []
+        for document, row in zip(documents, rows):
+            marked.append(document._replace(silent=bool(silent[row])))
+        return marked
 
     def prefetch(self) -> None:
-        """Have the pool read the next unit once fewer documents are pending than the target plus
-        half a unit."""
-        if self.packer.wants(self.config.fill_target(self.packer.row) + self.order.batch // 2):
+        """Have the pool read the next unit if few documents are pending.
+
+        Few: less than the target plus half a unit.
+        """
+        target = self.config.fill_target(self.packer.row)
+        if self.packer.wants(target + self.order.batch // 2):
             self._submit_unit()
 
     def _submit_unit(self) -> None:
         """Have the pool read the next unit of the epoch, unless it is already doing so."""
-        if self.unit is None and self.pool and self.place < self.share.stop:
+        has_more = self.place < self.share.stop
+        if self.pool and has_more and self.unit is None:
             self.unit = self.pool.submit(self._fetch, self.epoch, self.place, self.share.stop)
 
     def _fill(self) -> None:
-        """Push units of the current epoch until the packer wants no more. RuntimeError if the pool
-        was closed."""
+        """Push units of the current epoch until the packer wants no more.
+
+        RuntimeError if the pool was closed.
+        """
         target = self.config.fill_target(self.packer.row)
         while self.place < self.share.stop and self.packer.wants(target):
+            # the next unit, read by the pool if there is one
             self._submit_unit()
-            unit = (
-                self.unit.result()
-                if self.unit
-                else self._fetch(self.epoch, self.place, self.share.stop)
-            )
-            self.unit = None
+            if self.unit is None:
+                unit = self._fetch(self.epoch, self.place, self.share.stop)
+            else:
+                unit = self.unit.result()
+                self.unit = None
+
             for key, length, document in zip(unit.keys, unit.lengths, unit.documents):
                 if length > 0:  # a stored entry may be empty
                     self._push(key, length, document)
@@ -221,36 +266,45 @@ class Feed:
 
     def _push(self, key: Key, length: int, document: Document) -> None:
         """Give a document of `length` tokens to the packer, and enter it in the accounts.
-        ValueError, which names its file, if no row can hold it."""
-        framed, packer = self.config.framed, self.packer
+
+        ValueError, which names its file, if no row can hold it.
+        """
         try:
-            packer.push(key, length)
+            self.packer.push(key, length)
         except ValueError as e:
-            name, number = self.source.locate(key[1])
+            name, number = self.source.locate(key.group)
             raise ValueError(f"{name}: group {number}: {e}") from None
         self.documents[key] = document
-        packer.inserted += framed
-        packer.repeated += document.context
-        self.read += length - framed - document.context
+        num_bos = 1 if self.config.framed else 0
+        self.packer.inserted += num_bos
+        self.packer.repeated += document.context
+        self.read += length - num_bos - document.context
         self.num_documents += 1
 
     def _kept(self, document: Document) -> Document:
-        """A pending document as the feed stores it: cut to what a row can hold if documents are
-        cropped; if they are split, compressed if it is longer than a chunk."""
-        ids, limit = document.ids, self.packer.max_tokens
+        """A pending document as the feed stores it.
+
+        If documents are cropped, it is cut to what a row can hold. If they are split, it is
+        compressed if it is longer than a chunk.
+        """
+        ids = document.ids
         assert isinstance(ids, np.ndarray)  # as sources return it
-        if limit is not None and len(ids) > limit:
+        limit = self.packer.max_tokens
+        if limit is not None:
             # a view would keep all of it in memory
-            return document._replace(ids=ids[:limit].copy())
-        if limit is None and self.packer.own_bos and len(ids) > Packed.CHUNK:
+            return document if len(ids) <= limit else document._replace(ids=ids[:limit].copy())
+        if self.packer.own_bos and len(ids) > Packed.CHUNK:
             return document._replace(ids=Packed(ids))
         return document
 
     # -- rows
 
     def pack(self) -> list[Placement] | None:
-        """The next row as placements. None if the bucket is dry: no document is left to read, and
-        the pending ones cannot fill a row."""
+        """The next row as placements.
+
+        None if the bucket is dry: no document is left to read, and the pending ones cannot fill a
+        row.
+        """
         self._fill()
         while not self.packer.ready:
             # The epoch is over. Its remaining documents lead the next row, which the next epoch
@@ -279,8 +333,10 @@ class Feed:
         return Row(self.lane, index, self.bucket, tokens, live, placed)
 
     def _take(self, key: Key) -> Document:
-        """A document that the packer has placed. It stays pending if the packer will place it
-        again."""
+        """A document that the packer has placed.
+
+        It stays pending if the packer will place it again.
+        """
         document = self.documents.pop(key)
         if isinstance(document, Future):
             document = document.result().pop(key)
@@ -292,21 +348,24 @@ class Feed:
 
     def state(self) -> FeedState:
         """A copy of the feed's present state."""
-        return FeedState(
-            self.epoch, self.place, self.num_documents, self.read, *self.packer.state()
-        )
+        counts, waiting = self.packer.state()
+        return FeedState(self.epoch, self.place, self.num_documents, self.read, counts, waiting)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from the JSON of `FeedState.to_json`. The pool reads the pending documents, one
-        group at a time. ValueError if the state does not fit the data."""
+        """Resume from the JSON of `FeedState.to_json`.
+
+        The pool reads the pending documents, one group at a time. ValueError if the state does not
+        fit the data.
+        """
         what = f"cursor of lane {self.lane}, bucket {self.bucket!r}"
         check_shape(state, {**FEED, "place": int, "left": int, "waiting": [[int]]}, what)
         waiting: dict[Key, Piece] = {}
         for entry in state["waiting"]:
             self._check_waiting(entry, what)
             epoch, group, row, *piece = entry
-            waiting[epoch, group, row] = Piece(*piece)
-        self.epoch, self.share = state["epoch"], self.order.share(self.lane, state["epoch"])
+            waiting[Key(epoch, group, row)] = Piece(*piece)
+        self.epoch = state["epoch"]
+        self.share = self.order.share(self.lane, self.epoch)
         self.place = state["place"]
         self.num_documents = state["documents"]
         self.read = state["read"]
@@ -315,7 +374,7 @@ class Feed:
         # read the pending documents group by group
         groups: dict[int, dict[Key, Piece]] = {}
         for key, piece in waiting.items():
-            groups.setdefault(key[1], {})[key] = piece
+            groups.setdefault(key.group, {})[key] = piece
         for group, pieces in groups.items():
             if self.pool:
                 reading = self.pool.submit(self._fetch_pending, group, pieces)
@@ -324,38 +383,48 @@ class Feed:
                 self.documents.update(self._fetch_pending(group, pieces))
 
     def _check_waiting(self, entry: Sequence[int], what: str) -> None:
-        """ValueError unless an entry of a cursor's "waiting" names a document of this data and a
-        piece of it."""
-        sizes = self.source.groups
-        is_piece = len(entry) == 6 and min(entry) >= 0
-        if not is_piece or entry[1] >= len(sizes) or entry[2] >= sizes[entry[1]]:
+        """ValueError unless an entry of "waiting" in a cursor names a document and a piece of it."""
+        is_valid = len(entry) == len(Key._fields) + len(Piece._fields) and min(entry) >= 0
+        if is_valid:
+            _, group, row, *_ = entry
+            sizes = self.source.groups
+            is_valid = group < len(sizes) and row < sizes[group]
+        if not is_valid:
             raise ValueError(
                 f"{what}: {entry[:6]} does not name a document of this data; resume from another "
                 f"checkpoint"
             )
 
     def _fetch_pending(self, group: int, waiting: dict[Key, Piece]) -> dict[Key, Document]:
-        """Read the documents of a group that a cursor lists. ValueError if the length of one has
-        changed."""
-        documents = self._read(group, np.array([row for _, _, row in waiting]))
+        """Read the documents of a group that a cursor lists.
+
+        ValueError if the length of one has changed.
+        """
+        documents = self._read(group, np.array([key.row for key in waiting]))
+        kept = {}
         for (key, piece), document in zip(waiting.items(), documents):
-            actual, expected = len(document.ids), self.packer.whole_length(piece)
+            actual = len(document.ids)
+            expected = self.packer.whole_length(piece)
             if actual != expected:
                 name, number = self.source.locate(group)
                 raise ValueError(
-                    f"{name}: document {key[2]} of group {number} has {actual:,} tokens, but the "
+                    f"{name}: document {key.row} of group {number} has {actual:,} tokens, but the "
                     f"checkpoint says {expected:,}; the data or the tokenizer has changed since the run "
                     f"began. Restore the original, or start a new run (--model-tag)"
                 )
-        return {key: self._kept(document) for key, document in zip(waiting, documents)}
+            kept[key] = self._kept(document)
+        return kept
 
 
 # ---- cursors -------------------------------------------------------------------------------------
 
 
 def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
-    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}. In each bucket,
-    read + bos + repeated = emitted + cropped + pending tokens; padding is counted separately."""
+    """The summed ledger of some lanes' cursors: {bucket: {name in LEDGER: number}}.
+
+    In each bucket, read + bos + repeated = emitted + cropped + pending tokens; padding is counted
+    separately.
+    """
     total: dict[str, dict[str, int]] = {}
     for cursor in cursors:
         check_shape(cursor, {"buckets": dict}, "cursor of a lane")
@@ -371,15 +440,21 @@ def ledger(cursors: Sequence[Cursor], T: int) -> dict[str, dict[str, int]]:
     return total
 
 
-def share(account: Mapping[str, int], name: str) -> float:
-    """`name` ("cropped" or "repeated") as a share of the tokens that left the buffers (emitted +
-    cropped). Tables show the cropped share as `cropped %`."""
-    return account[name] / max(1, account["emitted"] + account["cropped"])
+def token_share(account: Mapping[str, int], name: str) -> float:
+    """The "cropped" or "repeated" tokens of an account, as a share of all that left the buffers.
+
+    Tokens that left the buffers were emitted or cropped. Tables show the cropped share as `cropped
+    %`.
+    """
+    left = account["emitted"] + account["cropped"]
+    return account[name] / max(1, left)
 
 
 def sample_lengths(source: Source) -> np.ndarray:
-    """(n,) int64: the lengths, BOS included, of the first documents in each of up to 8 groups
-    spread over a source."""
+    """(n,) int64: lengths, BOS included, of documents sampled from a source.
+
+    The first documents in each of up to 8 groups spread over the source.
+    """
     lengths: list[int] = []
     num_groups = len(source.groups)
     sampled = np.linspace(0, num_groups - 1, min(8, num_groups)).astype(int)
@@ -402,9 +477,11 @@ def reading_notes(
     repeated: float,
     about: str = "about ",
 ) -> list[str]:
-    """Warnings for a run that trains on `trained` tokens of `data`, of which a share `repeated` is
-    overlap. One sentence if it reads all `tokens` of the data clearly more than once, and one if
-    many tokens are cropped."""
+    """Warnings for a run that trains on `trained` tokens of `data`, which has `tokens`.
+
+    One sentence if many tokens are cropped, and one if the run reads the data clearly more than
+    once. `repeated`: the share of overlap among the trained tokens.
+    """
     notes = []
     if cropped > MUCH_CROPPED:
         notes.append(
@@ -412,8 +489,12 @@ def reading_notes(
             f"than a row; --long-docs=split crops none, a longer --max-seq-len crops fewer"
         )
     if passes > 1.05:  # last, and so just above the verdict
-        twice = f", {repeated:.0%} of them overlaps of split documents" if repeated > 0.005 else ""
-        lost = f", {cropped:.0%} of them cropped" if cropped > 0.005 else ""
+        twice = ""
+        if repeated > 0.005:
+            twice = f", {repeated:.0%} of them overlaps of split documents"
+        lost = ""
+        if cropped > 0.005:
+            lost = f", {cropped:.0%} of them cropped"
         notes.append(
             f"the run reads {data} {about}{passes:.1f} times: it trains on {trained:,} tokens{twice}, and "
             f"{data} has {about}{tokens:,}{lost}"
@@ -422,9 +503,11 @@ def reading_notes(
 
 
 def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
-    """A sentence that says why a run should not start: it would train on little more than the
-    beginnings of its documents, say on the title pages of books. Empty unless more than
-    MOST_CROPPED of the tokens are cropped."""
+    """A sentence that says why a run should not start; empty if at most MOST_CROPPED is cropped.
+
+    Such a run would train on little more than the beginnings of its documents, say on the title
+    pages of books.
+    """
     if cropped <= MOST_CROPPED:
         return ""
     return (
@@ -433,20 +516,24 @@ def refuse_cropping(data: str, cropped: float, about: str = "about ") -> str:
     )
 
 
-def stream_identity(config: Any, sources: Mapping[str, Source], tokenizer: str) -> dict[str, Any]:
+def stream_identity(
+    config: RowsConfig, sources: Mapping[str, Source], tokenizer: str
+) -> dict[str, Any]:
     """Everything that decides the rows, as JSON values: equal identities mean equal rows."""
-    return {
-        **config.identity(),
-        "tokenizer": tokenizer,
-        **{f"data {name}": source.fingerprint for name, source in sources.items()},
-    }
+    identity = config.identity()
+    identity["tokenizer"] = tokenizer
+    for name, source in sources.items():
+        identity[f"data {name}"] = source.fingerprint
+    return identity
 
 
 def check_cursors(
     cursors: Sequence[Cursor], lanes: Sequence[int], identity: Mapping[str, Any]
 ) -> None:
-    """ValueError, with a diff, unless all cursors belong to this stream, and there is one for each
-    lane. Cursors of other lanes are allowed."""
+    """ValueError, with a diff, unless all cursors belong to this stream, one for each lane.
+
+    Cursors of other lanes are allowed.
+    """
     for cursor in cursors:
         check_shape(cursor, CURSOR, "cursor of a lane")
         lane, theirs = cursor["lane"], cursor["stream"]
@@ -458,9 +545,7 @@ def check_cursors(
         names = sorted({*theirs, *identity})
         differing = [name for name in names if theirs.get(name) != identity.get(name)]
         if differing:
-            diff = "; ".join(
-                f"{name} was {theirs.get(name)}, now {identity.get(name)}" for name in differing
-            )
+            diff = "; ".join(f"{n} was {theirs.get(n)}, now {identity.get(n)}" for n in differing)
             raise ValueError(
                 f"cursor of lane {lane} belongs to another stream ({diff}); start a new run (--model-tag)"
             )
@@ -474,23 +559,27 @@ def check_cursors(
 
 
 def carry_on(cursors: Sequence[Cursor], identity: Mapping[str, Any]) -> list[Cursor]:
-    """Turn another run's cursors into those of a new run that continues where the other one stopped
-    reading, so that no data is repeated. If the curriculum differs, each bucket continues where it
-    was, rows are counted from 0, and new buckets start from their beginning."""
+    """Turn another run's cursors into those of a new run that continues where the other stopped.
+
+    No data is repeated. If the curriculum differs, each bucket continues where it was, rows are
+    counted from 0, and new buckets start from their beginning.
+    """
     continued = []
     for cursor in cursors:
         theirs = cursor["stream"]
         if theirs.get("curriculum") == identity.get("curriculum"):
             continued.append(cursor)
             continue
-        # what a new curriculum may change in the identity: itself, and which buckets there are
-        changed = {"curriculum"}
-        changed.update(name for name in theirs.keys() ^ identity.keys() if name.startswith("data "))
+
+        # A new curriculum may change the identity in two points: itself, and which buckets there
+        # are. All else must be equal, which `check_cursors` will check.
+        in_one_only = theirs.keys() ^ identity.keys()
+        changed = {"curriculum", *(name for name in in_one_only if name.startswith("data "))}
         stream = {name: value for name, value in theirs.items() if name not in changed}
         stream |= {name: value for name, value in identity.items() if name in changed}
-        buckets = {
-            name: feed for name, feed in cursor["buckets"].items() if f"data {name}" in identity
-        }
+
+        feeds = cursor["buckets"].items()
+        buckets = {bucket: feed for bucket, feed in feeds if f"data {bucket}" in identity}
         continued.append({**cursor, "stream": stream, "buckets": buckets, "row": 0, "dropped": []})
     return continued
 
@@ -514,7 +603,7 @@ class Stream:
         *,
         tokenizer: str,
         cursors: Sequence[Cursor] | None = None,
-        num_threads: int = 4,
+        num_threads: int = TokenizerSettings.tokenizer_threads,
         drop_dry: bool = False,
         feed: type[Feed] = Feed,
     ):
@@ -530,18 +619,21 @@ class Stream:
         self.identity = stream_identity(config, sources, tokenizer)
         self.rows = dict.fromkeys(self.lanes, 0)  # number of rows that each lane has produced
         self.dropped: dict[int, frozenset[str]] = dict.fromkeys(self.lanes, frozenset())
-        self.pool = (
-            ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize") if num_threads else None
-        )
+        self.pool: Executor | None = None
+        if num_threads:
+            self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
+
+        # a feed for each bucket and lane
         self.feeds: dict[str, dict[int, Feed]] = {}
         for bucket, source in sources.items():
             order = open_order(
                 source.groups, source.means, small=source.small, bucket=bucket, config=config
             )
-            of_bucket = partial(
+            new_feed = partial(
                 feed, config, bucket=bucket, source=source, order=order, pool=self.pool
             )
-            self.feeds[bucket] = {lane: of_bucket(lane=lane) for lane in self.lanes}
+            self.feeds[bucket] = {lane: new_feed(lane=lane) for lane in self.lanes}
+
         if cursors is not None:
             check_cursors(cursors, self.lanes, self.identity)
             for cursor in cursors:
@@ -551,28 +643,33 @@ class Stream:
     def _restore(self, cursor: Cursor) -> None:
         """Continue one of these lanes where its cursor says."""
         lane = cursor["lane"]
-        self.rows[lane], self.dropped[lane] = cursor["row"], frozenset(cursor["dropped"])
+        self.rows[lane] = cursor["row"]
+        self.dropped[lane] = frozenset(cursor["dropped"])
         for bucket in cursor["buckets"].keys() & self.feeds.keys():
             self.feeds[bucket][lane].restore(cursor["buckets"][bucket])
 
     def bucket_of(self, lane: int, row: int) -> str | None:
         """The bucket that a lane's row comes from; None if all of the lane's buckets are dry."""
+        dropped = self.dropped[lane]
         if self.mixer is not None:
-            return self.mixer.bucket(lane, row, self.dropped[lane])
-        return next((bucket for bucket in self.buckets if bucket not in self.dropped[lane]), None)
+            return self.mixer.bucket(lane, row, dropped)
+        return next((bucket for bucket in self.buckets if bucket not in dropped), None)
 
     def next_rows(self, num_rows: int) -> list[Row]:
         """The next `num_rows` rows of each lane, lane after lane; fewer from a lane that is dry."""
         # Start all reads first, so that the pool works on every lane at once.
         for lane in self.lanes:
             first = self.rows[lane]
-            buckets = {self.bucket_of(lane, row) for row in range(first, first + num_rows)}
-            for bucket in buckets - {None}:
-                self.feeds[bucket][lane].prefetch()  # type: ignore[index]
+            due = {self.bucket_of(lane, row) for row in range(first, first + num_rows)}
+            for bucket in due:
+                if bucket is not None:
+                    self.feeds[bucket][lane].prefetch()
+
+        # Pack the rows of each lane, until its bucket is dry and may not be dropped.
         rows: list[Row] = []
         for lane in self.lanes:
-            due = self.rows[lane] + num_rows
-            while self.rows[lane] < due:
+            stop = self.rows[lane] + num_rows
+            while self.rows[lane] < stop:
                 bucket = self.bucket_of(lane, self.rows[lane])
                 if bucket is None:
                     break
@@ -587,8 +684,7 @@ class Stream:
         return rows
 
     def dry_bucket(self, lane: int) -> str | None:
-        """The dry bucket that leaves a lane without its next row; None if all of its buckets are
-        dry."""
+        """The dry bucket that leaves a lane without its next row; None if all its buckets are dry."""
         return self.bucket_of(lane, self.rows[lane])
 
     def state(self) -> list[LaneState]:
@@ -603,17 +699,15 @@ class Stream:
         """The cursors of these lanes at `state` (default: now), as JSON values."""
         cursors = []
         for at in self.state() if state is None else state:
-            buckets = {bucket: feed.to_json() for bucket, feed in at.feeds.items()}
-            cursors.append(
-                {
-                    "format": FORMAT,
-                    "lane": at.lane,
-                    "row": at.row,
-                    "stream": self.identity,
-                    "dropped": sorted(at.dropped),
-                    "buckets": buckets,
-                }
-            )
+            cursor = {
+                "format": FORMAT,
+                "lane": at.lane,
+                "row": at.row,
+                "stream": self.identity,
+                "dropped": sorted(at.dropped),
+                "buckets": {bucket: feed.to_json() for bucket, feed in at.feeds.items()},
+            }
+            cursors.append(cursor)
         return cursors
 
     def close(self) -> None:
@@ -623,10 +717,16 @@ class Stream:
 
 
 def open_stream(
-    config: Any, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
+    config: StreamConfig | OpensStream,
+    sources: Mapping[str, Source],
+    lanes: Sequence[int],
+    **arguments: Any,
 ) -> AnyStream:
-    """Some lanes of the stream that `config` describes: a `Stream`, or for another order
-    (`order.ORDERS`) what its configuration opens. The other arguments are those of `Stream`."""
+    """Some lanes of the stream that `config` describes.
+
+    A `Stream`, or for another order (`order.ORDERS`) what its configuration opens. The other
+    arguments are those of `Stream`.
+    """
     if isinstance(config, StreamConfig):
         return Stream(config, sources, lanes, **arguments)
     return config.open(sources, lanes, **arguments)

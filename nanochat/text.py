@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from nanochat.cli import setting
+from nanochat.cli import Decides, setting
 from nanochat.common import as_path, counted, is_remote, parse_json
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ MAX_DOCUMENT_BYTES = 256 << 20  # a larger document is a mistake, or meant to ex
 EMPTY_BYTES = 200
 LITTLE_TEXT = 1 << 18  # bytes; returning less than this to the system is not worth a call
 NULLS = "{}: {} in column `{}` of row group {}; delete or fill these rows"
-FIXED = "decides which tokens come in which order"  # why a run may not change these settings
 
 
 def text_suffix(name: str) -> str:
@@ -72,14 +71,16 @@ class TextSettings:
         TEXT_FIELD,
         "parquet column or jsonl field that holds the text; a.b: field b of a",
         metavar="NAME",
-        fixed=FIXED,
+        decides=Decides.ROWS,
     )
-    min_chars: int = setting(0, "skip documents with fewer characters", metavar="N", fixed=FIXED)
+    min_chars: int = setting(
+        0, "skip documents with fewer characters", metavar="N", decides=Decides.ROWS
+    )
     val_fraction: float = setting(
         0.0,
         "share of each file's documents to use for validation, instead of the last file",
         metavar="F",
-        fixed=FIXED,
+        decides=Decides.ROWS,
     )
     strict: bool = setting(False, "stop at a broken jsonl line or a null instead of skipping it")
 

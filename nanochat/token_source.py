@@ -4,7 +4,7 @@ The source of token files: pairs of .bin and .idx, in either format (nanochat/to
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,10 +15,20 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.tokens import GROUP_ENTRIES, TokenFile, open_tokens
 
 
+class Runs(NamedTuple):
+    """Where some documents of a group are."""
+
+    pair: TokenFile
+    ranges: list[tuple[int, int]]  # (first, end) of each run of consecutive entries
+    positions: list[int]  # of each document, among the entries of all runs
+
+
 class TokenSource(Source):
-    """Pairs of .bin and .idx in either format. Each entry is a document: `[BOS] + ids`, or with
-    `as_stored` the entry as it is stored. Files are opened when they are first used. ValueError for
-    files that another tokenizer made."""
+    """Pairs of .bin and .idx in either format.
+
+    Each entry is a document: `[BOS] + ids`, or with `as_stored` the entry as it is stored. Files
+    are opened when they are first used. ValueError for files that another tokenizer made.
+    """
 
     lengths_known = True
     has_entries = True
@@ -26,9 +36,9 @@ class TokenSource(Source):
     def __init__(self, manifest: Manifest, tokenizer: Tokenizer, *, as_stored: bool = False):
         super().__init__(manifest, tokenizer)
         self.as_stored = as_stored
-        self._first_entry = np.concatenate(
-            [_starts(entry["groups"]) for entry in manifest["files"]]
-        )
+        # (G,) int64: the number in its file of the first entry of each group
+        firsts = [np.cumsum([0, *entry["groups"][:-1]]) for entry in manifest["files"]]
+        self._first_entry = np.concatenate(firsts)
         if "documents" in manifest:
             self._limit_to(*manifest["documents"])
         self._pair = functools.cache(self._open)
@@ -45,13 +55,10 @@ class TokenSource(Source):
         self.fingerprint = hash_json([self.fingerprint, first, end])
 
     def _check_tokenizer(self, folder: Path, of_folder: dict[str, Any] | None) -> None:
-        """ValueError if the manifest.json of a folder says that another tokenizer made its
-        files."""
-        theirs = (
-            self.tokenizer.fingerprint
-            if of_folder is None
-            else of_folder["tokenizer"]["fingerprint"]
-        )
+        """ValueError if the manifest.json of a folder says that another tokenizer made its files."""
+        if of_folder is None:
+            return
+        theirs = of_folder["tokenizer"]["fingerprint"]
         if theirs != self.tokenizer.fingerprint:
             raise ValueError(
                 f"{folder}: tokenizer {theirs} made its shards, but this run has "
@@ -65,14 +72,18 @@ class TokenSource(Source):
 
     @staticmethod
     def is_empty(path: Path) -> bool:
-        """See `Source.is_empty`. A pair whose files contradict each other is not empty: opening it
-        gives the reason."""
+        """See `Source.is_empty`.
+
+        A pair whose files contradict each other is not empty: opening it gives the reason.
+        """
         return path.stat().st_size == 0 and len(TokenFile(path)) == 0
 
     def _open(self, number: int) -> TokenFile:
         """The open pair for a file in the manifest."""
-        path, entry = self.paths[number], self.manifest["files"][number]
-        entries, size = sum(entry["groups"]), entry["size"]
+        path = self.paths[number]
+        pinned = self.manifest["files"][number]
+        entries = sum(pinned["groups"])
+        size = pinned["size"]
         pair = open_tokens(path, vocab_size=self.tokenizer.get_vocab_size())
         if (len(pair), pair.num_bytes) != (entries, size):
             raise ValueError(
@@ -81,19 +92,15 @@ class TokenSource(Source):
             )
         return pair
 
-    def _runs(
-        self, group: int, rows: np.ndarray
-    ) -> tuple[TokenFile, list[tuple[int, int]], list[int]]:
-        """Where some documents of a group are: (their pair, runs of consecutive entries [(first,
-        end)] that hold them, for each document its position in the runs). In a small bucket they
-        may lie far apart."""
+    def _runs(self, group: int, rows: np.ndarray) -> Runs:
+        """Where some documents of a group are. In a small bucket they may lie far apart."""
         # a row may be pending from two epochs
         distinct, positions = np.unique(rows, return_inverse=True)
         entries = distinct + self._first_entry[group]
         gaps = np.flatnonzero(np.diff(entries) > 1) + 1
         runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(entries, gaps)]
         file, _ = self.file_of(group)
-        return self._pair(file), runs, positions.tolist()
+        return Runs(self._pair(file), runs, positions.tolist())
 
     def read(self, group: int, rows: np.ndarray, keep: int = 0) -> list[Document]:
         """See `Source.read`."""
@@ -110,18 +117,12 @@ class TokenSource(Source):
         lengths: list[int] = []
         contexts: list[int] = []
         for first, end in runs:
-            of_run = (
-                pair.lengths(first, end)
-                if self.as_stored
-                else pair.document_lengths(first, end, self.bos)
-            )
+            if self.as_stored:
+                of_run = pair.lengths(first, end)
+            else:
+                of_run = pair.document_lengths(first, end, self.bos)
             lengths += of_run.tolist()
             contexts += pair.prefixes(first, end).tolist()
-        return [lengths[position] for position in positions], [
-            contexts[position] for position in positions
-        ]
-
-
-def _starts(groups: list[int]) -> np.ndarray:
-    """(G,) int64: the number of the first entry of each group of a file."""
-    return np.cumsum([0, *groups])[:-1]
+        lengths = [lengths[position] for position in positions]
+        contexts = [contexts[position] for position in positions]
+        return lengths, contexts

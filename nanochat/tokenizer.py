@@ -27,10 +27,12 @@ tokenizers of other programs; each is saved as a copy of its program's file besi
 
 import argparse
 import base64
+import contextlib
 import importlib.util
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +41,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import tiktoken
 
+from nanochat.cli import Decides, setting
 from nanochat.common import (
     as_path,
     check_shape,
@@ -115,8 +118,10 @@ Encoder = Callable[[Sequence[str]], Encoded]
 
 
 class TiktokenEncoder:
-    """Encodes with tiktoken, which defines the ids. It releases the GIL and creates no Python
-    integers."""
+    """Encodes with tiktoken, which defines the ids.
+
+    It releases the GIL and creates no Python integers.
+    """
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
@@ -149,8 +154,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def cut_long_spaces(text: str) -> list[str]:
-    """The pieces of a text, cut inside runs of white space that are too long for the regex
-    engines."""
+    """The pieces of a text, cut inside runs of white space that are too long for the regex engines."""
     return [text] if len(text) < LONG_RUN else [piece for piece in _LONG_SPACE.split(text) if piece]
 
 
@@ -183,8 +187,7 @@ def _first_failing(encoder: Encoder, texts: Sequence[str]) -> CannotEncode | Non
 
 
 class _Opens(type):
-    """Makes `Tokenizer(name)` return what `get_tokenizer(name)` returns, an object of a
-    subclass."""
+    """Makes `Tokenizer(name)` return what `get_tokenizer(name)` returns, an object of a subclass."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return (
@@ -195,8 +198,10 @@ class _Opens(type):
 
 
 class Tokenizer(metaclass=_Opens):
-    """The interface of every tokenizer. A subclass implements `from_saved` and the members up to
-    `contents`. `Tokenizer(name)` is `get_tokenizer(name)`.
+    """The interface of every tokenizer.
+
+    A subclass implements `from_saved` and the members up to `contents`. `Tokenizer(name)` is
+    `get_tokenizer(name)`.
 
     One id, `bos_token_id`, separates documents: the stream puts it before each document, and token
     files put it after each. Other programs call it BOS, EOD or EOS.
@@ -215,8 +220,10 @@ class Tokenizer(metaclass=_Opens):
 
     @property
     def encoder(self) -> Encoder:
-        """The function from texts to ids, without BOS. ValueError if the tokenizer cannot encode
-        text."""
+        """The function from texts to ids, without BOS.
+
+        ValueError if the tokenizer cannot encode text.
+        """
         raise NotImplementedError
 
     def get_vocab_size(self) -> int:
@@ -224,14 +231,19 @@ class Tokenizer(metaclass=_Opens):
         raise NotImplementedError
 
     def token_bytes(self) -> "torch.Tensor":
-        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for, 0 for special
-        tokens. Over a document they add up to its length in UTF-8. If the tokenizer adds a space
-        before every document, BOS is -1. All are 1 if `knows_bytes` is False."""
+        """(vocab_size,) int32 on the CPU: bytes of text that each token stands for.
+
+        Special tokens stand for 0 bytes. Over a document the numbers add up to its length in UTF-8.
+        If the tokenizer adds a space before every document, BOS is -1. All are 1 if `knows_bytes`
+        is False.
+        """
         raise NotImplementedError
 
     def decode(self, ids: Any) -> str:
-        """The text of ids (a list, an array or a 1-D tensor); bytes that are not UTF-8 become
-        U+FFFD."""
+        """The text of ids (a list, an array or a 1-D tensor).
+
+        Bytes that are not UTF-8 become U+FFFD.
+        """
         raise NotImplementedError
 
     def contents(self) -> tuple[dict[str, Any], bytes]:
@@ -284,9 +296,11 @@ class Tokenizer(metaclass=_Opens):
         append: int | str | None = None,
         num_threads: int = 8,
     ) -> list[Any]:
-        """The ids of a text (list[int]), or of each text of a list (list[list[int]]). `prepend`,
-        `append`: ids, or texts of special tokens. For large texts use `encode_flat`: a list takes 8
-        bytes or more per token."""
+        """The ids of a text (list[int]), or of each text of a list (list[list[int]]).
+
+        `prepend`, `append`: ids, or texts of special tokens. For large texts use `encode_flat`: a
+        list takes 8 bytes or more per token.
+        """
         first, last = (
             [] if end is None else [self.encode_special(end) if isinstance(end, str) else end]
             for end in (prepend, append)
@@ -340,8 +354,10 @@ class Tokenizer(metaclass=_Opens):
     # -- disk
 
     def save(self, tokenizer_dir: Path | str, *, force: bool = False) -> None:
-        """Write tokenizer.json and the file beside it, unless the folder already holds exactly
-        this. ValueError if it holds a different tokenizer, unless `force`."""
+        """Write tokenizer.json and the file beside it, unless the folder has exactly that.
+
+        ValueError if it holds a different tokenizer, unless `force`.
+        """
         (own, data), json_path = self.contents(), Path(tokenizer_dir) / JSON_FILE
         description = {
             "format": FORMAT,
@@ -372,8 +388,10 @@ class Tokenizer(metaclass=_Opens):
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any], data: bytes, name: str) -> "Tokenizer":
-        """Build a tokenizer from the content of tokenizer.json, `saved`, and the bytes of the file
-        `name` beside it. ValueError or TypeError if they are damaged."""
+        """Build a tokenizer from `saved`, the content of tokenizer.json, and the file beside it.
+
+        `name`: that file's name. ValueError or TypeError if they are damaged.
+        """
         raise NotImplementedError
 
     @staticmethod
@@ -423,9 +441,11 @@ class Tokenizer(metaclass=_Opens):
 
 
 class RustBPETokenizer(Tokenizer):
-    """A tiktoken encoding, and the special token that separates documents. `training`: a JSON dict
-    that lists and counts what it was trained on; it is saved, but is not part of the
-    fingerprint."""
+    """A tiktoken encoding, and the special token that separates documents.
+
+    `training`: a JSON dict that lists and counts what it was trained on; it is saved, but is not
+    part of the fingerprint.
+    """
 
     file = RANK_FILE
 
@@ -441,17 +461,20 @@ class RustBPETokenizer(Tokenizer):
     @cached_property
     def encoder(self) -> Encoder:
         """tiktoken, or a faster encoder with the same ids if the extra `fast` is installed."""
-        if importlib.util.find_spec("fastokens") is None:
-            return TiktokenEncoder(self.enc)
-        return open_door(TOKENIZERS["fast"])(self.enc)
+        if importlib.util.find_spec("fastokens") is not None:
+            with contextlib.suppress(ModuleNotFoundError):  # the part behind the door is removed
+                return open_door(TOKENIZERS["fast"])(self.enc)
+        return TiktokenEncoder(self.enc)
 
     @classmethod
     def train_from_iterator(
         cls, text_iterator: Iterable[str], vocab_size: int
     ) -> "RustBPETokenizer":
-        """Train a vocabulary of `vocab_size` tokens, special ones included, on texts. ValueError if
-        `vocab_size` has no room for the bytes and special tokens, or the texts have too few pairs
-        to fill it."""
+        """Train a vocabulary of `vocab_size` tokens, special ones included, on texts.
+
+        ValueError if `vocab_size` has no room for the bytes and special tokens, or the texts have
+        too few pairs to fill it.
+        """
         num_ranks = vocab_size - len(SPECIAL_TOKENS)
         if num_ranks < 256:
             raise ValueError(
@@ -494,8 +517,11 @@ class RustBPETokenizer(Tokenizer):
     def from_pretrained(
         cls, tiktoken_name: str, bos_token: str = "<|endoftext|>"
     ) -> "RustBPETokenizer":
-        """One of tiktoken's own encodings (gpt2, cl100k_base, ...), which tiktoken downloads on
-        first use. ValueError if the name is unknown, OSError if the download fails."""
+        """One of tiktoken's own encodings (gpt2, cl100k_base, ...).
+
+        tiktoken downloads it on first use. ValueError if the name is unknown, OSError if the
+        download fails.
+        """
         if tiktoken_name not in tiktoken.list_encoding_names():
             known = ", ".join(tiktoken.list_encoding_names())
             raise ValueError(f"tokenizer {tiktoken_name!r}: unknown; tiktoken has {known}")
@@ -513,8 +539,11 @@ class RustBPETokenizer(Tokenizer):
         return self.enc.n_vocab
 
     def token_bytes(self) -> "torch.Tensor":
-        """See `Tokenizer`. The bytes of each token's decoded text would be wrong: a token that is
-        part of a character decodes to U+FFFD, which has three bytes."""
+        """See `Tokenizer`.
+
+        The bytes of each token's decoded text would be wrong: a token that is part of a character
+        decodes to U+FFFD, which has three bytes.
+        """
         import torch
 
         num_bytes = torch.zeros(self.get_vocab_size(), dtype=torch.int32)
@@ -590,8 +619,10 @@ def _parse(
 
 
 def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
-    """The content of tokenizer.json, None if the file does not exist. ValueError if it is damaged
-    or not in our format. The file beside it is not checked."""
+    """The content of tokenizer.json, None if the file does not exist.
+
+    ValueError if it is damaged or not in our format. The file beside it is not checked.
+    """
     path = as_path(tokenizer_dir) / JSON_FILE
     if not path.is_file():
         return None
@@ -606,6 +637,28 @@ def read_description(tokenizer_dir: Path | str) -> dict[str, Any] | None:
 
 
 # ---- opening a tokenizer -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+    """tokenizer"""
+
+    tokenizer: str | None = setting(
+        None,
+        f"{TOKENIZER_HELP} (default: tokenizer/ in the data folder, or <base dir>/tokenizer, where "
+        "scripts.tok_train writes it)",
+        also=["--tokenizer-dir"],
+        metavar="NAME",
+    )
+    eod_token: str | None = setting(None, EOD_HELP, metavar="TOKEN")
+    tokenizer_fingerprint: str = setting(
+        "",
+        "fingerprint of the tokenizer",
+        flag=False,
+        decides=Decides.WEIGHTS,
+        note="decides the tokens of every text; --tokenizer=RUN/tokenizer selects the run's own tokenizer",
+    )
+    tokenizer_threads: int = setting(4, "threads per process that read and tokenize", least=1)
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -651,6 +704,5 @@ def get_tokenizer(
 def get_token_bytes(
     device: "torch.device | str" = "cpu", tokenizer: Tokenizer | None = None
 ) -> "torch.Tensor":
-    """`Tokenizer.token_bytes` of a tokenizer (None: the default one) on `device`: (vocab_size,)
-    int32."""
+    """(vocab_size,) int32 on `device`: a tokenizer's `token_bytes` (None: the default tokenizer)."""
     return (tokenizer or get_tokenizer()).token_bytes().to(device)

@@ -45,7 +45,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -103,7 +103,8 @@ class MappedReader(Reader):
     """A memory map. Arrays are views of it."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self.path, self.dtype = path, dtype
+        self.path = path
+        self.dtype = dtype
         with pa.memory_map(str(path), "r") as f:  # unlike mmap, it keeps no file descriptor open
             data = f.read_buffer()
         self._elements = np.frombuffer(data, dtype, data.size // dtype.itemsize)
@@ -118,17 +119,33 @@ class MappedReader(Reader):
 # ---- an open pair -------------------------------------------------------------------------------
 
 
+class Table(NamedTuple):
+    """Where a table of an .idx is."""
+
+    dtype: np.dtype
+    at: int  # its first byte
+    rows: int
+
+
+class Flat(NamedTuple):
+    """The ids of consecutive entries, one entry after another."""
+
+    ids: np.ndarray
+    edges: np.ndarray  # (n + 1,) int64: entry k of them is ids[edges[k]:edges[k + 1]]
+
+
 def _size(path: Path) -> int:
     """The bytes of one file of a pair."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
-        other = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx").name
-        plain = (
-            "; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
-            if path.suffix == ".idx"
-            else ""
-        )
+        plain = ""
+        other = path.with_suffix(".idx").name
+        if path.suffix == ".idx":
+            plain = (
+                "; or, for nanoGPT's or llm.c's files, which have none, run scripts.convert_shards"
+            )
+            other = path.with_suffix(".bin").name
         raise FileNotFoundError(
             f"{path}: the file is missing; restore it, or delete {other} and rerun "
             f"scripts.tok_shards, or start a new run (--model-tag){plain}"
@@ -165,9 +182,10 @@ class TokenFile:
         self.path = as_path(path).with_suffix(".bin")
         self.idx_path = self.path.with_suffix(".idx")
         self.vocab_size = vocab_size
-        self.idx_bytes, self.num_bytes = _size(self.idx_path), _size(self.path)
+        self.idx_bytes = _size(self.idx_path)
+        self.num_bytes = _size(self.path)
         self._index = open_local(local_copy(self.idx_path), np.dtype(np.uint8))
-        self.tables: dict[str, tuple[np.dtype, int, int]] = {}  # type, first byte, rows
+        self.tables: dict[str, Table] = {}
         self._read_header()
         self.reader: Reader
         if is_remote(self.path):
@@ -188,8 +206,9 @@ class TokenFile:
         else:
             self._edges = "boundaries"
             unit = "sequences"
-            total = self.tables["lengths"][2]
-        [first], [last] = self.table(self._edges, 0, 1), self.table(self._edges, len(self))
+            total = self.tables["lengths"].rows
+        [first] = self.table(self._edges, 0, 1)
+        [last] = self.table(self._edges, len(self))
         if first != 0 or last != total:
             raise ValueError(
                 f"{self.path}: {total:,.10g} {unit} on disk, but the {self._edges} in its .idx go from "
@@ -200,14 +219,19 @@ class TokenFile:
             self._check_end()
 
     def _check_end(self) -> None:
-        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin, and a
-        warning if the .bin continues after the last sequence. Usually the last entry of the index
-        shows that neither is the case; only otherwise, all entries are read."""
-        rows, end = self.tables["lengths"][2], 0
+        """ValueError if a sequence of a Megatron pair lies beyond the end of the .bin.
+
+        A warning if the .bin continues after the last sequence. Usually the last entry of the index
+        shows that neither is the case; only otherwise, all entries are read.
+        """
+        rows = self.tables["lengths"].rows
+        end = 0
         if rows:
             end = int(self._ends(rows - 1, rows)[0])
         if end == self.num_bytes:
             return
+
+        # read all of the index
         for first in range(0, rows, CHECKED_ROWS):
             ends = self._ends(first, min(first + CHECKED_ROWS, rows))
             if ends.max() > self.num_bytes:
@@ -222,22 +246,31 @@ class TokenFile:
             _warn_of_rest(self.path, self.num_bytes, end)
 
     def _ends(self, first: int, last: int) -> np.ndarray:
-        """The byte of the .bin after each of some sequences of a Megatron pair, (n,) int64,
-        unchecked."""
+        """(n,) int64: the byte of the .bin after each of some of a Megatron pair's sequences.
+
+        Unchecked.
+        """
         lengths = self.table("lengths", first, last).astype(np.int64)
         return self.table("pointers", first, last) + lengths * self.dtype.itemsize
 
     def _read_header(self) -> None:
-        """Read format, id type and tables from the header. ValueError if it is unknown or
-        contradicts the file's size."""
+        """Read format, id type and tables from the header.
+
+        ValueError if it is unknown or contradicts the file's size.
+        """
         head = self._index.read(0, min(self.idx_bytes, HEADERS["megatron"].size)).tobytes()
         expected = "the header of an index of token ids, version 1"
         try:
             self.format = next(name for name, magic in MAGICS.items() if head.startswith(magic))
-            _, version, code, n, *boundaries = HEADERS[self.format].unpack_from(head)
-            self.dtype, at = np.dtype(DTYPES[self.format][code]), HEADERS[self.format].size
-            self._len, columns = n, [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
-            if boundaries:
+            header = HEADERS[self.format]
+            _, version, code, n, *boundaries = header.unpack_from(head)
+            self.dtype = np.dtype(DTYPES[self.format][code])
+
+            # the tables that follow the header: name, type, rows
+            if self.format == "shards":
+                self._len = n
+                columns = [("offsets", "<i8", n + 1), ("prefixes", "<u2", n)]
+            else:
                 [edges] = boundaries
                 self._len = edges - 1
                 columns = [
@@ -245,11 +278,15 @@ class TokenFile:
                     ("pointers", "<i8", n),
                     ("boundaries", "<i8", edges),
                 ]
-                if n and self.idx_bytes == at + 13 * n + 8 * edges:
+                bytes_with_modes = header.size + 13 * n + 8 * edges
+                if n and self.idx_bytes == bytes_with_modes:
                     columns.append(("modes", "i1", n))
+            at = header.size
             for name, dtype, rows in columns:
-                self.tables[name] = np.dtype(dtype), at, rows
-                at += rows * np.dtype(dtype).itemsize
+                table = Table(np.dtype(dtype), at, rows)
+                self.tables[name] = table
+                at += rows * table.dtype.itemsize
+
             expected = f"{at:,} bytes for {self._len:,} entries"
             good = version == 1 and at == self.idx_bytes and self._len >= 0
         except (StopIteration, KeyError, struct.error):
@@ -266,8 +303,11 @@ class TokenFile:
     def table(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         """Rows first .. last - 1 (default: all) of a table of the .idx, unchecked."""
         dtype, at, rows = self.tables[name]
-        last = rows if last is None else last
-        return self._index.read(at + first * dtype.itemsize, at + last * dtype.itemsize).view(dtype)
+        if last is None:
+            last = rows
+        begin = at + first * dtype.itemsize
+        end = at + last * dtype.itemsize
+        return self._index.read(begin, end).view(dtype)
 
     # -- where entries are
 
@@ -278,7 +318,8 @@ class TokenFile:
         first + k consists of spans edges[k] .. edges[k + 1] - 1, one after another.
         """
         edges = self.table(self._edges, first, last + 1)
-        if edges[0] < 0 or edges[-1] > self._last_edge or (edges[1:] < edges[:-1]).any():
+        is_outside = edges[0] < 0 or edges[-1] > self._last_edge
+        if is_outside or (edges[1:] < edges[:-1]).any():
             raise ValueError(
                 f"{self.idx_path}: the {self._edges} of entries {first:,} to {last:,} run backwards, or "
                 f"beyond the end; {VERIFY}"
@@ -291,9 +332,11 @@ class TokenFile:
         return begins, begins + lengths, edges - edges[0]
 
     def places(self, numbers: np.ndarray, pointers: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64. `pointers` and
-        `lengths` are their rows of the tables. ValueError for a sequence that is not inside the
-        .bin."""
+        """Where some sequences of a Megatron pair begin, counted in ids, (n,) int64.
+
+        `pointers` and `lengths` are their rows of the tables. ValueError for a sequence that is not
+        inside the .bin.
+        """
         size = self.dtype.itemsize
         beyond = pointers > self.num_bytes - lengths * size
         wrong = (pointers < 0) | (lengths < 0) | beyond | (pointers % size != 0)
@@ -312,11 +355,14 @@ class TokenFile:
         return np.diff(to_offsets(ends - begins)[edges])
 
     def prefixes(self, first: int, last: int) -> np.ndarray:
-        """For each entry first .. last - 1: how many ids at its start repeat the previous entry,
-        (n,) uint16. Reads no ids."""
+        """How many ids at the start of each entry first .. last - 1 repeat the previous one.
+
+        (n,) uint16. Reads no ids.
+        """
         if self.format == "megatron":
             return np.zeros(last - first, np.uint16)
-        prefixes, lengths = self.table("prefixes", first, last), self.lengths(first, last)
+        prefixes = self.table("prefixes", first, last)
+        lengths = self.lengths(first, last)
         if (prefixes > lengths).any():
             at = int(np.argmax(prefixes > lengths))
             raise ValueError(
@@ -327,27 +373,34 @@ class TokenFile:
 
     # -- ids
 
-    def read_flat(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, edges) of entries first .. last - 1: entry first + k is ids[edges[k]:edges[k + 1]],
-        edges (n + 1,) int64. From a memory map, ids are a view if the entries are stored one after
-        another."""
+    def read_flat(self, first: int, last: int) -> Flat:
+        """The ids of entries first .. last - 1.
+
+        From a memory map, they are a view if the entries are stored one after another.
+        """
         begins, ends, edges = self.spans(first, last)
-        if len(begins) and (begins[1:] == ends[:-1]).all():
+        is_one_piece = len(begins) > 0 and (begins[1:] == ends[:-1]).all()
+        if is_one_piece:
             ids = self.reader.read(int(begins[0]), int(ends[-1]))
         else:
             parts = self.reader.read_many(list(zip(begins.tolist(), ends.tolist())))
             ids = np.concatenate([np.empty(0, self.dtype), *parts])
         edges = to_offsets(ends - begins)[edges]
         self.check_ids(ids, edges, first)
-        return ids, edges
+        return Flat(ids, edges)
 
     def check_ids(
         self, ids: np.ndarray, edges: Sequence[int] | np.ndarray, first: int, kind: str = "entry"
     ) -> None:
-        """ValueError for an id outside the vocabulary, if that is known. ids[edges[k]:edges[k + 1]]
-        belong to entry first + k. `kind`: the word for an entry in the error."""
+        """ValueError for an id outside the vocabulary, if that is known.
+
+        ids[edges[k]:edges[k + 1]] belong to entry first + k. `kind`: the word for an entry in the
+        error.
+        """
+        if self.vocab_size is None:
+            return
         unsigned = ids.view(f"u{ids.itemsize}")  # an id below zero becomes a huge one
-        if self.vocab_size is not None and unsigned.max(initial=0) >= self.vocab_size:
+        if unsigned.max(initial=0) >= self.vocab_size:
             at = int(np.argmax(unsigned >= self.vocab_size))
             number = first + int(np.searchsorted(edges, at, side="right")) - 1
             raise ValueError(
@@ -369,43 +422,55 @@ class TokenFile:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The pair's record in manifest.json; None if there is no manifest, or it does not list the
-        pair."""
-        return None if self.manifest is None else self.manifest["shards"].get(self.path.stem)
+        """The pair's record in manifest.json; None if there is no manifest, or no such record."""
+        if self.manifest is None:
+            return None
+        return self.manifest["shards"].get(self.path.stem)
 
     @functools.cached_property
     def ends_follow(self) -> bool:
-        """Whether the index alone shows which entries end a document: there are no windows, or each
-        later window has a prefix."""
+        """Whether the index alone shows which entries end a document.
+
+        So it is if there are no windows, or if each later window has a prefix.
+        """
         if self.manifest is None or self.record is None:
             return False
         arguments = self.manifest["arguments"]
         return arguments["max_length"] == 0 or arguments["overlap_size"] > 0
 
     def ends_document(
-        self, first: int, last: int, eod: int, flat: tuple[np.ndarray, np.ndarray] | None = None
+        self, first: int, last: int, eod: int, flat: Flat | None = None
     ) -> np.ndarray:
-        """Which of entries first .. last - 1 end a document, with the id `eod`: (n,) bool, False
-        for an empty entry. Ids are read only if the index does not decide. `flat`: the result of
-        `read_flat` for these entries, if the caller has it."""
-        if self.ends_follow:  # the file's last entry ends its document
-            edges = to_offsets(self.lengths(first, last)) if flat is None else flat[1]
+        """Which of entries first .. last - 1 end a document, with the id `eod`.
+
+        (n,) bool, False for an empty entry. Ids are read only if the index does not decide. `flat`:
+        the result of `read_flat` for these entries, if the caller has it.
+        """
+        if self.ends_follow:
+            # an entry ends its document if the next one repeats nothing; the file's last entry does
             following = self.prefixes(first + 1, min(last + 1, len(self)))
-            ends = edges[1:] > edges[:-1]
+            ends = self.lengths(first, last) > 0
             ends[: len(following)] &= following == 0
             return ends
-        ids, edges = self.read_flat(first, last) if flat is None else flat
-        ends = edges[1:] > edges[:-1]
-        ends[ends] = ids[edges[1:][ends] - 1] == eod
+        # it does if its last id is EOD
+        if flat is None:
+            flat = self.read_flat(first, last)
+        stops = flat.edges[1:]
+        ends = stops > flat.edges[:-1]
+        ends[ends] = flat.ids[stops[ends] - 1] == eod
         return ends
 
     def documents(self, first: int, last: int, eod: int) -> list[np.ndarray]:
-        """Entries first .. last - 1 as documents of the stream: BOS, which is the same id as EOD,
-        is prepended, and EOD is dropped. Each (n,), a new array."""
-        ids, edges = self.read_flat(first, last)
-        stops = edges[1:] - self.ends_document(first, last, eod, (ids, edges))
+        """Entries first .. last - 1 as documents of the stream, each (n,), a new array.
+
+        BOS, which is the same id as EOD, is prepended, and EOD is dropped.
+        """
+        flat = self.read_flat(first, last)
+        begins = flat.edges[:-1]
+        stops = flat.edges[1:] - self.ends_document(first, last, eod, flat)
         bos = np.array([eod], self.dtype)
-        return [np.concatenate((bos, ids[a:b])) for a, b in zip(edges.tolist(), stops.tolist())]
+        spans = zip(begins.tolist(), stops.tolist())
+        return [np.concatenate((bos, flat.ids[a:b])) for a, b in spans]
 
     def document_lengths(self, first: int, last: int, eod: int) -> np.ndarray:
         """The lengths of `documents`, (n,) int64."""
@@ -414,16 +479,18 @@ class TokenFile:
     # -- the whole file
 
     def pin(self, name: str) -> dict[str, Any]:
-        """What a run stores to pin the pair: {"name", "size" of the .bin, "footer", "groups",
-        "tokens", and "blocks", or for a remote pair the "etag" of the .bin}. `footer` hashes size,
-        header and both ends of the .idx, `blocks` a few blocks of the .bin. ValueError if the pair
-        differs from its record in manifest.json."""
-        record, groups = self.record or {}, record_groups(self.record, len(self))
-        for key, value in (
-            ("entries", len(self)),
-            ("tokens", self.num_tokens),
-            ("bin_bytes", self.num_bytes),
-        ):
+        """What a run stores to pin the pair.
+
+        {"name", "size" of the .bin, "footer", "groups", "tokens", and "blocks", or for a remote
+        pair the "etag" of the .bin}. `footer` hashes size, header and both ends of the .idx,
+        `blocks` a few blocks of the .bin. ValueError if the pair differs from its record in
+        manifest.json.
+        """
+        # the pair must be the one that its record describes
+        record = self.record or {}
+        groups = record_groups(self.record, len(self))
+        found = {"entries": len(self), "tokens": self.num_tokens, "bin_bytes": self.num_bytes}
+        for key, value in found.items():
             if record.get(key, value) != value:
                 raise ValueError(
                     f"{self.path}: {key} is {value:,}, but {MANIFEST_NAME} says {record[key]:,}; {REDO}"
@@ -433,27 +500,30 @@ class TokenFile:
                 f"{self.path}: the groups in {MANIFEST_NAME} have {groups!r:.80} entries, expected "
                 f"numbers that add up to {len(self):,}; {REDO}"
             )
-        start, stop = HEADERS[self.format].size, self.idx_bytes
-        ranges = [
-            (0, start),
-            (start, min(start + EDGE_BYTES, stop)),
-            (max(start, stop - EDGE_BYTES), stop),
-        ]
-        footer = hash_bytes(
-            stop.to_bytes(8, "little"), *(part.tobytes() for part in self._index.read_many(ranges))
-        )
+
+        # the index: its size, header and both ends
+        start = HEADERS[self.format].size
+        stop = self.idx_bytes
+        header = (0, start)
+        beginning = (start, min(start + EDGE_BYTES, stop))
+        end = (max(start, stop - EDGE_BYTES), stop)
+        parts = self._index.read_many([header, beginning, end])
+        footer = hash_bytes(stop.to_bytes(8, "little"), *(part.tobytes() for part in parts))
+
+        # the ids: a few blocks, spread evenly over the .bin
         if is_remote(self.path):
             contents = etag_of(self.path)
-        else:  # a few blocks, spread evenly over the .bin
+        else:
             size = BLOCK_BYTES // self.dtype.itemsize
             begins = np.linspace(0, max(0, self.num_tokens - size), BLOCKS).astype(int).tolist()
-            blocks = self.reader.read_many(
-                [(begin, min(begin + size, self.num_tokens)) for begin in begins]
-            )
+            ranges = [(begin, min(begin + size, self.num_tokens)) for begin in begins]
+            blocks = self.reader.read_many(ranges)
             contents = {"blocks": hash_bytes(*(block.tobytes() for block in blocks))}
-        text_bytes = record.get("text_bytes")
+
         # the estimate used for text, so that text and its token files give equal rows
-        tokens = self.num_tokens if text_bytes is None else text_tokens(text_bytes, len(self))
+        tokens = self.num_tokens
+        if "text_bytes" in record:
+            tokens = text_tokens(record["text_bytes"], len(self))
         return {
             "name": name,
             "size": self.num_bytes,
@@ -465,9 +535,11 @@ class TokenFile:
 
 
 def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile:
-    """Open a pair, given by either file. FileNotFoundError or ValueError names a file that is
-    missing, truncated, in an unknown format or without entries, or whose type of ids cannot hold
-    the vocabulary."""
+    """Open a pair, given by either file.
+
+    FileNotFoundError or ValueError names a file that is missing, truncated, in an unknown format or
+    without entries, or whose type of ids cannot hold the vocabulary.
+    """
     pair = TokenFile(path, vocab_size=vocab_size)
     if len(pair) == 0:
         raise ValueError(f"{pair.idx_path}: it has no documents (0 entries); delete the pair")
@@ -480,8 +552,7 @@ def open_tokens(path: Path | str, *, vocab_size: int | None = None) -> TokenFile
 
 
 def to_offsets(lengths: np.ndarray) -> np.ndarray:
-    """Where parts with these lengths begin if stored back to back, and where the last one ends: (n
-    + 1,) int64."""
+    """(n + 1,) int64: where parts of these lengths begin if stored back to back, then the end."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -518,9 +589,12 @@ def new_manifest(
     *,
     data_format: str = "shards",
 ) -> dict[str, Any]:
-    """The manifest of a folder of pairs. It names `data_format` unless that is "shards". `shards`
-    maps each pair's name without extension to a record of RECORD_SHAPE, plus "groups" (entries in
-    each) if they differ from the default of `record_groups`."""
+    """The manifest of a folder of pairs.
+
+    It names `data_format` unless that is "shards". `shards` maps each pair's name without extension
+    to a record of RECORD_SHAPE, plus "groups" (entries in each) if they differ from the default of
+    `record_groups`.
+    """
     named = {} if data_format == "shards" else {"data_format": data_format}
     return {
         "format": MANIFEST_FORMAT,
@@ -533,8 +607,10 @@ def new_manifest(
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any] | None:
-    """The manifest of a folder of pairs, or None. Do not change it: it is shared. ValueError if it
-    is corrupt or has an unknown format."""
+    """The manifest of a folder of pairs, or None.
+
+    Do not change it: it is shared. ValueError if it is corrupt or has an unknown format.
+    """
     path = as_path(folder) / MANIFEST_NAME
     try:
         copy = local_copy(path)
@@ -560,7 +636,14 @@ def _read_manifest(path: Path, copy: Path, mtime_ns: int, size: int) -> dict[str
 
 
 def record_groups(record: Mapping[str, Any] | None, entries: int) -> list[int]:
-    """Number of entries in each group of a pair. A record may list them; otherwise each group has
-    GROUP_ENTRIES."""
+    """Number of entries in each group of a pair.
+
+    A record may list them; otherwise each group has GROUP_ENTRIES.
+    """
+    if record is not None and record.get("groups"):
+        return record["groups"]
     whole, rest = divmod(entries, GROUP_ENTRIES)
-    return (record or {}).get("groups") or [GROUP_ENTRIES] * whole + [rest] * (rest > 0)
+    groups = [GROUP_ENTRIES] * whole
+    if rest:
+        groups.append(rest)
+    return groups

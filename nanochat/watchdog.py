@@ -26,7 +26,8 @@ that names no rank. Here each rank's main thread reports where it is, and two th
   verdict.
 
 Rejected: faulthandler.dump_traceback_later as the timer. It counts the time for which a process was
-suspended, so `fg` after Ctrl-Z and a long lunch would end a healthy run."""
+suspended, so `fg` after Ctrl-Z and a long lunch would end a healthy run.
+"""
 
 import faulthandler
 import json
@@ -37,7 +38,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from nanochat.common import counted
 from nanochat.dist import on_rank0
@@ -53,7 +54,16 @@ PAUSED_S = 10.0  # how late the timer may wake up on a busy machine, at most
 UNHEARD = {"count": 0, "at": "set-up", "late": True, "left": False}
 
 
-def open_store(world_size: int) -> Any:
+class Store(Protocol):
+    """What the watchdog needs from a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+def open_store(world_size: int) -> Store | None:
     """Collective, once the group exists. A client of this launch's store (MASTER_ADDR,
     MASTER_PORT), or None for a single process. The group's own client will not do, because the main
     thread may hold its lock."""
@@ -83,7 +93,7 @@ class Watchdog:
 
     def __init__(
         self,
-        store: Any,
+        store: Store | None,
         ranks: Sequence[dict[str, Any]],
         *,
         rank: int = 0,
@@ -201,7 +211,7 @@ class Watchdog:
         self._verdict = self._verdict or self._ours
         return self._left
 
-    def _exchange(self, store: Any) -> bool:
+    def _exchange(self, store: Store) -> bool:
         """`_round` with a store. This rank reads another's record only if that process is gone; if
         this rank is rank 0 and waits for the others to leave; or if this rank is late and it or the
         other is rank 0."""

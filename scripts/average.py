@@ -48,8 +48,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
-    """The newest good checkpoints for `number` different steps, newest first. ValueError if there
-    are fewer."""
+    """The newest good checkpoints for `number` different steps, newest first.
+
+    ValueError if there are fewer.
+    """
     checkpoints: list[Checkpoint] = []
     paths = list_checkpoints(run_dir)
     while len(checkpoints) < number:
@@ -69,8 +71,10 @@ def last_checkpoints(run_dir: Path, number: int) -> list[Checkpoint]:
 
 
 def average(checkpoints: Sequence[Checkpoint]) -> dict[str, torch.Tensor]:
-    """The mean of the checkpoints' weights, in the dtypes of the first. ValueError for different
-    architectures."""
+    """The mean of the checkpoints' weights, in the dtypes of the first.
+
+    ValueError for different architectures.
+    """
     newest = checkpoints[0]
     for checkpoint in checkpoints:
         checkpoint.check_architecture(newest.model_config)

@@ -105,9 +105,11 @@ def draw_samples(
 
 
 def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
-    """The loss of each token under the unigram model, (vocab_size,) float32. Counts targets in the
-    first rows of the run's stream, the same number of rows from each lane, at least `num_tokens`
-    tokens in all; counts start at 1."""
+    """The loss of each token under the unigram model, (vocab_size,) float32.
+
+    Counts targets in the first rows of the run's stream, the same number of rows from each lane, at
+    least `num_tokens` tokens in all; counts start at 1.
+    """
     vocab_size = data.tokenizer.get_vocab_size()
     counts = torch.ones(vocab_size, dtype=torch.int64)
     steps = -(-num_tokens // (config.V * config.T))
@@ -130,9 +132,12 @@ def unigram_nats(data: RunData, config: Any, num_tokens: int) -> Tensor:
 def bits_per_byte(
     args: argparse.Namespace, model: GPT, run_dir: Path, opened: tuple[RunData, Any, Settings]
 ) -> dict[str, Any]:
-    """Collective. Bits per byte of the model on validation data and on the same number of tokens of
-    each training bucket, and of the unigram model on the validation data. If the tokenizer does not
-    know bytes, nats per token under other keys."""
+    """Collective.
+
+    Bits per byte of the model on validation data and on the same number of tokens of each training
+    bucket, and of the unigram model on the validation data. If the tokenizer does not know bytes,
+    nats per token under other keys.
+    """
     _, rank, _, world_size = get_dist_info()
     stored, config, settings = opened
     tokenizer = stored.tokenizer
@@ -288,8 +293,10 @@ def result_rows(result: dict[str, Any], key: str) -> list[tuple[str, str]]:
 
 
 def store(result: dict[str, Any], path: Path) -> None:
-    """Write a result, and its table of CORE's tasks if it has one. OSError names --json: the run
-    may belong to another user."""
+    """Write a result, and its table of CORE's tasks if it has one.
+
+    OSError names --json: the run may belong to another user.
+    """
     files = [path]
     try:
         write_json(path, result)
@@ -306,8 +313,10 @@ def store(result: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Evaluate a checkpoint, write the result and print it. ValueError and OSError for bad flags
-    and files."""
+    """Evaluate a checkpoint, write the result and print it.
+
+    ValueError and OSError for bad flags and files.
+    """
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         checkpoint = on_rank0(lambda: find_checkpoint(args.run).path.absolute())

@@ -19,61 +19,45 @@ checkpoints, tokenizer and the list of its data files. --model-tag is d<depth> b
 """
 
 import argparse
-import logging
-import math
-import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 
-from nanochat.checkpoint import Saver, list_checkpoints
+from nanochat.checkpoint import list_checkpoints
 from nanochat.cli import EXIT_HALTED, Parser, lasting_output, quiet_gc, run_main, setup_logging
-from nanochat.common import StopAsked, duration, print0
+from nanochat.common import StopAsked, counted, duration, print0
 from nanochat.config import Settings, add_flags, from_flags
 from nanochat.dataloader import DataLoader, Dry
-from nanochat.dist import (
-    RANKS_EVERY,
-    agree,
-    autodetect_device_type,
-    compute_cleanup,
-    compute_init,
-    elastic_problem,
-    gather_all,
-    peak_memory,
-    write_collectives,
-)
+from nanochat.dist import RANKS_EVERY, gather_all, on_all_ranks, peak_memory, reserved_memory
 from nanochat.evaluations import log_core, log_ranks, log_samples, log_validation
 from nanochat.reduce import LeafAccumulator
-from nanochat.run_dir import run_path
-from nanochat.run_journal import Journal, Silence
+from nanochat.run_guard import Guard
+from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
-from nanochat.run_owner import RunState
-from nanochat.run_state import identify
-from nanochat.run_stop import StopWatch, deadline, join_reasons
+from nanochat.run_saves import Saves
+from nanochat.run_settings import is_compiled, is_tight
+from nanochat.run_stop import Stop, join_reasons
+from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
-from nanochat.sources import RunData
+from nanochat.spikes import MOST_IN_A_ROW, remember
 from nanochat.start_run import (
+    Over,
+    Run,
     Start,
     after_halt,
-    claim_run,
+    begin_run,
     command,
-    explain_out_of_memory,
     find_data,
     inspect_run,
-    is_tight,
-    print_split,
-    print_summary,
 )
-from nanochat.steps import StepTotals
-from nanochat.trainer import LONG_S, Stop, Trainer, make_model, new_row_table, take_step
-from nanochat.watchdog import Watchdog, open_store
-
-log = logging.getLogger(__name__)
+from nanochat.steps import Outcome, Progress, StepReport, StepTotals
+from nanochat.tokenizer import Tokenizer
+from nanochat.trainer import Training, make_model, new_row_table, take_step
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -81,97 +65,225 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return add_flags(Parser(description="Pretrain a base model.", epilog=__doc__)).parse_args(argv)
 
 
+# ---- a launch ------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start or resume a run. Returns the exit code (docs/reference.md). ValueError and OSError for
+    bad input."""
+    words = sys.argv[1:] if argv is None else argv
+    asked = from_flags(parse_args(argv))
+    setup_logging()
+    with lasting_output(), Guard(asked) as guard:
+        start, tokenizer = look(asked, guard)
+        over = start.over()
+        if over is not None:
+            return report_over(start, over)
+        run = find_data(start, tokenizer, guard.rank)
+        with build(run, guard) as (training, journal, saves):
+            announce(run, training, guard, journal, asked, words)
+            return loop(run, training, guard, journal, saves)
+
+
+def look(asked: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
+    """Collective. How the command's run starts or resumes, and its tokenizer. Changes nothing."""
+    settings, tokenizer = on_all_ranks(lambda: command(asked, guard.world_size, guard.device.type))
+    print0("start: reading the run directory and the data files")
+    return inspect_run(settings, guard.device), tokenizer
+
+
+def report_over(start: Start, over: Over) -> int:
+    """Say that a run has ended, and why the command does nothing. Returns the exit code."""
+    print0(over.sentence)
+    if start.notices:
+        print0(f"warning: ignored settings: {'; '.join(start.notices)}")
+    return over.exit_code
+
+
+@contextmanager
+def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
+    """Collective. Begin the run on disk, then build the parts of this launch, and close them."""
+    settings = run.settings
+    device = guard.device
+    print_split(run)
+    on_all_ranks(lambda: begin_run(run, guard) if guard.rank == 0 else None)
+    guard.watch()
+    print0("start: building the model")
+    with ExitStack() as stack:
+        stack.enter_context(explain_out_of_memory(run, device))
+        schedule = Schedule.of(
+            settings,
+            run.horizon.num_iterations,
+            peak_weight_decay=run.horizon.weight_decay_scaled,
+        )
+        model, optimizer, progress = make_model(run, schedule, device)
+        compiled = torch.compile(model, dynamic=False) if is_compiled(settings) else model
+
+        journal = open_journal(run, device, guard.owner, guard.state)
+        stack.callback(journal.close)
+        loader = stack.enter_context(open_loader(run, guard))
+        stack.callback(guard.stop_waiting)  # before the loader closes, which waits for its threads
+        leaves = LeafAccumulator(
+            model.parameters(),
+            len(loader.layout.leaves),
+            on_host=is_tight(settings, device),
+            micro_batches_per_leaf=loader.layout.micro_batches_per_leaf,
+        )
+        training = Training(
+            settings=settings,
+            model=model,
+            compiled=compiled,
+            optimizer=optimizer,
+            leaves=leaves,
+            schedule=schedule,
+            loader=loader,
+            progress=progress,
+        )
+        saves = Saves(run, training, guard, journal)
+        stack.callback(saves.close)
+        yield training, journal, saves
+
+
+def open_loader(run: Run, guard: Guard) -> DataLoader:
+    """The loader of this rank, at the run's first step."""
+    settings = run.settings
+    config = stream_config(settings)
+    return DataLoader(
+        config,
+        run.data.train,
+        tokenizer=run.data.tokenizer,
+        rows_per_step=settings.total_batch_size // config.T,
+        device_batch_size=settings.device_batch_size,
+        device=guard.device,
+        rank=guard.rank,
+        world_size=guard.world_size,
+        num_leaves=settings.leaves,
+        cursors=run.cursors,
+        start_step=run.step,
+        num_threads=settings.tokenizer_threads,
+        with_doc_ids=settings.attention_mode != "causal",
+        drop_dry=settings.allow_bucket_exhaustion,
+    )
+
+
+def announce(
+    run: Run,
+    training: Training,
+    guard: Guard,
+    journal: Journal,
+    asked: Settings,
+    words: Sequence[str],
+) -> None:
+    """Print what is about to run, and log the command and the names of the settings it changed."""
+    typed = [*asked.differing()]
+    print_summary(run, training.loader.layout, guard.device, typed)
+    journal.event(
+        "started",
+        run.step,
+        world_size=guard.world_size,
+        command=shlex.join(["python", "-m", "scripts.base_train", *words]),
+        typed=typed,
+    )
+
+
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def loop(run: Trainer) -> int:
+def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Saves) -> int:
     """Save, evaluate and step until the horizon or a stop. Returns the exit code."""
-    p = run.progress
     settings = run.settings
-    last = run.schedule.num_iterations
+    progress = training.progress
+    last = run.horizon.num_iterations
     is_final_saved = False
     try:
         print0("start: packing the first step")
-        run.check_next_step()
-        if any(reasons := gather_all(run.stop.requested())):  # during the set-up
-            raise Stop(join_reasons(reasons))
+        training.check_next_step(run)
+        guard.stop_if_asked()  # during the set-up
         while True:
             # save first: an evaluation may fail or be killed
-            if p.step >= last:
-                run.save("final", "completed", last=True)
+            if progress.step >= last:
+                saves.save("final", "completed", last=True)
                 is_final_saved = True
-            elif p.step > run.start.step and run.save_is_due():
-                run.save(f"checkpoint-{p.step}", "running")
-            if run.due(settings.eval_every, "val"):
-                run.between_steps("evaluation", log_validation)
-            if run.due(settings.core_metric_every, "core") and p.step > 0:
-                run.between_steps("CORE", log_core)
-            if (
-                run.due(settings.sample_every, "samples")
-                and p.step > 0
-                and run.loader.layout.rank == 0
-            ):
+            elif saves.is_due():
+                saves.save(f"checkpoint-{progress.step}", "running")
+            if due(run, progress.step, settings.eval_every, "val"):
+                between_steps("evaluation", log_validation, run, training, guard, journal)
+            if due(run, progress.step, settings.core_metric_every, "core") and progress.step > 0:
+                between_steps("CORE", log_core, run, training, guard, journal)
+            samples_due = due(run, progress.step, settings.sample_every, "samples")
+            if samples_due and progress.step > 0 and guard.rank == 0:
                 with suppress(StopAsked):  # the next step handles the stop
-                    run.between_steps("samples", log_samples)
-            if p.step >= last:
+                    between_steps("samples", log_samples, run, training, guard, journal)
+            if progress.step >= last:
                 break
-            one_step(run)
-            if p.step == run.start.step + 1:
+            one_step(run, training, guard, journal, saves)
+            if progress.step == run.step + 1:
                 quiet_gc()
     except Stop as e:
-        run.journal.ending(e.reason)
-        halted, took_steps = e.status == "halted", p.step > run.start.step
+        journal.ending(e.reason)
+        took_steps = progress.step > run.step
+        halted = e.status == "halted"
         if not is_final_saved and (took_steps or halted):
-            run.save(
-                f"checkpoint-{p.step}-shutdown",
-                e.status,
-                last=True,
-                **{e.status: e.reason},
-                **e.more,
-            )
-        run.journal.end(e.status, e.reason)
-        remedy = (
-            after_halt(run.start.run_dir.name, all_dry=e.more["all_dry"])
-            if halted
-            else f"step {p.step:,} of {last:,} is saved; the same command resumes the run"
-            if p.step > 0
-            else "no step was taken; the same command starts the run again"
-        )
-        print0(f"{e.status}: {e.reason}; {remedy}")
-        return EXIT_HALTED if halted else 0
+            why: dict[str, object] = {e.status: e.reason}
+            if halted:
+                why["all_dry"] = e.all_dry
+            saves.save(f"checkpoint-{progress.step}-shutdown", e.status, last=True, **why)
+        journal.end(e.status, progress.step, e.reason)
+        return report_stop(run, progress, e)
     except ArithmeticError as e:
-        run.report_save(wait=True)
-        run.journal.end("failed", str(e))
-        if run.loader.layout.rank != 0:
+        saves.report(wait=True)
+        journal.end("failed", progress.step, str(e))
+        if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
-        checkpoints = list_checkpoints(run.start.run_dir)
-        kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
-        raise ValueError(
-            f"{e}. The step was not applied, and {kept}. Start a new run with lower learning rates "
-            f"(--model-tag NAME), or one that skips this step (--init-from, --skip-steps)"
-        ) from e
-    run.journal.end("completed")
-    peak = peak_memory(run.loader.device)
-    memory = "" if peak is None else f"; peak memory {peak / 1e9:,.1f} GB"
-    bpb = (
-        ""
-        if p.val_bpb is None
-        else f"; validation bits per byte {p.first_val_bpb:.6f} -> {p.val_bpb:.6f}"
-    )
-    print0(
-        f"completed: {p.tokens:,} tokens in {duration(p.train_time_s)} of steps{bpb}{memory}; {run.start.run_dir}"
-    )
+        raise ValueError(f"{e}. {after_failure(run)}") from e
+    journal.end("completed", progress.step)
+    report_completed(run, progress, peak_memory(guard.device))
     return 0
 
 
-def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
+def due(run: Run, step: int, every: int, event: str) -> bool:
+    """Whether an evaluation that takes place every `every` steps is due. At the first step of a
+    launch, it is not due if the previous launch has logged it as `event`."""
+    is_due = every > 0 and (step >= run.horizon.num_iterations or step % every == 0)
+    return is_due and (step > run.step or run.logged(event) is None)
+
+
+def between_steps(
+    what: str,
+    evaluate: Callable[[Run, Training, Guard, Journal], None],
+    run: Run,
+    training: Training,
+    guard: Guard,
+    journal: Journal,
+) -> None:
+    """Run an evaluation, and note how long it took, so that a run with a walltime can reserve that
+    time. If the evaluation fails, the reason is logged and the run continues: only a failed step
+    ends it. If `evaluate` raises, it must do so on all ranks, or have no collective afterwards."""
+    began = time.perf_counter()
+    try:
+        evaluate(run, training, guard, journal)
+    except (Stop, StopAsked):
+        raise
+    except Exception as e:
+        step = training.progress.step
+        reason = f"{type(e).__name__}: {e}"
+        print0(f"warning: step {step}: {what} failed: {reason}; the run continues")
+        journal.event("evaluation_failed", step, what=what, reason=reason)
+    guard.note(what, time.perf_counter() - began)
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+def forward_backward(training: Training) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
     """Run this rank's micro-batches and leave the sum of their gradients in the model.
 
     Returns (table, complete, dry): the (R, 3) table of the step with this rank's rows filled in,
     whether the rank had all of its rows, and, if its data ran dry, the reason and whether every
     bucket is dry.
     """
-    loader, settings = run.loader, run.settings
+    loader = training.loader
+    num_targets = training.settings.total_batch_size
     per_leaf = loader.layout.micro_batches_per_leaf
     table = new_row_table(loader.layout, loader.device)
     try:
@@ -180,21 +292,20 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
             batch = next(loader)
             # one forward and backward pass: `backward` adds this micro-batch to .grad, the sum of
             # its leaf
-            masks = run.model.masks(batch.doc_ids, batch.num_docs)
-            losses = run.compiled(
+            masks = training.model.masks(batch.doc_ids, batch.num_docs)
+            token_losses = training.compiled(
                 batch.inputs, batch.targets, loss_reduction="none", masks=masks
-            ).sum(dim=1)
-            (losses.sum() / settings.total_batch_size).backward()
+            )
+            losses = token_losses.sum(dim=1)
+            (losses.sum() / num_targets).backward()
             # the leaf's last micro-batch: add the finished leaf to the rank's tree of leaves
             if at + 1 == per_leaf:
-                run.leaves.leaf_done()
+                training.leaves.leaf_done()
             # enter each row's loss, number of targets and bucket; rows that only pad a batch have
             # no entry
             rows = loader.layout.rows_of(leaf, at)
-            # (B, 3)
-            values = torch.stack(
-                [losses.detach(), (batch.targets >= 0).sum(dim=1), batch.buckets], dim=1
-            )
+            live = (batch.targets >= 0).sum(dim=1)
+            values = torch.stack([losses.detach(), live, batch.buckets], dim=1)  # (B, 3)
             table[rows.start : rows.stop] = values[: len(rows)]
         return table, True, ("", False)
     except Dry as e:
@@ -203,28 +314,31 @@ def forward_backward(run: Trainer) -> tuple[torch.Tensor, bool, tuple[str, bool]
         return table, False, ("", False)
 
 
-def one_step(run: Trainer) -> None:
+def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves: Saves) -> None:
     """Take one optimizer step. Raises Stop on all ranks if a stop was requested or a rank ran out
     of rows."""
-    p, loader = run.progress, run.loader
-    began, waited = time.perf_counter(), loader.wait_s
-    run.dog.beat(p.step)
-    rows, complete, dry = forward_backward(run)
-    if (p.step + 1) % RANKS_EVERY == 0:
-        log_ranks(run, began)
+    progress = training.progress
+    began = time.perf_counter()
+    waited = training.loader.wait_s
+    guard.beat(progress.step)
+    rows, complete, dry = forward_backward(training)
+    if (progress.step + 1) % RANKS_EVERY == 0:
+        log_ranks(training, journal, began)
 
     # One small reduction carries everything that all ranks must agree on; then the weights are
     # updated.
-    reason = run.stop.check()
-    unsaved = run.report_save()
-    totals, grad_norm = take_step(
-        run,
+    reason = guard.reason()
+    unsaved = saves.report()
+    totals = take_step(
+        training,
         rows,
         dry=not complete,
         stop=bool(reason),
         unsaved=unsaved is not None,
-        save=run.time_to_save(),
+        save=saves.clock_says(),
+        beat=guard.beat,
     )
+    saves.all_agreed = totals.save
 
     # Every rank has the same totals, so all ranks take the same branch.
     if totals.unsaved:
@@ -234,227 +348,170 @@ def one_step(run: Trainer) -> None:
     if totals.dry:
         why, all_dry = next(entry for entry in gather_all(dry) if entry[0])
         raise Stop(why, "halted", all_dry=all_dry)
-    if not (totals.spiked or math.isfinite(totals.loss + grad_norm)):
+    if totals.outcome is Outcome.VOID:
         raise ArithmeticError(
-            f"step {p.step}: the loss is {totals.loss}, the gradient norm {grad_norm}"
+            f"step {progress.step}: the loss is {totals.loss}, the gradient norm {totals.grad_norm}"
         )
 
     # From here on the step counts: it is recorded, logged and printed before a requested stop ends
     # the run.
-    run.check_totals(totals, grad_norm)
-    log_step(
-        run, totals, grad_norm, step_s=time.perf_counter() - began, wait_s=loader.wait_s - waited
-    )
+    note_dropped(training, journal, totals)
+    note_spike(training, journal, totals)
+    step_s = time.perf_counter() - began
+    log_step(run, training, journal, totals, step_s=step_s, wait_s=training.loader.wait_s - waited)
     if totals.stop:
         raise Stop(join_reasons(gather_all(reason)))
 
 
+def note_dropped(training: Training, journal: Journal, totals: StepTotals) -> None:
+    """Warn if lanes have dropped a bucket that ran dry."""
+    progress = training.progress
+    for bucket, lanes in zip(training.loader.buckets, totals.dropped):
+        if lanes > progress.dropped.get(bucket, 0):
+            progress.dropped[bucket] = lanes
+            print0(
+                f"warning: the bucket {bucket!r} has run dry in {counted(lanes, 'lane')} and is "
+                f"skipped there"
+            )
+            journal.event("dropped", progress.step, bucket=bucket, lanes=lanes)
+
+
+def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None:
+    """Update the statistics that spikes are measured against, or warn that the step was a spike.
+    ArithmeticError after too many spikes in a row."""
+    progress = training.progress
+    if totals.outcome is Outcome.APPLIED:
+        progress.skipped_in_a_row = 0
+        if training.settings.skip_spikes is None:
+            progress.window = []
+        else:
+            progress.window = remember(progress.window, totals.loss, totals.grad_norm)
+        return
+    progress.skipped += 1
+    progress.skipped_in_a_row += 1
+    print0(
+        f"warning: step {progress.step} exceeds the --skip-spikes limit and was not applied: loss "
+        f"{totals.loss:.6f}, gradient norm {totals.grad_norm:.4f}; "
+        f"{counted(progress.skipped, 'step')} skipped so far"
+    )
+    journal.event(
+        "skipped",
+        progress.step,
+        digest=totals.digest,
+        loss=totals.loss,
+        grad_norm=totals.grad_norm,
+        skipped=progress.skipped,
+    )
+    if progress.skipped_in_a_row == MOST_IN_A_ROW:
+        raise ArithmeticError(
+            f"step {progress.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
+            f"run has diverged"
+        )
+
+
 def log_step(
-    run: Trainer, totals: StepTotals, grad_norm: float, *, step_s: float, wait_s: float
+    run: Run,
+    training: Training,
+    journal: Journal,
+    totals: StepTotals,
+    *,
+    step_s: float,
+    wait_s: float,
 ) -> None:
     """Count a step, then log and print it. Add a value to `record` to log it, and to `line` to
     print it."""
-    p = run.progress
-    loader = run.loader
+    progress = training.progress
+    loader = training.loader
+    step = progress.step
     tokens = run.settings.total_batch_size
-    lr = run.schedule.lr(p.step)
+    lr = training.schedule.lr(step)
     rate = tokens / step_s
-    smooth = p.count_step(totals, tokens, step_s)
-    eta_s = (run.schedule.num_iterations - p.step) * p.train_time_s / p.step
+    smooth = progress.count_step(totals, tokens, step_s)
+    eta_s = (run.horizon.num_iterations - progress.step) * progress.train_time_s / progress.step
+    mfu = rate * training.mfu_per_rate
     record: dict[str, Any] = {
         "digest": totals.digest,
         "loss": totals.loss,
         "smooth_loss": smooth,
         "lr": lr,
-        "grad_norm": grad_norm,
+        "grad_norm": totals.grad_norm,
         "step_s": step_s,
         "wait_s": wait_s,
-        "tokens": p.tokens,
+        "tokens": progress.tokens,
         "tokens_per_s": rate,
-        "mfu": rate * run.mfu_per_rate,
-        "total_training_flops": run.flops_per_token * p.tokens,
-        "total_training_time": p.train_time_s,
+        "mfu": mfu,
+        "total_training_flops": training.flops_per_token * progress.tokens,
+        "total_training_time": progress.train_time_s,
     }
     if len(loader.buckets) > 1:
         for number, bucket in enumerate(loader.buckets):
             loss, live = totals.of_bucket(number)
             record |= {f"loss/{bucket}": loss, f"tokens/{bucket}": live}
+    if (peak := peak_memory(loader.device)) is not None:
+        record["peak_memory_bytes"] = peak
+        record["reserved_memory_bytes"] = reserved_memory(loader.device)
     line = [
         f"loss {smooth:.6f} (smoothed)",
         f"lr x{lr:.3f}",
-        f"grad norm {grad_norm:.4f}",
+        f"grad norm {totals.grad_norm:.4f}",
         f"{step_s * 1000:.1f} ms",
         f"{rate:,.0f} tok/s",
-        *([f"mfu {record['mfu']:.1%}"] if record["mfu"] else []),
+        *([f"mfu {mfu:.1%}"] if mfu else []),
         f"data wait {wait_s * 1000:.1f} ms",
         f"eta {duration(eta_s)}",
     ]
-    run.journal.step(
-        totals,
-        record,
-        " | ".join(line),
-        loss=smooth,
+    report = StepReport(
+        step=step,
+        totals=totals,
+        record=record,
+        line=" | ".join(line),
+        smooth_loss=smooth,
+        tokens=progress.tokens,
         tokens_per_s=rate,
         eta_s=eta_s,
+        skipped=progress.skipped,
         phase=loader.phase,
+    )
+    journal.step(report)
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def report_stop(run: Run, progress: Progress, stop: Stop) -> int:
+    """Say why the run has ended before its horizon, and what to do. Returns the exit code."""
+    if stop.status == "halted":
+        remedy = after_halt(run.run_dir.name, all_dry=stop.all_dry)
+    elif progress.step > 0:
+        remedy = (
+            f"step {progress.step:,} of {run.horizon.num_iterations:,} is saved; the same command "
+            f"resumes the run"
+        )
+    else:
+        remedy = "no step was taken; the same command starts the run again"
+    print0(f"{stop.status}: {stop.reason}; {remedy}")
+    return EXIT_HALTED if stop.status == "halted" else 0
+
+
+def after_failure(run: Run) -> str:
+    """What is left after a step that was not applied, and what to do."""
+    checkpoints = list_checkpoints(run.run_dir)
+    kept = f"{checkpoints[0]} is kept" if checkpoints else "no checkpoint exists yet"
+    return (
+        f"The step was not applied, and {kept}. Start a new run with lower learning rates "
+        f"(--model-tag NAME), or one that skips this step (--init-from, --skip-steps)"
     )
 
 
-# ---- set-up --------------------------------------------------------------------------------------
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Start or resume a run. Returns the exit code (docs/reference.md). ValueError and OSError for
-    bad input."""
-    settings = from_flags(parse_args(argv))
-    words = sys.argv[1:] if argv is None else argv
-    launch = {
-        "command": shlex.join(["python", "-m", "scripts.base_train", *words]),
-        "typed": [*settings.differing()],
-    }
-    with lasting_output():
-        return launch_run(settings, launch)
-
-
-def launch_run(settings: Settings, launch: dict[str, Any]) -> int:
-    """Start or resume the run that the settings describe; `launch`: see `train`. Returns the exit
-    code."""
-    setup_logging()
-    reserve_s = settings.walltime_reserve_seconds
-    run_dir = run_path(settings.model_tag or f"d{settings.depth}")
-    end = deadline(settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s)
-    with StopWatch(end, reserve_s=reserve_s, run_dir=run_dir) as stop:
-        if problem := elastic_problem():
-            log.warning("%s", problem)
-        _, rank, _, world_size, device = compute_init(
-            settings.device_type or autodetect_device_type(),
-            deterministic=settings.deterministic,
-            timeout_s=2 * settings.collective_timeout_seconds + LONG_S,
-        )
-        try:
-            settings, tokenizer = agree(lambda: command(settings, world_size, device.type))
-            print0("start: reading the run directory and the data files")
-            start = inspect_run(settings, device)
-            if (over := start.over()) is not None:
-                print0(over[1])
-                if start.notices:
-                    print0(f"warning: ignored settings: {'; '.join(start.notices)}")
-                return over[0]
-            start, data = find_data(start, tokenizer, rank)
-            print_split(start, data)
-            return train(start, data, stop, launch, rank, world_size, device)
-        finally:
-            compute_cleanup()
-
-
-def train(
-    start: Start,
-    data: RunData,
-    stop: StopWatch,
-    launch: dict[str, Any],
-    rank: int,
-    world_size: int,
-    device: torch.device,
-) -> int:
-    """Claim the run, build its parts and enter the loop. `launch` goes into the log: "command" is
-    the command line, "typed" the names of the settings it changed."""
-    settings = start.settings
-    horizon = start.horizon
-    num_steps = start.horizon.num_iterations
-    schedule = Schedule.of(settings, num_steps, peak_weight_decay=horizon.weight_decay_scaled)
-    owner: Any = agree(lambda: claim_run(start, data) if rank == 0 else None)
-    with ExitStack() as stack:
-        identities = gather_all(identify())
-        state: RunState | Silence = (
-            Silence()
-            if rank > 0
-            else stack.enter_context(
-                RunState(
-                    owner,
-                    identities,
-                    stop.check_flag,
-                    num_iterations=num_steps,
-                    step=start.step,
-                    checkpoint=start.checkpoint.path.name if start.checkpoint else None,
-                )
-            )
-        )
-
-        def failed(verdict: str) -> None:
-            state.close("failed", verdict)
-            write_collectives(start.run_dir, rank)
-
-        dog = stack.enter_context(
-            Watchdog(
-                open_store(world_size),
-                identities,
-                rank=rank,
-                timeout_s=settings.collective_timeout_seconds,
-                refresh=state.refresh,
-                on_failure=failed,
-            )
-        )
-
-        print0("start: building the model")
-        stack.enter_context(explain_out_of_memory(start, device))
-        model, optimizer, progress = make_model(start, schedule, device)
-        compiled = (
-            torch.compile(model, dynamic=False)
-            if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
-            else model
-        )
-
-        journal = (
-            Journal(start, progress, device, state) if isinstance(state, RunState) else Silence()
-        )
-        stack.callback(journal.close)
-        config = stream_config(settings)
-        loader = stack.enter_context(
-            DataLoader(
-                config,
-                data.train,
-                tokenizer=data.tokenizer,
-                rows_per_step=settings.total_batch_size // config.T,
-                device_batch_size=settings.device_batch_size,
-                device=device,
-                rank=rank,
-                world_size=world_size,
-                num_leaves=settings.leaves,
-                cursors=start.cursors,
-                start_step=progress.step,
-                num_threads=settings.tokenizer_threads,
-                with_doc_ids=settings.attention_mode != "causal",
-                drop_dry=settings.allow_bucket_exhaustion,
-            )
-        )
-        stack.callback(stop.ignore_stores)  # before the loader closes, which waits for its threads
-        saver = Saver(start.checkpoint.path if start.checkpoint else None)
-        stack.callback(saver.close)
-        print_summary(start, loader.layout, device, launch["typed"])
-        journal.started(world_size, **launch)
-        leaves = LeafAccumulator(
-            model.parameters(),
-            len(loader.layout.leaves),
-            on_host=is_tight(settings, device),
-            micro_batches_per_leaf=loader.layout.micro_batches_per_leaf,
-        )
-        return loop(
-            Trainer(
-                start=start,
-                data=data,
-                model=model,
-                compiled=compiled,
-                optimizer=optimizer,
-                leaves=leaves,
-                schedule=schedule,
-                loader=loader,
-                progress=progress,
-                journal=journal,
-                dog=dog,
-                stop=stop,
-                saver=saver,
-            )
-        )
+def report_completed(run: Run, progress: Progress, peak: int | None) -> None:
+    """Print the last line of a run."""
+    line = f"completed: {progress.tokens:,} tokens in {duration(progress.train_time_s)} of steps"
+    if progress.val_bpb is not None:
+        first, last = progress.first_val_bpb, progress.val_bpb
+        line += f"; validation bits per byte {first:.6f} -> {last:.6f}"
+    if peak is not None:
+        line += f"; peak memory {peak / 1e9:,.1f} GB"
+    print0(f"{line}; {run.run_dir}")
 
 
 if __name__ == "__main__":

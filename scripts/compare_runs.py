@@ -161,8 +161,10 @@ Series = dict[str, dict[int, Any]]  # {name: {step: value}}
 
 
 def read_series(run: RunReader, notes: list[str]) -> Series:
-    """Everything that a run recorded about its steps: digests, tokens, losses, ..., and the cursors
-    of every save."""
+    """Everything that a run recorded about its steps.
+
+    Digests, tokens, losses, ..., and the cursors of every save.
+    """
     series: Series = {}
     for step, path in run.cursor_files.items():
         try:
@@ -183,8 +185,10 @@ def read_series(run: RunReader, notes: list[str]) -> Series:
 
 
 def contents(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as one plain state, without clocks, random states and wandb's id. Tensors are
-    memory-mapped, not read. "optimizer" and "schedule" are optional."""
+    """A checkpoint as one plain state, without clocks, random states and wandb's id.
+
+    Tensors are memory-mapped, not read. "optimizer" and "schedule" are optional.
+    """
     state = {
         "architecture": checkpoint.model_config,
         "tokenizer": checkpoint.trainer_state.get("tokenizer_fingerprint"),
@@ -222,8 +226,10 @@ class Side:
 
 
 def open_side(name: str, notes: list[str]) -> Side:
-    """The run or checkpoint with this name. FileNotFoundError and ValueError from `find_run`,
-    `RunReader` and `find_checkpoint`."""
+    """The run or checkpoint with this name.
+
+    FileNotFoundError and ValueError from `find_run`, `RunReader` and `find_checkpoint`.
+    """
     try:
         run_dir = find_run(name)
     except FileNotFoundError:
@@ -246,8 +252,7 @@ def open_side(name: str, notes: list[str]) -> Side:
 
 @dataclass(frozen=True)
 class Part:
-    """A series or checkpoint that both sides have: how many values were compared, and which
-    differ."""
+    """A series or checkpoint that both sides have: how many values were compared, and which differ."""
 
     kind: str  # data, steps or checkpoint
     name: str
@@ -284,8 +289,10 @@ def compare_series(name: str, a: Side, b: Side) -> Part | None:
 
 
 def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) -> Part | None:
-    """The comparison of two checkpoints; None if one of them is corrupt, or was just deleted by an
-    active run."""
+    """The comparison of two checkpoints.
+
+    None if one of them is corrupt, or was just deleted by an active run.
+    """
     try:
         one = contents(load_checkpoint(first))
         other = contents(load_checkpoint(second))
@@ -305,9 +312,11 @@ def compare_checkpoints(name: str, first: Path, second: Path, notes: list[str]) 
 
 
 def compare(a: Side, b: Side, notes: list[str]) -> list[Part]:
-    """Everything that both sides have, the data first. A step of a series counts once, with its
-    first difference. Two single checkpoints are compared even if their steps differ. ValueError if
-    the sides have nothing in common."""
+    """Everything that both sides have, the data first.
+
+    A step of a series counts once, with its first difference. Two single checkpoints are compared
+    even if their steps differ. ValueError if the sides have nothing in common.
+    """
     parts: list[Part] = []
     for name in SERIES | a.log:
         part = None if name == SMOOTH else compare_series(name, a, b)
@@ -374,17 +383,21 @@ def first_differing_digest(a: Side, b: Side) -> int | None:
 
 
 def is_listed(place: Mapping[str, Any], listed: Mapping[str, Collection[int] | None]) -> bool:
-    """Whether a run leaves out the document at a place; `listed`: {file: its left-out documents,
-    None for all}."""
+    """Whether a run leaves out the document at a place.
+
+    `listed`: {file: its left-out documents, None for all}.
+    """
     file, document = place["file"], place["document"]
     rows = listed.get(file, [])
     return rows is None or document in rows
 
 
 def explain_left_out(a: Side, b: Side) -> str:
-    """A sentence for two runs with different lists of --without-documents: whether the first step
-    whose digests differ has a document that only one of them leaves out. "" for other runs, and if
-    no digests differ."""
+    """A sentence for two runs with different lists of --without-documents.
+
+    It says whether the first step whose digests differ has a document that only one of them leaves
+    out. "" for other runs, and if no digests differ.
+    """
     step = first_differing_digest(a, b)
     if a.run is None or b.run is None or step is None:
         return ""
@@ -413,8 +426,10 @@ def explain_left_out(a: Side, b: Side) -> str:
 
 
 def versions_of(run: RunReader) -> dict[str, str]:
-    """{name: value} of the versions that a run's launches logged; several values, in order, if
-    launches differ."""
+    """{name: value} of the versions that a run's launches logged.
+
+    If launches differ, several values, in order.
+    """
     values: dict[str, dict[str, None]] = {}
     for launch in run.launches:
         for name in ("code", *VERSIONS):
@@ -464,9 +479,11 @@ def interpolate(points: dict[int, float], at: int) -> float | None:
 
 
 def same_tokens(a: Series, b: Series) -> list[list[Any]]:
-    """Rows (tokens, loss of a and b, bits per byte of a and b) at numbers of tokens that both have
-    reached: those at which either was evaluated, and the last one. Values between two measurements
-    are interpolated."""
+    """The two runs' losses at equal numbers of tokens, as rows.
+
+    Rows (tokens, loss of a and b, bits per byte of a and b) at the numbers of tokens at which
+    either was evaluated, and at the last one. Values between two measurements are interpolated.
+    """
     loss_a, loss_b = curve(a, "loss"), curve(b, "loss")
     bpb_a, bpb_b = curve(a, "bpb"), curve(b, "bpb")
     if not loss_a or not loss_b:
@@ -512,8 +529,10 @@ def print_versions(a: Side, b: Side, parts: list[Part]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare and print. Exit code 1 if something differs. ValueError and FileNotFoundError for bad
-    input."""
+    """Compare and print.
+
+    Exit code 1 if something differs. ValueError and FileNotFoundError for bad input.
+    """
     parser = Parser(description=__doc__)
     parser.add_argument(
         "a", metavar="A", help="a run's name or folder, or a checkpoint: NAME@STEP or its path"

@@ -62,8 +62,8 @@ from nanochat.run_dir import CONFIG_NAME, open_folders, run_path
 from nanochat.run_order import order_of
 from nanochat.run_owner import write_completed
 from nanochat.run_reader import RunReader
+from nanochat.run_settings import build_model, resolve
 from nanochat.sources import DATA_MANIFEST
-from nanochat.start_run import build_model, resolve
 from nanochat.tokenizer import RustBPETokenizer, Tokenizer, get_tokenizer, replace_surrogates
 from scripts.receipt import NAME as RECEIPT_NAME
 from scripts.receipt import make_receipt
@@ -123,10 +123,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def new_folder(out: Path, advice: str) -> Iterator[Path]:
-    """Yield a hidden folder beside `out` to fill. At the end of the block its files are fsynced and
-    it is renamed to `out`; if the block raises, it is removed. The next call removes leftovers of a
-    killed process. ValueError, which ends with the advice, if `out` exists and is not an empty
-    folder."""
+    """Yield a hidden folder beside `out` to fill.
+
+    At the end of the block its files are fsynced and it is renamed to `out`; if the block raises,
+    it is removed. The next call removes leftovers of a killed process. ValueError, which ends with
+    the advice, if `out` exists and is not an empty folder.
+    """
     out = as_local_path(out, "OUT").expanduser().absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: already exists and is never overwritten; {advice}")
@@ -162,8 +164,10 @@ def write_receipt(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 5 * 10**9) -> None:
-    """Write a state dict as safetensors: in one file, or in several with an index if it has more
-    than `shard_bytes`."""
+    """Write a state dict as safetensors.
+
+    In one file, or in several with an index if it has more than `shard_bytes`.
+    """
     from huggingface_hub import save_torch_state_dict
 
     # this logger would print the temporary name of the folder
@@ -174,8 +178,9 @@ def write_weights(folder: Path, state: Mapping[str, Tensor], shard_bytes: int = 
 
 
 def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
-    """Our ranks as an object of the package `tokenizers` with the same ids. ValueError if the ids
-    differ on a sample of hard texts.
+    """Our ranks as an object of the package `tokenizers` with the same ids.
+
+    ValueError if the ids differ on a sample of hard texts.
 
     tiktoken merges any two neighbours that form a token, while `tokenizers` needs a list of pairs.
     So each token has one merge for every way to cut it into two tokens, and the merges are in the
@@ -231,8 +236,11 @@ def as_tokenizers(tokenizer: RustBPETokenizer) -> Any:
 
 
 def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]:
-    """{file name: content} of the tokenizer for transformers. It puts BOS in front of every text,
-    as in training, even if the tokenizer's own program does not. Plain ids have no files."""
+    """{file name: content} of the tokenizer for transformers.
+
+    It puts BOS in front of every text, as in training, even if the tokenizer's own program does
+    not. Plain ids have no files.
+    """
     from tokenizers import processors
 
     from nanochat.integrations.third_party_tokenizers import HuggingFaceTokenizer
@@ -271,8 +279,10 @@ def tokenizer_files(tokenizer: Tokenizer, sequence_len: int) -> dict[str, bytes]
 
 
 def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, bytes]:
-    """{file name: content} of config.json and generation_config.json. The first has all fields of
-    `GPTConfig` and the values that depend on them."""
+    """{file name: content} of config.json and generation_config.json.
+
+    The first has all fields of `GPTConfig` and the values that depend on them.
+    """
     ids = {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
     model = {
         "architectures": ["NanochatExactForCausalLM"],
@@ -300,8 +310,10 @@ def model_files(config: GPTConfig, dtype: torch.dtype, bos: int) -> dict[str, by
 
 
 def model_card(checkpoint: Checkpoint, run: RunReader, num_parameters: int) -> bytes:
-    """README.md, the model card: facts about the model, its data, and how to use it. It names no
-    path of the machine that trained it."""
+    """README.md, the model card: facts about the model, its data, and how to use it.
+
+    It names no path of the machine that trained it.
+    """
     step, tag = checkpoint.step, run.config.get("model_tag") or run.name
     launches = [launch for launch in run.launches if launch.first <= step]
     val = run.newest("val", step)
@@ -387,8 +399,11 @@ def to_hf(source: str, out: Path) -> str:
 
 
 def to_nanochat(source: str, out: Path) -> str:
-    """Write a base directory for nanochat. Returns a sentence that describes it. ValueError if
-    nanochat cannot represent the model or the tokenizer."""
+    """Write a base directory for nanochat.
+
+    Returns a sentence that describes it. ValueError if nanochat cannot represent the model or the
+    tokenizer.
+    """
     checkpoint, config, tokenizer = open_checkpoint(source)
     run_dir, step = run_of(checkpoint), checkpoint.step
     settings = Settings.from_json(read_json(run_dir / CONFIG_NAME, dict))
@@ -432,8 +447,10 @@ def write_tokenizer(folder: Path, tokenizer: RustBPETokenizer) -> None:
 
 
 def open_checkpoint(source: str) -> tuple[Checkpoint, GPTConfig, Tokenizer]:
-    """A run's checkpoint, its shape and its tokenizer. Raises what `find_checkpoint` raises, and
-    ValueError if the tokenizer is not the checkpoint's."""
+    """A run's checkpoint, its shape and its tokenizer.
+
+    Raises what `find_checkpoint` raises, and ValueError if the tokenizer is not the checkpoint's.
+    """
     checkpoint = find_checkpoint(source)
     tokenizer = get_tokenizer(run_of(checkpoint) / "tokenizer")
     checkpoint.check_tokenizer(tokenizer.fingerprint)
@@ -448,8 +465,10 @@ def run_of(checkpoint: Checkpoint) -> Path:
 
 
 class NanochatCheckpoint(NamedTuple):
-    """A checkpoint of nanochat. `config`: fields of `GPTConfig`; `batch`: the batch sizes that it
-    names."""
+    """A checkpoint of nanochat.
+
+    `config`: fields of `GPTConfig`; `batch`: the batch sizes that it names.
+    """
 
     folder: Path
     step: int
@@ -460,8 +479,9 @@ class NanochatCheckpoint(NamedTuple):
 
 def from_nanochat(source: str) -> NanochatCheckpoint:
     """Read the newest checkpoint in a folder such as base_checkpoints/d12, or that of FOLDER@STEP.
-    FileNotFoundError or ValueError, which names the file, if one is missing or is not
-    nanochat's."""
+
+    FileNotFoundError or ValueError, which names the file, if one is missing or is not nanochat's.
+    """
     text, _, at = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "")
     folder = as_local_path(text, "SOURCE").expanduser()
     steps = sorted(
@@ -500,7 +520,9 @@ def settings_of(
     source: NanochatCheckpoint, args: argparse.Namespace
 ) -> tuple[Settings, GPTConfig, Tokenizer]:
     """The resolved settings that a run of this model would have, its shape and its tokenizer.
-    ValueError if shape, weights and tokenizer do not match, or no settings produce this shape."""
+
+    ValueError if shape, weights and tokenizer do not match, or no settings produce this shape.
+    """
     try:
         shape = GPTConfig(**source.config)
     except (TypeError, ValueError) as e:
@@ -549,8 +571,11 @@ def settings_of(
 
 
 def import_run(args: argparse.Namespace) -> str:
-    """Write nanochat's checkpoint as a run directory. Returns a sentence that describes it. Raises
-    what `from_nanochat`, `settings_of` and `RunOrder.pin` raise."""
+    """Write nanochat's checkpoint as a run directory.
+
+    Returns a sentence that describes it. Raises what `from_nanochat`, `settings_of` and
+    `RunOrder.pin` raise.
+    """
     source = from_nanochat(args.source)
     settings, shape, tokenizer = settings_of(source, args)
     out = args.out or run_path(settings.model_tag or "")
@@ -581,8 +606,10 @@ def import_run(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export or import, and print a sentence about it. After a ValueError or OSError nothing is
-    left behind."""
+    """Export or import, and print a sentence about it.
+
+    After a ValueError or OSError nothing is left behind.
+    """
     args = parse_args(argv)
     setup_logging()
     if args.origin is not None:

@@ -62,9 +62,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Iterator[float]:
-    """Generate with `rows` rows, and yield the seconds that each column of tokens takes; the first
-    includes the prompt. The host reads each column before it is yielded, so no work is in flight
-    between two columns."""
+    """Generate with `rows` rows, and yield the seconds that each column of tokens takes.
+
+    The first includes the prompt. The host reads each column before it is yielded, so no work is in
+    flight between two columns.
+    """
     columns = Engine(model, ENDLESS).generate(
         prompt, rows, max_tokens=decode_tokens, temperature=0.0
     )
@@ -78,8 +80,11 @@ def times(model: GPT, prompt: list[int], rows: int, decode_tokens: int) -> Itera
 def measure(
     model: GPT, prompt_tokens: int, rows: int, decode_tokens: int, *, rounds: int = 3
 ) -> dict[str, Any]:
-    """The results of one batch size: time to first token, tokens/s of prefill and of decoding all
-    rows, bytes of the full cache and, on a GPU, peak memory."""
+    """The results of one batch size.
+
+    Time to first token, tokens/s of prefill and of decoding all rows, bytes of the full cache and,
+    on a GPU, peak memory.
+    """
     first, step = [], []
     for _ in range(rounds + 1):
         to_first, *steps = times(model, [1] * prompt_tokens, rows, decode_tokens)

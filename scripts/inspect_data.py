@@ -42,7 +42,7 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted, show, table, visible
 from nanochat.config import Settings, add_flags, flag, from_flags
 from nanochat.dataloader import StepLayout
-from nanochat.find import Document, History, Pass, documents_with, find_document, sample_passes
+from nanochat.find import DocumentPlace, History, Pass, documents_with, find_document, sample_passes
 from nanochat.order import StreamConfig
 from nanochat.rows import Row
 from nanochat.run_dir import find_run, finite, is_run_dir
@@ -163,11 +163,10 @@ def open_named_stream(args: argparse.Namespace) -> Opened:
         )
     settings, tokenizer = command(settings, 1, "cpu")
     settings = replace(settings, model_tag=f"inspect-{os.getpid()}")  # the name of a new run
-    inspected = inspect_run(settings, torch.device("cpu"))
-    start, data = find_data(inspected, tokenizer)
-    config = stream_config(start.settings)
-    rows_per_step = start.settings.total_batch_size // config.T
-    return Opened(RunReader(start.run_dir), data, config, rows_per_step, start.cursors)
+    run = find_data(inspect_run(settings, torch.device("cpu")), tokenizer)
+    config = stream_config(run.settings)
+    rows_per_step = run.settings.total_batch_size // config.T
+    return Opened(RunReader(run.run_dir), run.data, config, rows_per_step, run.cursors)
 
 
 def open_stream_of_receipt(receipt: Path, settings: Settings, args: argparse.Namespace) -> Opened:
@@ -541,7 +540,7 @@ class Traced(NamedTuple):
     """A document and its way through the run; one of validation has no passes."""
 
     split: str  # train or validation
-    document: Document
+    document: DocumentPlace
     passes: list[Pass]
 
     @property
@@ -550,7 +549,7 @@ class Traced(NamedTuple):
         return any(one_pass.uses for one_pass in self.passes)
 
 
-def tracer(opened: Opened) -> Callable[[Document], Iterator[Pass]]:
+def tracer(opened: Opened) -> Callable[[DocumentPlace], Iterator[Pass]]:
     """The function that follows a training document through the run, epoch by epoch."""
     run = opened.run
     config = opened.config
@@ -639,7 +638,7 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
     data = {"train": opened.data.train, "validation": opened.data.val}
     passes_of = tracer(opened)
 
-    def trace(split: str, document: Document) -> Traced:
+    def trace(split: str, document: DocumentPlace) -> Traced:
         passes = list(passes_of(document)) if split == "train" else []
         return Traced(split, document, passes)
 
@@ -675,7 +674,9 @@ def named_documents(opened: Opened, args: argparse.Namespace) -> list[Traced]:
     return found[:DOCUMENTS]
 
 
-def matches_of(data: Mapping[str, Mapping[str, Any]], text: str) -> Iterator[tuple[str, Document]]:
+def matches_of(
+    data: Mapping[str, Mapping[str, Any]], text: str
+) -> Iterator[tuple[str, DocumentPlace]]:
     """(split, document) of all documents that contain a text. data: {split: {bucket: source}}."""
     for split, sources in data.items():
         for bucket, source in sources.items():

@@ -121,8 +121,10 @@ def smooth(values: Sequence[float | None]) -> list[float | None]:
 
 
 def series(chart: str, name: str, y: list[Any], look: str = "line", bucket: str = "") -> Curve:
-    """A curve for page.html. `look`: raw, line, points, plan, or edge and band, between which the
-    area is filled."""
+    """A curve for page.html.
+
+    `look`: raw, line, points, plan, or edge and band, between which the area is filled.
+    """
     return {
         "chart": chart,
         "name": name,
@@ -153,8 +155,7 @@ def step_series(run: RunReader) -> Iterator[Curve]:
 
 
 def planned_mix(run: RunReader) -> list[dict[str, float]]:
-    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] for a run without
-    phases."""
+    """What the curriculum asks of each bucket, {bucket: tokens}, at each step; [] without phases."""
     phases = run.phases
     if not phases:
         return []
@@ -181,8 +182,10 @@ def mix_series(run: RunReader, chart: str) -> Iterator[Curve]:
 
 
 def point_series(run: RunReader) -> Iterator[Curve]:
-    """Curves of the numbers in events, mainly validation results. `steps`: the steps done at each
-    point."""
+    """Curves of the numbers in events, mainly validation results.
+
+    `steps`: the steps done at each point.
+    """
     curves: dict[str, dict[int, float]] = {}
     for event in run.events:
         for name, value in drawable(event).items():
@@ -201,8 +204,11 @@ def point_series(run: RunReader) -> Iterator[Curve]:
 
 
 def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
-    """The 10th and 90th percentile of the row losses of a step, in nats per token; None without
-    finite ones. FileNotFoundError if the step has none: older versions could leave them out."""
+    """The 10th and 90th percentile of the row losses of a step, in nats per token.
+
+    None without finite ones. FileNotFoundError if the step has none: older versions could leave
+    them out.
+    """
     import numpy as np
 
     nats, live = run.row_losses.read(step)
@@ -217,8 +223,10 @@ def row_tenths(run: RunReader, step: int) -> tuple[float, float] | None:
 
 
 def band_series(run: RunReader) -> Iterator[Curve]:
-    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`; nothing if
-    none are recorded."""
+    """The 10th and 90th percentile of the row losses of at most BAND_POINTS `steps`.
+
+    Nothing if none are recorded.
+    """
     if not (run.run_dir / "logs" / "rows").is_dir():
         return
     lows: dict[int, float] = {}
@@ -240,8 +248,7 @@ def band_series(run: RunReader) -> Iterator[Curve]:
 
 
 def marks_of(launch: Launch, axes: Axes) -> list[dict[str, Any]]:
-    """A mark for each save, skipped step and other event of a launch that is not drawn as
-    points."""
+    """A mark for each save, skipped step and other event of a launch that is not drawn as points."""
     marks = []
     for event in launch.events:
         kind = event["event"]
@@ -282,8 +289,10 @@ def rounded(values: Sequence[Any]) -> list[Any]:
 
 
 def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
-    """Indices of the steps to draw: the one with the highest loss of each block of `stride`, and
-    the last one."""
+    """Indices of the steps to draw.
+
+    The one with the highest loss of each block of `stride`, and the last one.
+    """
     if not steps:
         return []
     kept = {len(steps) - 1}
@@ -296,8 +305,10 @@ def kept_steps(steps: Sequence[Mapping[str, Any]], stride: int) -> list[int]:
 
 
 def chart_data(run: Run, stride: int, several: bool) -> dict[str, Any]:
-    """The data that page.html draws for a run, thinned to one in `stride` steps. With `several`
-    runs, which have one color each, every bucket gets its own chart."""
+    """The data that page.html draws for a run, thinned to one in `stride` steps.
+
+    With `several` runs, which have one color each, every bucket gets its own chart.
+    """
     axes = run.axes()
     kept = kept_steps(run.steps, stride)
 
@@ -346,8 +357,7 @@ def is_of_losses(chart: str) -> bool:
 
 
 def wait_range(curves: Sequence[Curve]) -> list[float] | None:
-    """The y range of the chart of data waits, if the first step of each launch would flatten the
-    others."""
+    """The y range of the chart of data waits, if launches' first steps would flatten the others."""
     waits: list[float] = []
     for curve in curves:
         if curve["chart"] == WAIT:
@@ -367,8 +377,10 @@ def chart_rank(name: str) -> tuple[bool, bool]:
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """All charts in order, from the `chart_data` of all runs: {id, title, section, wide, settings
-    of the y axis}."""
+    """All charts in order, from the `chart_data` of all runs.
+
+    {id, title, section, wide, settings of the y axis}
+    """
     curves: list[Curve] = []
     for run in runs:
         curves += run["series"]
@@ -499,8 +511,10 @@ def settings(run: Run) -> str:
 
 
 def json_bytes(run: Run) -> int:
-    """About how many bytes of JSON a run's steps take: a value takes 10; each step also has four
-    axis positions and a digest."""
+    """About how many bytes of JSON a run's steps take.
+
+    A value takes 10; each step also has four axis positions and a digest.
+    """
     if not run.steps:
         return 0
     values_per_step = len(drawable(run.steps[-1]))
@@ -517,8 +531,10 @@ def embed(value: Any) -> str:
 
 
 def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
-    """The whole page. `refresh`: whether the browser reloads it regularly. ValueError without
-    plotly."""
+    """The whole page.
+
+    `refresh`: whether the browser reloads it regularly. ValueError without plotly.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -564,8 +580,10 @@ def make_page(runs: Sequence[Run], *, refresh: bool = False) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and print its path. FileNotFoundError for an unknown run, ValueError for a
-    corrupt file in one."""
+    """Write the page and print its path.
+
+    FileNotFoundError for an unknown run, ValueError for a corrupt file in one.
+    """
     parser = Parser(description=__doc__)
     parser.add_argument(
         "run", metavar="RUN", nargs="*", help="names or folders of runs (default: all runs)"

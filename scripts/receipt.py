@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanochat.cli import Parser, run_main, setup_logging
+from nanochat.cli import Decides, Parser, run_main, setup_logging
 from nanochat.common import (
     as_path,
     begin_launch,
@@ -49,7 +49,7 @@ from nanochat.common import (
     read_json,
     write_json,
 )
-from nanochat.config import FIELDS, STREAM, Settings, flag
+from nanochat.config import REMOVED, Settings, fields_of, flag
 from nanochat.files import data_at
 from nanochat.run_dir import find_run, unpack_cursors
 from nanochat.run_order import stream_config
@@ -65,17 +65,6 @@ NAME = "receipt.json"
 EVERY = 1000  # steps between marks
 MANY = 300  # files in a readable list
 SHORT = 3  # hexadecimal digits of a hash in a compressed list
-# the settings that determine the rows: those marked STREAM, and some that determine more than the
-# order
-SETTINGS = [name for name, f in FIELDS.items() if f.metadata["fixed"] == STREAM] + [
-    "max_seq_len",
-    "total_batch_size",
-    "lanes",
-    "curriculum",
-    "split",
-    "eod_mask_loss",
-    "num_samples",
-]
 # and "files", or "packed" if there are many
 BUCKET = {"number": int, "contents": str, "others": dict}
 MARK = {"digest": str, "chain": str}
@@ -170,6 +159,15 @@ def list_files(manifests: Mapping[str, Manifest]) -> dict[str, Any]:
     return listed
 
 
+def row_settings(settings: Settings) -> dict[str, Any]:
+    """{name: value} of the settings that decide the rows of a run."""
+    return {
+        name: getattr(settings, name)
+        for name, f in fields_of(type(settings)).items()
+        if Decides.ROWS in f.metadata["decides"]
+    }
+
+
 def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
     """The receipt of the first `steps` steps of a run (None: of all completed steps). ValueError or
     FileNotFoundError if the log lacks a digest, or if a file of the data has changed or is
@@ -193,7 +191,7 @@ def make_receipt(run: RunReader, steps: int | None = None) -> dict[str, Any]:
         "run": run.name,
         "steps": steps,
         "code": sorted({launch.started.get("code") or "not known" for launch in run.launches}),
-        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "settings": row_settings(settings),
         "stream": stream_identity(config, data.train, data.tokenizer.fingerprint),
         "files": list_files(data.manifests["train"]),
         "marks": marks,
@@ -400,11 +398,12 @@ def open_receipt(
         raise ValueError(
             f"{path}: it has no step {last:,}; the run trained steps 0 to {receipt['steps'] - 1:,}"
         )
-    if unknown := sorted(receipt["settings"].keys() - FIELDS.keys()):
+    settings = Settings.from_json(receipt["settings"])
+    known = {*fields_of(type(settings)), *REMOVED}
+    if unknown := sorted(receipt["settings"].keys() - known):
         raise ValueError(
             f"{path}: this code has no setting {unknown[0]!r}; use the code that trained the run ({code})"
         )
-    settings = Settings.from_json(receipt["settings"])
     config = stream_config(settings)
     tokenizer = choose_tokenizer(path, receipt, settings, given)
     selection = Selection.of(settings.to_json()).for_split("train")

@@ -106,8 +106,10 @@ def sign_flip_p(differences: Sequence[float]) -> float:
 
 
 def smallest_differences(s: float, s_d: float, seeds: int) -> dict[str, dict[str, float]]:
-    """{n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS: the smallest
-    difference of means that n seeds can show at the 5 % level."""
+    """The smallest differences of means that some numbers of seeds can show at the 5 % level.
+
+    {n: {"unpaired", "paired"}} for this number of seeds and each of SEED_COUNTS.
+    """
     return {
         str(n): {
             "unpaired": student_t(0.975, 2 * n - 2) * s * math.sqrt(2 / n),
@@ -150,8 +152,10 @@ def compare(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
 def train_all(
     name: str, flags: Sequence[str], seeds: Sequence[int], vary: str, *, jobs: int, nproc: int
 ) -> list[float]:
-    """Train with every seed. Returns the final validation bits per byte of each run. ValueError if
-    a run fails."""
+    """Train with every seed.
+
+    Returns the final validation bits per byte of each run. ValueError if a run fails.
+    """
     settings = from_flags(base_train.parse_args(flags))
     launcher = [
         sys.executable,

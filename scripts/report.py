@@ -50,8 +50,11 @@ def escape_html(text: str) -> str:
 
 
 def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
-    """A markdown table and an empty line; nothing without rows. The first column is left-aligned,
-    the others are right-aligned. Pipes and HTML in cells are escaped."""
+    """A markdown table and an empty line; nothing without rows.
+
+    The first column is left-aligned, the others are right-aligned. Pipes and HTML in cells are
+    escaped.
+    """
     cells = [
         [escape_html(show(cell)).replace("|", "\\|").replace("\n", " ") for cell in row]
         for row in (header, *rows)
@@ -61,8 +64,10 @@ def markdown(header: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def fenced(text: str) -> list[str]:
-    """Text in a code fence that is longer than any fence in it, and an empty line. Control
-    characters are escaped."""
+    """Text in a code fence that is longer than any fence in it, and an empty line.
+
+    Control characters are escaped.
+    """
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}text", *map(visible, text.splitlines()), fence, ""]
@@ -190,8 +195,7 @@ def settings_part(run: RunReader, stages: Sequence[Stage]) -> list[str]:
 
 
 def samples_part(run: RunReader) -> list[str]:
-    """The texts that the model wrote: the newest samples from training, and all from the
-    evaluation."""
+    """The texts that the model wrote: the newest from training, and all from the evaluation."""
     lines: list[str] = []
     for i, (when, texts) in enumerate(run.samples().items()):
         if i == 0 or when.startswith("at the evaluation"):
@@ -262,8 +266,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the report and print its path. FileNotFoundError for an unknown run, ValueError for a
-    corrupt file."""
+    """Write the report and print its path.
+
+    FileNotFoundError for an unknown run, ValueError for a corrupt file.
+    """
     args = parse_args(argv)
     run = RunReader(find_run(args.run).absolute())
     output = args.output or run.run_dir / "report.md"

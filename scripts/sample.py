@@ -78,8 +78,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def marked(prompt: str, text: str) -> str:
-    """`text`, which begins with `prompt`, with a mark at the end of the prompt. A character that
-    the prompt cuts in two belongs to the continuation."""
+    """`text`, which begins with `prompt`, with a mark at the end of the prompt.
+
+    A character that the prompt cuts in two belongs to the continuation.
+    """
     prompt = prompt if text.startswith(prompt) else prompt.rstrip("\ufffd")
     begin, end = (
         ("\033[2m", "\033[0m")
@@ -90,8 +92,10 @@ def marked(prompt: str, text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Load a model and print samples. Raises ValueError for bad flags, and the errors of
-    `load_model`."""
+    """Load a model and print samples.
+
+    Raises ValueError for bad flags, and the errors of `load_model`.
+    """
     args = parse_args(argv)
     with device_of(args) as (device, dtype):
         model, tokenizer, meta = load_model(args.run, device, compute_dtype=dtype)

@@ -77,8 +77,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cells(run: dict[str, Any]) -> dict[str, Any]:
-    """{column: value} of a run: a row of the table of runs, or the first lines about a single
-    one."""
+    """{column: value} of a run: a row of the table of runs, or the first lines about a single one."""
     alive = run["liveness"] == "alive"
     step, total = run.get("step"), run.get("num_iterations")
     progress = f"{show(step)}/{show(total)}"
@@ -130,8 +129,7 @@ def describe_processes(run: dict[str, Any]) -> str:
 
 
 def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
-    """The lines of the table, with colored states if stdout is a terminal and NO_COLOR is not
-    set."""
+    """The lines of the table, with colored states if stdout is a terminal and NO_COLOR is not set."""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return lines
     header, *rows = lines
@@ -148,8 +146,10 @@ def colored(lines: list[str], runs: list[dict[str, Any]]) -> list[str]:
 
 
 def print_run(run: dict[str, Any], as_json: bool) -> None:
-    """Print the status of a single run. FileNotFoundError if it has no state, ValueError if its
-    state is corrupt."""
+    """Print the status of a single run.
+
+    FileNotFoundError if it has no state, ValueError if its state is corrupt.
+    """
     if run["status"] is None:
         error = ValueError if run["shown"] == "unreadable" else FileNotFoundError
         raise error(run["reason"])
@@ -158,8 +158,11 @@ def print_run(run: dict[str, Any], as_json: bool) -> None:
 
 
 def print_status(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print once, and return the status of each run. If exactly one run is named: FileNotFoundError
-    if it has no state, ValueError if its state is corrupt."""
+    """Print once, and return the status of each run.
+
+    If exactly one run is named: FileNotFoundError if it has no state, ValueError if its state is
+    corrupt.
+    """
     paths = [find_run(name) for name in args.run]
     if not paths:
         paths = [run_path(tag) for tag in list_runs()]

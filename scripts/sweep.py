@@ -133,8 +133,11 @@ def to_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def best_of_budget(rows: Sequence[Row]) -> Row:
-    """The best size for one budget of FLOPs: the minimum of a parabola of bits per byte over
-    log(parameters) if it lies between the sizes, otherwise the best run."""
+    """The best size for one budget of FLOPs.
+
+    The minimum of a parabola of bits per byte over log(parameters) if it lies between the sizes,
+    otherwise the best run.
+    """
     best = min(rows, key=lambda row: row["val_bpb"])
     if len({row["params_scaling"] for row in rows}) < 3:
         return best | {"how": "the best run"}
@@ -192,9 +195,11 @@ def why_no_laws(rows: Sequence[Row], points: Sequence[Row]) -> str:
 
 
 def power_law(points: Sequence[Row], what: str) -> Row:
-    """log y = exponent * log(FLOPs) + log(factor), by least squares, and the standard error of the
-    exponent: None for two budgets, where it would only measure how similar the runs of one budget
-    are."""
+    """Fit log y = exponent * log(FLOPs) + log(factor) by least squares.
+
+    Also the standard error of the exponent: None for two budgets, where it would only measure how
+    similar the runs of one budget are.
+    """
     x, y = (np.log([point[name] for point in points]) for name in ("flops", what))
     exponent, level = np.polyfit(x, y, 1)
     error = None
@@ -222,8 +227,10 @@ def describe_law(law: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read the runs, fit laws, write tables. ValueError and OSError for bad flags and unreadable
-    files."""
+    """Read the runs, fit laws, write tables.
+
+    ValueError and OSError for bad flags and unreadable files.
+    """
     args = parse_args(argv)
     rows = []
     for run_dir in map(find_run, dict.fromkeys(args.runs)):

@@ -27,20 +27,21 @@ from nanochat.cli import EXIT_FAILED, Parser, run_main, setup_logging, whole
 from nanochat.common import counted
 from nanochat.config import add_flags, from_flags
 from nanochat.dist import autodetect_device_type
-from nanochat.plan import Plan, describe, halts_probably, make_run_plan, problem, refusal, warnings
-from nanochat.run_dir import is_run_dir
-from nanochat.run_order import order_of
-from nanochat.start_run import (
-    Start,
-    build_model,
-    command,
-    describe_memory,
-    device_memory,
-    estimate_memory,
-    find_data,
-    inspect_run,
-    print_split,
+from nanochat.plan import (
+    Plan,
+    halts_probably,
+    make_run_plan,
+    plan_lines,
+    problem,
+    refusal,
+    warnings,
 )
+from nanochat.run_dir import is_run_dir, run_path
+from nanochat.run_order import order_of
+from nanochat.run_owner import check_free
+from nanochat.run_settings import build_model, describe_memory, device_memory, estimate_memory
+from nanochat.run_summary import print_split
+from nanochat.start_run import Start, command, find_data, inspect_run
 
 COPIES = 2  # checkpoints on disk at once: the old one is deleted when the new one is complete
 BY_TIME = TIMED_KEPT + 1  # the same with timed saves; at the end `final` replaces one
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok(f"tokenizer {tokenizer.fingerprint}, {tokenizer.get_vocab_size():,} tokens")
     refused = False
     try:
+        check_free(run_path(settings.model_tag or ""))
         start = inspect_run(settings, device)
     except ValueError as e:
         start = inspect_run(
@@ -109,24 +111,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
     if start.state.get("status") == "halted" and (over := start.over()) is not None:
-        print(f"note: {over[1]}")
+        print(f"note: {over.sentence}")
     # float32 weights, and two more float32 per weight in the optimizer
     check_disk(start, 3 * sum(4 * p.numel() for p in model.parameters()))
-    start, data = find_data(start, tokenizer)
+    run = find_data(start, tokenizer)
     ok("files")
-    print_split(start, data)
-    order = order_of(start.settings)
+    print_split(run)
+    order = order_of(run.settings)
     if not order.has_plan:
-        ok(order.describe(start.settings, start.cursors, start.steps_to_read))
+        ok(order.describe(run.settings, run.cursors, run.steps_to_read))
         return EXIT_FAILED if refused else 0
-    plan = make_run_plan(start, data)
-    print(*describe(plan), LEGEND, sep="\n")
+    plan = make_run_plan(run, run.data)
+    print(*plan_lines(plan), LEGEND, sep="\n")
     if args.plot:
         draw(plan, args.plot)
         ok(f"plot {args.plot}")
     for line in warnings(plan):
         print(f"warning: {line}")
-    if why := problem(plan) or refusal(plan, start):
+    if why := problem(plan) or refusal(plan, run):
         print(f"error: {why}")
     elif halts_probably(plan):
         print("error: training can start, but by this estimate it halts before its last step")

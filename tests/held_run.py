@@ -6,19 +6,18 @@ import time
 from pathlib import Path
 
 from nanochat.cli import run_main
-from nanochat.common import LAUNCH
 from scripts import base_train
 
 take_step = base_train.one_step
 
 
-def one_step(run):
-    step = run.progress.step
-    held = step % 10 == 0 and step > run.start.step
-    while held and Path(os.environ["HOLD"]).exists() and not LAUNCH.stop():
-        run.dog.beat()
+def one_step(run, training, guard, *others):
+    step = training.progress.step
+    held = step % 10 == 0 and step > run.step
+    while held and Path(os.environ["HOLD"]).exists() and not guard.asked():
+        guard.beat()
         time.sleep(0.05)
-    take_step(run)
+    take_step(run, training, guard, *others)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,11 @@ DATA = [  # (command line, files, words)
         {"one/train/a.parquet": TEXTS, "one/test/a.parquet": TEXTS},
         ("it has train/ but no val/ (test/ is used for neither)", "--val-path"),
     ),
-    ("base_train --data-args-path=gone.txt", {}, ("--data-args-path=gone.txt: no such file",)),
+    (
+        "base_train --order=megatron --data-args-path=gone.txt",
+        {},
+        ("--data-args-path=gone.txt: no such file",),
+    ),
     (ONE, {"one/a.parquet": blank(False)}, ("only empty documents",)),
     (
         "base_train --data-path=data --val-path=blank.jsonl",

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import dataloader, optim, run_journal, start_run, trainer
+from nanochat import dataloader, optim, run_journal, run_settings, start_run, trainer
 from nanochat.checkpoint import load_checkpoint
 from nanochat.config import Settings
 from nanochat.dataloader import OFF, DataLoader
@@ -140,10 +140,10 @@ def test_the_automatic_batch_is_the_largest_power_of_two_that_fits_into_memory_a
         Settings(), depth=depth, world_size=world_size, device_type="cuda", vocab_size=32768
     )
     room = None if card_gb is None else int(0.92e9 * card_gb)
-    resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
+    resolved, _, _ = run_settings.resolve(settings, torch.bfloat16, room)
     assert resolved.device_batch_size == rows
     assert (
-        start_run.resolve(replace(settings, device_batch_size=3), torch.bfloat16, room)[
+        run_settings.resolve(replace(settings, device_batch_size=3), torch.bfloat16, room)[
             0
         ].device_batch_size
         == 3
@@ -186,10 +186,10 @@ def test_the_memory_estimate_is_at_most_8_percent_above_the_reserved_memory_and_
         device_type="cuda",
         vocab_size=32768,
     )
-    room = int(start_run.FIT_ALONE * 85_520_809_984)
-    resolved, _, _ = start_run.resolve(settings, torch.bfloat16, room)
+    room = int(run_settings.FIT_ALONE * 85_520_809_984)
+    resolved, _, _ = run_settings.resolve(settings, torch.bfloat16, room)
     assert resolved.device_batch_size == rows
-    estimate = sum(start_run.estimate_memory(resolved, room).values())
+    estimate = sum(run_settings.estimate_memory(resolved, room).values())
     assert 1.00 <= estimate / (1e9 * reserved_gb) <= 1.08
 
 
@@ -219,9 +219,9 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
     fetch = trainer.fetch
     update = optim.MuonAdamW.step
 
-    def counted(run):
+    def counted(*run):
         with Waits() as waits:
-            one_step(run)
+            one_step(*run)
         calls.append(f"{waits.count} more waits")
 
     monkeypatch.setattr(base_train, "one_step", counted)
@@ -238,7 +238,7 @@ def test_a_step_waits_for_the_device_once_after_all_of_it_is_launched(flags, mon
 
 def test_a_resume_reports_another_version_of_code_or_hardware(monkeypatch):
     compared = []
-    monkeypatch.setattr(start_run, "same", compared.append)
+    monkeypatch.setattr(start_run, "check_all_equal", compared.append)
     monkeypatch.setattr(run_journal, "code_version", lambda: "abc")
     succeed(num_iterations=1, save_every=-1)
     assert (

@@ -15,7 +15,7 @@ from nanochat.common import as_path, get_base_dir
 
 def parser():
     p = Parser(prog="tool")
-    p.instead = {"--resume-from-step": "use --resume=PATH"}
+    p.instead = {"--resume-from-step": "use --resume=PATH"}.get
     p.add_argument("--input-dir", help="folder of text")
     p.add_argument("--depth", type=whole(2, also=-1), default=20, help="layers")
     p.add_argument("--fast", action="store_true", help="skip checks")

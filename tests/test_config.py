@@ -1,9 +1,13 @@
 """One dataclass of settings gives consistent flags, help, rules for a resume, and table in the
 docs."""
 
+import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -13,26 +17,36 @@ from nanochat.common import write_json
 from nanochat.config import (
     FIELDS,
     REMOVED,
-    TYPES,
     Settings,
     add_flags,
+    fields_of,
     flag,
     from_flags,
     resume_settings,
     settings_table,
 )
+from nanochat.integrations.megatron_settings import MegatronSettings
+from scripts import receipt
 
+ROOT = Path(__file__).parents[1]
 RUN_DIR = Path("/runs/d4")
 RUN = replace(
     Settings(),
     device_batch_size=32,
     lanes=64,
     leaves=1,
-    num_samples=5,
     total_batch_size=32_768,
     dtype="float32",
     num_iterations=30,
 )
+# a run of each class of settings
+RUNS = {
+    Settings: RUN,
+    MegatronSettings: MegatronSettings(
+        order="megatron", data_format="megatron", lanes=64, num_samples=5, split="9,1,0"
+    ),
+}
+TYPES = get_type_hints(MegatronSettings)
 
 
 def parse(*argv):
@@ -47,9 +61,9 @@ MIX = {
 }
 
 
-def changed(name):
-    """A valid value of a setting that differs from that of RUN."""
-    value, choices = getattr(RUN, name), FIELDS[name].metadata.get("choices", ())
+def changed(name, run=RUN):
+    """A valid value of a setting that differs from that of `run`."""
+    value, choices = getattr(run, name), fields_of(type(run))[name].metadata.get("choices", ())
     checked = {
         "curriculum": MIX,
         "blend_weights": [1.0, 2.0],
@@ -116,7 +130,7 @@ def test_a_bad_data_args_path_is_one_sentence(tmp_path, content, more, message):
     if content is not None:
         (tmp_path / "list").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        parse(f"--data-args-path={tmp_path / 'list'}", *more)
+        parse("--order=megatron", f"--data-args-path={tmp_path / 'list'}", *more)
 
 
 def test_help_shows_each_flag_with_its_default():
@@ -197,15 +211,13 @@ def test_help_shows_each_flag_with_its_default():
             for value in ("7", "9:9", "-1:x")
         ),
         (["--order=megatron"], "--data-format is text"),
-        (["--split=1,1"], "--split: has no effect with --order=lanes"),
         (
             ["--order=megatron", "--data-format=megatron", "--long-docs=split"],
-            "--long-docs: has no effect with --order=",
+            "--long-docs: has no effect with --order=megatron",
         ),
         (["--curriculum={"], "--curriculum: not valid JSON"),
         (["--curriculum={}"], "curriculum: expected a list, got nothing"),
         (["--curriculum=" + '{"a":' * 100_000], "--curriculum: not valid JSON"),
-        (["--blend-weights=0,1"], "has no effect with --order=lanes"),
         *(
             (
                 [f"--blend-weights={weights}", "--order=megatron", "--data-format=megatron"],
@@ -218,6 +230,19 @@ def test_help_shows_each_flag_with_its_default():
 def test_impossible_values_and_contradictions_are_refused(argv, error):
     with pytest.raises(ValueError, match=re.escape(error)):
         parse(*argv)
+
+
+def test_a_flag_of_another_order_is_an_error_that_names_the_order(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse("--split=1,1")
+    assert "--split: has no effect without --order=megatron" in capsys.readouterr().err
+
+
+def test_help_lists_the_flags_of_an_order_when_the_order_is_given(capsys):
+    for words, is_listed in (["--help"], False), (["--order=megatron", "--help"], True):
+        with pytest.raises(SystemExit, match="0"):
+            add_flags(Parser()).parse_args(words)
+        assert ("--blend-weights" in capsys.readouterr().out) == is_listed
 
 
 @pytest.mark.parametrize("name", config.ELSEWHERE)
@@ -370,27 +395,35 @@ def test_an_error_on_the_command_line_does_not_name_the_file(tmp_path, capsys, w
 # ---- a resume ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(FIELDS))
-def test_each_setting_alone_is_allowed_or_refused_as_promised(name):
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((Settings, name) for name in sorted(FIELDS)),
+        *((MegatronSettings, name) for name in sorted(fields_of(MegatronSettings).keys() - FIELDS)),
+    ],
+)
+def test_each_setting_alone_is_allowed_or_refused_as_promised(kind, name):
     # the table in the docs, which tests/test_docs.py compares, lists the fixed ones
-    rule = FIELDS[name].metadata
-    run = RUN.to_json()
+    rule = fields_of(kind)[name].metadata
+    command = RUNS[kind]
     # the run's side is not checked for contradictions, so each can differ alone
-    run[name] = changed(name)
-    if rule["fixed"]:
+    run = {**command.to_json(), name: changed(name, command)}
+    if name == "order":
+        run |= {"data_format": "megatron"}
+    if rule["decides"]:
         with pytest.raises(ValueError, match=re.escape(flag(name).replace("--no-", "--"))):
-            resume_settings(run, RUN, run_dir=RUN_DIR)
+            resume_settings(run, command, run_dir=RUN_DIR)
     else:
-        settings, notices = resume_settings(run, RUN, run_dir=RUN_DIR)
-        assert settings == RUN and [*notices.values()] == [rule["note"]]
+        settings, notices = resume_settings(run, command, run_dir=RUN_DIR)
+        assert settings == command and [*notices.values()] == [rule["note"]]
 
 
 def test_the_table_of_settings_has_a_row_for_each_rule():
     """tests/test_docs.py compares the rows with the docs, but would not miss those at the end."""
     rows = [line.split("`")[1] for line in settings_table().splitlines()[2:]]
-    assert rows == [
-        flag(name) for name, f in FIELDS.items() if f.metadata["fixed"] or f.metadata["note"]
-    ]
+    own = fields_of(MegatronSettings)
+    assert rows == [flag(name) for name, f in own.items() if f.metadata["note"]]
+    assert all(f.metadata["note"] for f in own.values() if f.metadata["decides"])
 
 
 def test_a_refusal_lists_the_differences_and_the_remedies(tmp_path):
@@ -431,7 +464,9 @@ def test_automatic_settings_keep_the_values_of_the_run():
         ({"depth": "4"}, "depth: expected a whole number, got a string"),
         ({"pack": 1}, "pack: expected true or false"),
         ({"seed": None}, "seed: expected a whole number, got null"),
-        ({"blend_weights": 3}, "expected a list or null"),
+        ({"order": "megatron", "blend_weights": 3}, "expected a list or null"),
+        ({"order": "zeal"}, "--order: got 'zeal', expected lanes or megatron"),
+        ({"order": ["lanes"]}, "order: expected a string, got a list"),
         ({"curriculum": []}, "expected an object or null"),
         ({"curriculum": {"phases": 3}}, "phases: expected a list"),
         ({"curriculum": {"phases": ["x"]}}, ""),
@@ -458,7 +493,16 @@ def test_a_setting_that_the_run_lacks_has_its_default_and_an_unknown_one_is_refu
         resume_settings({**old, "zeal": 1, "origin": {}, "derived": {}}, RUN, run_dir=RUN_DIR)
 
 
-OLD = {"log_every": 10, "row_losses": False, "tokenizer_dir": "x"}
+OLD = {
+    "log_every": 10,
+    "row_losses": False,
+    "tokenizer_dir": "x",
+    "split": None,
+    "blend_weights": None,
+    "eod_mask_loss": False,
+    "num_samples": -1,
+    "index_cache": None,
+}
 
 
 def test_a_run_with_removed_settings_resumes_without_them():
@@ -468,9 +512,7 @@ def test_a_run_with_removed_settings_resumes_without_them():
 
 def test_the_config_json_of_a_run_with_removed_settings_is_a_file_of_flags(tmp_path):
     write_json(tmp_path / "config.json", {**RUN.to_json(), **OLD, "derived": {}})
-    assert parse(f"--config={tmp_path / 'config.json'}") == replace(RUN, num_samples=-1), (
-        "not a flag"
-    )
+    assert parse(f"--config={tmp_path / 'config.json'}") == RUN
 
 
 @pytest.mark.parametrize(
@@ -495,3 +537,51 @@ def test_the_notation_and_last_duration_of_a_curriculum_may_change():
         resume_settings(then.to_json(), replace(RUN, curriculum=more), run_dir=RUN_DIR)
     assert '{"duration_tokens":null,"shares":{"web":1}}' in str(caught.value)
     assert '{"duration_tokens":null,"shares":{"code":1}}' in str(caught.value)
+
+
+# ---- rules are data, sentences are not -----------------------------------------------------------
+
+REWORD = """
+import json, sys
+from pathlib import Path
+from nanochat import cli
+
+declare = cli.setting
+
+def reworded(default, help, **rules):
+    for name in ("fixed", "note"):
+        if isinstance(rules.get(name), str):
+            rules[name] += f" (said otherwise: {help})"
+    return declare(default, help, **rules)
+
+cli.setting = reworded
+from tests.test_config import rules_of_settings
+print(json.dumps(rules_of_settings(Path(sys.argv[1]))))
+"""
+
+
+def rules_of_settings(run_dir):
+    """[{class: the settings in a receipt}, {setting: what a resume with another value is told}] for a run in
+    `run_dir` with a checkpoint."""
+    answers = {}
+    for name in FIELDS:
+        run = {**RUN.to_json(), name: changed(name)}
+        if name == "order":
+            run |= {"data_format": "megatron"}
+        try:
+            resume_settings(run, RUN, run_dir=run_dir)
+            answers[name] = "allowed"
+        except ValueError as e:
+            answers[name] = "weights fit" if "; --init-from=" in str(e) else "refused"
+    receipts = {kind.__name__: [*receipt.row_settings(run)] for kind, run in RUNS.items()}
+    return [receipts, answers]
+
+
+def test_a_reworded_sentence_changes_no_rule_of_a_resume_and_no_receipt(tmp_path):
+    run_dir = tmp_path / "d4"
+    (run_dir / "checkpoints/checkpoint-5").mkdir(parents=True)
+    words = [sys.executable, "-c", REWORD, str(run_dir)]
+    printed = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    rules = rules_of_settings(run_dir)
+    assert json.loads(printed) == rules
+    assert {*rules[1].values()} == {"allowed", "weights fit", "refused"}

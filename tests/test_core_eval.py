@@ -21,7 +21,7 @@ from nanochat.core_eval import (
     read_bundle,
 )
 from nanochat.engine import load_model
-from nanochat.run_journal import Silence
+from nanochat.run_journal import Terminal
 from nanochat.run_stop import StopWatch
 from tests import training
 
@@ -338,9 +338,11 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
         }
         assert "eval_bundle/core.yaml: the file does not exist" in training.refuse(**flags)
         assert not training.run_dir().exists(), "the bundle is checked before anything is written"
-        trackers = []
+        seen = []
         with monkeypatch.context() as patch:
-            patch.setattr(Silence, "log", lambda self, values: trackers.append(values))
+            patch.setattr(
+                Terminal, "event", lambda self, name, step, record: seen.append((name, record))
+            )
             outcome = training.succeed(**flags, eval_bundle=bundle)
         events = training.events("core")
         assert [event["step"] for event in events] == [2, 3] and len(
@@ -349,7 +351,7 @@ def test_a_run_logs_its_core_metric_when_due(tmp_path, monkeypatch):
         model, tokenizer, _ = load_model(training.final(), "cpu")
         scores = list(evaluate_core(model, tokenizer, read_bundle(bundle, 6)))
         assert events[1]["core_metric"] == core_eval.summary(scores)["core_metric"]
-        assert [v["core_metric"] for v in trackers if "core_metric" in v] == [
+        assert [record["core_metric"] for name, record in seen if name == "core"] == [
             event["core_metric"] for event in events
         ]
         assert f"step 00003 | CORE metric {events[1]['core_metric']:.4f} (3 tasks)" in outcome.out

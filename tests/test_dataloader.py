@@ -22,6 +22,7 @@ from nanochat.dataloader import (
     validation_loader,
     validation_prompts,
 )
+from nanochat.integrations import nanochat_loaders
 from nanochat.order import StreamConfig
 from nanochat.stream import Stream
 from tests.toy import (
@@ -328,7 +329,7 @@ def make(request, tmp_path, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("nanochat.dist.autodetect_device_type", lambda: "cpu")
-    monkeypatch.setattr(module, "get_tokenizer", ByteTokenizer)
+    monkeypatch.setattr(nanochat_loaders, "get_tokenizer", ByteTokenizer)
     for i, name in enumerate(("shard_00000", "shard_00001", "shard_06542")):
         texts = [f"{name} {text}" for text in some_texts(60, seed=i)]
         write_parquet(tmp_path / "data" / "climbmix" / f"{name}.parquet", texts, 16)

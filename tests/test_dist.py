@@ -19,19 +19,19 @@ import torch.distributed as dist
 
 from nanochat import dist as dist_module
 from nanochat.dist import (
-    agree,
     autodetect_device_type,
+    broadcast,
+    check_all_equal,
     compute_cleanup,
     compute_init,
     cpu_name,
     driver_version,
     gather_all,
     nvml_works,
+    on_all_ranks,
     on_rank0,
     other_processors,
     prepare_cuda,
-    same,
-    share,
     versions,
     write_collectives,
     write_memory,
@@ -91,15 +91,15 @@ def some_tensors():
 
 
 def all_kinds(rank):
-    same({"a": 1, "b": [None]})
+    check_all_equal({"a": 1, "b": [None]})
     tensors = some_tensors()
     for tensor in tensors:
         if rank > 0:
             tensor.detach().view(-1).view(torch.uint8).zero_()
-        share(tensor)
+        broadcast(tensor)
     return {
         "rank0": on_rank0(lambda: {"from": rank, "none": None}),
-        "agree": agree(lambda: rank * 10),
+        "agree": on_all_ranks(lambda: rank * 10),
         "all": gather_all((rank, None)),
         "bits": repr(as_bytes(tensors)),
     }
@@ -131,7 +131,7 @@ def fail_on(bad, how, rank):
 
 
 def start_differently(rank):
-    same(
+    check_all_equal(
         {
             "data_path": "/data" if rank != 2 else "/other",
             "seed": 42,
@@ -143,10 +143,10 @@ def start_differently(rank):
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (partial(fail_on, (0, 1, 2, 3), agree), "x.bin of 0: missing"),
-        (partial(fail_on, (3,), agree), "rank 3 on host {host}: x.bin of 3: missing"),
+        (partial(fail_on, (0, 1, 2, 3), on_all_ranks), "x.bin of 0: missing"),
+        (partial(fail_on, (3,), on_all_ranks), "rank 3 on host {host}: x.bin of 3: missing"),
         (
-            partial(fail_on, (1, 3), agree),
+            partial(fail_on, (1, 3), on_all_ranks),
             "rank 1 on host {host}: x.bin of 1: missing (2 of 4 ranks failed)",
         ),
         (partial(fail_on, (0,), on_rank0), "x.bin of 0: missing"),
@@ -171,7 +171,7 @@ def bug_on(bad, how, rank):
     how(lambda: raise_it(KeyError("a bug") if rank == bad else ValueError("a bad flag")))
 
 
-@pytest.mark.parametrize(("how", "bad"), [(agree, 0), (agree, 1), (on_rank0, 0)])
+@pytest.mark.parametrize(("how", "bad"), [(on_all_ranks, 0), (on_all_ranks, 1), (on_rank0, 0)])
 def test_a_bug_is_printed_alone_with_its_traceback(tmp_path, how, bad):
     group, codes = launch(tmp_path, 2, partial(bug_on, bad, how))
     assert codes == [1, 1] and not list(tmp_path.glob("value-*"))
@@ -453,15 +453,18 @@ def test_every_ranks_own_time_is_logged_at_intervals():
 
 def test_clock_and_power_are_logged_if_they_can_be_read(monkeypatch):
     events = []
-    journal = types.SimpleNamespace(event=lambda name, **record: events.append(record["ranks"][0]))
-    run = types.SimpleNamespace(
-        loader=types.SimpleNamespace(device=torch.device("cuda", 0)), journal=journal
+    journal = types.SimpleNamespace(
+        event=lambda name, step, **record: events.append(record["ranks"][0])
+    )
+    parts = types.SimpleNamespace(
+        loader=types.SimpleNamespace(device=torch.device("cuda", 0)),
+        progress=types.SimpleNamespace(step=7),
     )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    log_ranks(run, 0.0)  # without a driver
+    log_ranks(parts, journal, 0.0)  # without a driver
     monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1980)
     monkeypatch.setattr(torch.cuda, "power_draw", lambda device: 650_000)
-    log_ranks(run, 0.0)
+    log_ranks(parts, journal, 0.0)
     assert (
         events[0].keys() == {"own_s"}
         and events[1]["clock_mhz"] == 1980

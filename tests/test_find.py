@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.curriculum import Curriculum, Phase
-from nanochat.find import Document, History, documents_with, find_document
+from nanochat.find import DocumentPlace, History, documents_with, find_document
 from nanochat.order import StreamConfig, open_order
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream
@@ -86,7 +86,7 @@ def test_law_exactly_the_uses_of_a_document_are_found(case, data):
     group = data.draw(st.integers(0, len(sources[bucket].groups) - 1))
     row = data.draw(st.integers(0, int(sources[bucket].groups[group]) - 1))
     tokens = [BOS, *sources[bucket].documents[group][row].tolist()]
-    passes = list(history.passes(Document(bucket, "x:0", 0, group, row)))
+    passes = list(history.passes(DocumentPlace(bucket, "x:0", 0, group, row)))
     uses = [use for found in passes for use in found.uses]
     expected = {place for token in tokens[1:] for place in table.get(token, ())}
     named = {
@@ -130,7 +130,7 @@ def history_place(history, bucket, found, group, row):
     order = open_order(
         source.groups, source.means, small=source.small, bucket=bucket, config=history.config
     )
-    return order.find(found.epoch, group, row)[1]
+    return order.lane_and_place(found.epoch, group, row)[1]
 
 
 def test_a_document_has_the_name_of_its_file_and_its_number_in_it(tmp_path):
@@ -166,7 +166,7 @@ def test_an_unread_document_is_expected_near_the_step_of_its_later_use(mixed):
         for trained in (40, 400 * (1 + mixed))
     )
     for group in range(8):
-        document = Document("a", "x:0", 0, group, 7)
+        document = DocumentPlace("a", "x:0", 0, group, 7)
         step = next(late.passes(document)).uses[0].step
         first = next(early.passes(document))
         assert first.uses or first.expected == pytest.approx(step, rel=0.1, abs=5)

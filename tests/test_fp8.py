@@ -7,7 +7,7 @@ import torch
 from nanochat import fp8
 from nanochat.config import Settings
 from nanochat.gpt import Linear
-from nanochat.start_run import build_model
+from nanochat.run_settings import build_model
 from tests import training
 
 workplace = training.in_workplace()

@@ -171,7 +171,9 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
     fork.run(num_iterations=2, tag="older")
     field = "    final_lr_frac: float = "
     line = "return min(rise, _ramp(1.0, self.final_lr_frac, self._warmdown(step)))"
-    flag = '    wave: float = setting(0.0, "amplitude of a wave in the rates", fixed="what a step computes")'
+    flag = (
+        '    wave: float = setting(0.0, "amplitude of a wave in the rates", decides=Decides.STEP)'
+    )
     fork.edit("nanochat/schedule.py", field, f"{flag}\n{field}")
     fork.edit("nanochat/schedule.py", line, f"{line} * (1 + self.wave * math.sin(step))")
     plain = fork.run(tag="older")
@@ -193,8 +195,8 @@ def test_a_schedule_with_a_flag_of_its_own(fork):
 def test_a_metric_at_evaluation(fork):
     fork.edit(
         "nanochat/evaluations.py",
-        'run.journal.event("val", **record,',
-        'run.journal.event("val", perplexity_of_bytes=2**value, **record,',
+        'journal.event("val", progress.step, **record,',
+        'journal.event("val", progress.step, perplexity_of_bytes=2**value, **record,',
     )
     fork.run(eval_every=2)
     events = [r for r in iter_log(training.log_file("hack")) if r.get("event") == "val"]
@@ -206,17 +208,48 @@ def test_a_metric_at_evaluation(fork):
 def test_a_value_in_the_steps_line_and_log(fork):
     fork.edit(
         "scripts/base_train.py",
-        '"grad_norm": grad_norm,',
-        '"grad_norm": grad_norm, "hot": max(totals.loss, 1),',
+        '"grad_norm": totals.grad_norm,\n        "step_s"',
+        '"grad_norm": totals.grad_norm, "hot": max(totals.loss, 1), "step_s"',
     )
     fork.edit(
         "scripts/base_train.py",
-        "    run.journal.step(totals, record,",
-        "    line.append(f\"hot {record['hot']:.3f}\")\n    run.journal.step(totals, record,",
+        "    report = StepReport(",
+        "    line.append(f\"hot {record['hot']:.3f}\")\n    report = StepReport(",
     )
     printed = fork.run()
     logged = [r["hot"] for r in iter_log(training.log_file("hack")) if "digest" in r]
     assert len(logged) == 4 and all(f"hot {value:.3f}" in printed for value in logged)
+
+
+def test_a_new_sink(fork):
+    """It receives every step and event, and nothing else changes."""
+    fork.append(
+        "nanochat/run_journal.py",
+        '''
+
+class Csv(Sink):
+    """RUN/steps.csv"""
+
+    def __init__(self, run):
+        self.path = run.run_dir / "steps.csv"
+
+    def step(self, report):
+        with open(self.path, "a") as f:
+            f.write(f"{report.step},{report.totals.loss}\\n")
+
+    def end(self, status, reason):
+        with open(self.path, "a") as f:
+            f.write(status)
+
+
+SINKS["csv"] = "nanochat.run_journal:Csv"
+''',
+    )
+    fork.run()
+    *steps, status = (training.run_dir("hack") / "steps.csv").read_text().split("\n")
+    logged = {r["step"]: r["loss"] for r in iter_log(training.log_file("hack")) if "digest" in r}
+    assert steps == [f"{step},{loss}" for step, loss in logged.items()] and len(steps) == 4
+    assert status == "completed"
 
 
 def test_another_mlp(fork):

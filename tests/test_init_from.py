@@ -34,13 +34,13 @@ def at_its_beginning(**settings):
     its loop."""
     taken, loop = {}, base_train.loop
 
-    def watched(run):
+    def watched(run, parts, *others):
         taken.update(
-            model=as_bytes(dict(run.model.state_dict())),
-            optimizer=as_bytes(run.optimizer.gather_state()),
-            lrs=[group["lr"] for group in run.optimizer.param_groups],
+            model=as_bytes(dict(parts.model.state_dict())),
+            optimizer=as_bytes(parts.optimizer.gather_state()),
+            lrs=[group["lr"] for group in parts.optimizer.param_groups],
         )
-        return loop(run)
+        return loop(run, parts, *others)
 
     with mock.patch.object(base_train, "loop", watched):
         succeed(num_iterations=1, save_every=-1, init_from="origin@6", embedding_lr=0.1, **settings)

@@ -25,8 +25,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat import run_owner, run_state, run_stop
-from nanochat.run_dir import remove_tree, set_aside
-from nanochat.run_owner import OWNER_NAME, RunState, acquire, check_free, claim, exit_code, liveness
+from nanochat.run_dir import remove_tree
+from nanochat.run_owner import OWNER_NAME, RunState, claim, exit_code, liveness
 from nanochat.run_state import (
     STATE_NAME,
     identify,
@@ -45,7 +45,7 @@ from nanochat.run_stop import (
     request_stop,
 )
 from tests.faults import is_suspended
-from tests.training import PATIENCE_S, fingerprint, wait_for
+from tests.training import PATIENCE_S, fingerprint, owner_of, wait_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -377,7 +377,7 @@ def test_a_request_from_elsewhere_also_stops_the_processes_that_torchrun_restart
     tmp_path, monkeypatch
 ):
     """It names the launch, so it counts although it was there when the restarted process began."""
-    owner = acquire(tmp_path)
+    owner = owner_of(tmp_path)
     with elsewhere(monkeypatch):
         request_stop(tmp_path)
     owner.release()
@@ -417,7 +417,7 @@ def test_changes_are_written_once_and_the_heartbeat_without_changes(tmp_path, mo
         run_owner, "replace_state", lambda path, value: (writes.append(path), replace(path, value))
     )
     with RunState(
-        acquire(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2"
+        owner_of(tmp_path), [identify()], num_iterations=10, checkpoint="checkpoint-2"
     ) as state:
         assert on_disk(
             tmp_path,
@@ -459,16 +459,16 @@ def test_the_first_final_status_stays_and_an_end_without_one_is_a_failure(
 ):
     with (
         contextlib.suppress(type(error)),
-        RunState(acquire(tmp_path), [identify()], status="running") as state,
+        RunState(owner_of(tmp_path), [identify()], status="running") as state,
     ):
         if status:
-            state.close(status, reason)
+            state.end(status, reason)
             state.update(status="running", step=5)
         if error is not None:
             raise error
     assert on_disk(tmp_path, status=status or "failed", reason=reason)
     assert exit_code(tmp_path, read_state(tmp_path)) == code
-    acquire(tmp_path)  # the run is free
+    owner_of(tmp_path)  # the run is free
 
 
 def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing(
@@ -477,7 +477,7 @@ def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing
     monkeypatch.setattr(run_owner, "CLOSE_S", 0.3)
     monkeypatch.setattr(run_owner, "HEARTBEAT_S", 0.0)
     replace, over = run_owner.replace_state, threading.Event()
-    with RunState(acquire(tmp_path), [identify()], status="running") as state:
+    with RunState(owner_of(tmp_path), [identify()], status="running") as state:
         monkeypatch.setattr(
             run_owner, "replace_state", raiser(OSError(28, "No space left on device"))
         )
@@ -487,10 +487,10 @@ def test_a_disk_that_hangs_delays_the_end_by_seconds_and_a_full_one_ends_nothing
             run_owner, "replace_state", lambda *args: (over.wait(PATIENCE_S), replace(*args))
         )
         began = time.monotonic()
-        state.close("stopped", "a hang")
+        state.end("stopped", "a hang")
         assert time.monotonic() - began < PATIENCE_S and on_disk(tmp_path, status="running")
         with pytest.raises(ValueError, match="another launch owns this run"):
-            acquire(tmp_path)  # it may still write
+            owner_of(tmp_path)  # it may still write
         over.set()
         wait_for(lambda: on_disk(tmp_path, status="stopped"))
     wait_for(lambda: not run_owner.last_owner(tmp_path)[1])
@@ -504,7 +504,7 @@ def raiser(error):
 
 
 def whole_state(run_dir):
-    RunState(acquire(run_dir), [identify()], status="running").close("stopped")
+    RunState(owner_of(run_dir), [identify()], status="running").end("stopped")
     return read_state(run_dir)
 
 
@@ -535,7 +535,7 @@ def test_a_corrupt_state_is_named_and_the_next_launch_replaces_it(tmp_path, chan
     (tmp_path / STATE_NAME).write_text(text)
     with pytest.raises(ValueError, match=rf"{STATE_NAME}: .*{message}"):
         read_state(tmp_path)
-    with RunState(acquire(tmp_path), [identify()]):
+    with RunState(owner_of(tmp_path), [identify()]):
         assert on_disk(tmp_path, status="starting")
 
 
@@ -556,7 +556,7 @@ def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_follow
 ):
     """Regression: the state was written through a link under its temporary name; a FIFO made a
     launch hang."""
-    for name, read in ((STATE_NAME, read_state), (OWNER_NAME, acquire), (FLAG_NAME, request_stop)):
+    for name, read in ((STATE_NAME, read_state), (OWNER_NAME, claim), (FLAG_NAME, request_stop)):
         run_dir = tmp_path / name
         (run_dir / "precious").write_text(json.dumps(whole_state(run_dir)))
         irregular(run_dir / name, kind)
@@ -566,7 +566,7 @@ def test_a_record_that_is_not_a_regular_file_is_named_and_never_opened_or_follow
     run_dir.mkdir()
     (run_dir / "precious").write_text("precious")
     irregular(run_dir / f"{STATE_NAME}.tmp", kind)
-    RunState(acquire(run_dir), [identify()]).close("stopped")
+    RunState(owner_of(run_dir), [identify()]).end("stopped")
     assert (run_dir / "precious").read_text() == "precious"
     assert (read_state(run_dir) is None and "cannot be written" in caplog.text) == (
         kind == "folder"
@@ -614,7 +614,7 @@ def without_locks(monkeypatch):
 def test_a_run_is_alive_while_its_lock_is_held_and_elsewhere_while_its_heartbeat_is_young(
     tmp_path, monkeypatch
 ):
-    me, owner = identify(), acquire(tmp_path)
+    me, owner = identify(), owner_of(tmp_path)
     elsewhere, forged = {**me, "host": "node7"}, {**me, "pid": -1, "start": None}
 
     def judged(process, age):
@@ -664,14 +664,14 @@ def record(**changed):
 def test_a_damaged_or_forged_record_neither_blocks_a_run_nor_admits_two_launches(tmp_path, damage):
     path = tmp_path / OWNER_NAME
     path.write_text(damage, encoding="latin-1")
-    owner = acquire(tmp_path)
+    owner = owner_of(tmp_path)
     assert owner.lost() == "" and json.loads(path.read_text())["pid"] == os.getpid()
     path.write_text(damage, encoding="latin-1")
     for _ in range(2):
         with pytest.raises(
             ValueError, match=f"^{tmp_path}: another launch owns this run: "
         ) as caught:
-            acquire(tmp_path)
+            owner_of(tmp_path)
         assert "\n" not in str(caught.value) and "\033" not in str(caught.value)
     assert "this launch no longer owns the run" in owner.lost(), "its record is gone"
 
@@ -690,7 +690,7 @@ def test_one_of_many_simultaneous_launches_wins(tmp_path):
         for run_dir in runs:
             all_ready.wait(PATIENCE_S)
             try:
-                owned[run_dir] = acquire(run_dir)
+                owned[run_dir] = owner_of(run_dir)
             except ValueError as e:
                 assert "another launch own" in str(e), e
         all_ready.wait(PATIENCE_S)
@@ -708,92 +708,87 @@ def test_one_of_many_simultaneous_launches_wins(tmp_path):
     assert sum(map(bool, won)) > 1, "no race happened"
 
 
-ACTIONS = ["inspect", "claim", "end", "set aside", "remove"]
-# launch 0 is delayed between inspection and claim, while launch 1 ends, restarts or removes the run
-LATE_CLAIMS = [
-    [
-        (1, "inspect"),
-        (1, "claim"),
-        (1, "end"),
-        (0, "inspect"),
-        (1, "inspect"),
-        (1, "claim"),
-        (1, last),
-        (2, "inspect"),
-        (2, "claim"),
-        (2, "end"),
-        (0, "claim"),
-    ]
-    for last in ("end", "set aside")
-] + [[(1, "inspect"), (1, "claim"), (1, "end"), (0, "inspect"), (1, "remove"), (0, "claim")]]
+ACTIONS = ["claim", "sign", "set aside", "release", "remove"]
 
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(ACTIONS)), max_size=40))
-@example(LATE_CLAIMS[0])
-@example(LATE_CLAIMS[1])
-@example(LATE_CLAIMS[2])
-def test_however_launches_interleave_an_owner_has_the_run_that_it_inspected(actions):
-    """Even if the run is moved aside or removed in between. `version`: number of the current run's
-    last owner."""
+@example([(0, "claim"), (1, "claim"), (0, "release"), (1, "claim"), (1, "sign"), (1, "release")])
+@example([(0, "claim"), (0, "remove"), (1, "claim"), (0, "sign"), (1, "sign"), (0, "release")])
+@example([(0, "claim"), (0, "sign"), (0, "release"), (1, "claim"), (1, "set aside"), (1, "sign")])
+def test_however_launches_interleave_one_owns_the_run_and_signs_what_it_looked_at(actions):
+    """Even if the run is removed in between. `version`: number of the run's last signature."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_owner, "LOCK_TRIES", 1)
         patch.setattr(run_owner, "LOCK_TRY_S", 0.0)
-        run_dir = Path(folder) / "run"
-        inspected = {}
+        run_dir = Path(folder) / "runs" / "run"
         owners = {}
-        version = 0
-        versions = 0
+        looked_at = {}
+        signed = set()
+        version = versions = 0
         for actor, action in actions:
-            current = [owner for owner in owners.values() if not owner.lost()]
-            if action == "inspect" and actor not in owners:
+            current = [number for number, owner in owners.items() if not owner.lost()]
+            before = fingerprint(run_dir)
+            if action == "claim" and actor not in owners:
                 try:
-                    inspected[actor] = check_free(run_dir), version
+                    owners[actor] = claim(run_dir)
                     assert not current
-                except ValueError:
-                    inspected.pop(actor, None)
-                    assert current
-            elif action == "claim" and actor in inspected:
-                record, inspected_version = inspected.pop(actor)
-                before = fingerprint(run_dir)
+                    looked_at[actor] = version
+                except ValueError as e:
+                    assert current and "another launch owns this run" in str(e)
+                    assert fingerprint(run_dir) == before
+            elif action == "sign" and actor in owners and actor not in signed:
                 try:
-                    owners[actor] = claim(run_dir, record)
-                    assert not current and inspected_version == version
+                    owners[actor].sign()
+                    assert actor in current and looked_at[actor] == version
                     versions += 1
                     version = versions
+                    signed.add(actor)
                 except ValueError as e:
-                    assert current or (
-                        inspected_version != version
-                        and "owned this run a moment ago; run the command again" in str(e)
-                    ), e
-                    assert fingerprint(run_dir) == before and run_dir.exists() == bool(before)
-            elif action == "end" and actor in owners:
+                    assert actor not in current and "a moment ago" in str(e)
+                    assert fingerprint(run_dir) == before
+            elif action == "set aside" and actor in current and actor not in signed:
+                owners[actor].set_aside()
+                assert not owners[actor].lost()
+            elif action == "release" and actor in owners:
                 owners.pop(actor).release()
-            elif action == "set aside" and actor in owners and not owners[actor].lost():
-                set_aside(run_dir)
-                owners.pop(actor).release()
-                version = 0
+                if actor in current and actor not in signed:
+                    assert version or not run_dir.parent.exists(), "a refused launch left a trace"
+                elif actor not in current:
+                    assert fingerprint(run_dir) == before
+                signed.discard(actor)
             elif action == "remove" and run_dir.exists():
-                shutil.rmtree(run_dir)
+                shutil.rmtree(run_dir.parent)
                 version = 0
             assert sum(not owner.lost() for owner in owners.values()) <= 1
         for owner in owners.values():
             owner.release()
-        acquire(run_dir).release()
+        owner_of(run_dir).release()
 
 
 def test_an_inspection_at_the_same_moment_does_not_refuse_a_launch(tmp_path):
-    late = check_free(tmp_path)
     (tmp_path / OWNER_NAME).touch()
     with open(tmp_path / OWNER_NAME) as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         threading.Timer(0.15, lambda: fcntl.flock(other, fcntl.LOCK_UN)).start()
-        assert claim(tmp_path, late).lost() == ""
+        assert claim(tmp_path).lost() == ""
+
+
+def test_a_launch_that_is_just_starting_is_not_confused_with_the_one_before(tmp_path):
+    before = subprocess.run([sys.executable, "-c", OWN, tmp_path], input="", text=True, cwd=ROOT)
+    assert before.returncode == 0
+    owner = claim(tmp_path)
+    with pytest.raises(ValueError, match="another launch owns this run: one that is just starting"):
+        claim(tmp_path)
+    owner.sign()
+    with pytest.raises(ValueError, match=f"another launch owns this run: .*pid {os.getpid()}"):
+        claim(tmp_path)
+    owner.release()
 
 
 def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
     """Neither a forked child nor a program that the owner started keeps the run."""
-    owner = acquire(tmp_path)
+    owner = owner_of(tmp_path)
     program = subprocess.Popen(["sleep", "1000"], close_fds=False)
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -802,9 +797,9 @@ def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
     os.read(read, 5)
     try:
         with pytest.raises(ValueError, match="another launch owns this run"):
-            acquire(tmp_path)
+            owner_of(tmp_path)
         owner.release()
-        acquire(tmp_path).release()
+        owner_of(tmp_path).release()
     finally:
         program.kill()
         program.wait()
@@ -815,9 +810,10 @@ def test_the_lock_ends_with_the_owner_not_with_its_children(tmp_path):
 OWN = """
 import sys
 from pathlib import Path
-from nanochat.run_owner import acquire
+from nanochat.run_owner import claim
 assert "torch" not in sys.modules, "a second to import"
-owner = acquire(Path(sys.argv[1]))
+owner = claim(Path(sys.argv[1]))
+owner.sign()
 print("ready", flush=True)
 sys.stdin.readline()
 """
@@ -864,13 +860,13 @@ def test_a_suspended_owner_keeps_its_run_and_is_named_even_in_another_namespace(
             match=f"^{tmp_path}: another launch owns this run: host '{owner['host']}', pid "
             f"{owner['pid']}, since '{owner['since']}'; .*scripts.stop .*--model-tag",
         ):
-            acquire(tmp_path)
+            owner_of(tmp_path)
         assert liveness(tmp_path, state_with(owner, age=0)) == "alive"
     finally:
         first.kill()
         first.wait()
     wait_for(lambda: not run_owner.last_owner(tmp_path)[1])
-    acquire(tmp_path)
+    owner_of(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -897,13 +893,14 @@ def test_without_locks_a_young_heartbeat_owns_a_run_and_the_first_of_two_owners_
     without_locks(monkeypatch)
     if not free:
         with pytest.raises(ValueError, match="another launch owns this run"):
-            acquire(tmp_path)
+            owner_of(tmp_path)
         return
-    before = check_free(tmp_path)
-    first, second = acquire(tmp_path), claim(tmp_path, (tmp_path / OWNER_NAME).read_bytes())
+    first = owner_of(tmp_path)
+    late = claim(tmp_path)
+    second = owner_of(tmp_path)
     assert "no longer owns" in first.lost() and second.lost() == ""
     with pytest.raises(ValueError, match="a moment ago"):
-        claim(tmp_path, before)
+        late.sign()
 
 
 @pytest.mark.parametrize("removed", [OWNER_NAME, ""])
@@ -912,9 +909,9 @@ def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(
     tmp_path, removed, has_successor
 ):
     run_dir = tmp_path / "run"
-    with RunState(acquire(run_dir), [identify()], status="running") as state:
+    with RunState(owner_of(run_dir), [identify()], status="running") as state:
         remove_tree(run_dir / removed)
-        successor = claim(run_dir, b"") if has_successor else None
+        successor = owner_of(run_dir) if has_successor else None
         before = fingerprint(run_dir)
         state.update(step=5)
         assert state.refresh().startswith(f"{run_dir}: this launch no longer owns the run")
@@ -923,6 +920,6 @@ def test_an_owner_whose_file_was_removed_or_replaced_notices_and_writes_nothing(
 
 
 def test_an_error_in_checking_the_owner_ends_nothing(tmp_path, monkeypatch):
-    owner = acquire(tmp_path)
+    owner = owner_of(tmp_path)
     monkeypatch.setattr(run_owner, "open_regular", raiser(OSError(errno.EIO, "Input/output error")))
     assert owner.lost() == ""

@@ -210,10 +210,6 @@ def test_weights_among_the_prefixes_are_those_of_blend_weights(workplace):
             "--packing: has no effect with --order=megatron; .*, or use --order=lanes",
         ),
         (
-            {"order": None},
-            "--split: has no effect with --order=lanes; remove it from the flags or the --config",
-        ),
-        (
             {"blend_weights": "1,2,3"},
             r"--order megatron: blend: got weights \[1.0, 2.0, 3.0\] for 2 prefixes, expected",
         ),

@@ -276,7 +276,8 @@ def test_every_tenth_of_the_rows_holds_long_and_short_documents_and_all_pieces_w
     lengths = (
         np.random.default_rng(T).lognormal(np.log(median), 1.1, 60_000).astype(int) + 2
     ).tolist()
-    drive, num_rows = Drive(BestFit(T, split=split), lengths, 128), 8_000
+    packer = BestFit(T, split=split, overlap=64)
+    drive, num_rows = Drive(packer, lengths, 128), 8_000
     tokens = []
     came = []
     waits = []

@@ -12,7 +12,7 @@ from nanochat import plan as plan_module
 from nanochat.curriculum import Curriculum, Phase
 from nanochat.files import find_files
 from nanochat.order import StreamConfig
-from nanochat.plan import BucketPlan, Plan, describe, make_plan, problem, warnings
+from nanochat.plan import BucketPlan, Plan, make_plan, plan_lines, problem, warnings
 from nanochat.sources import open_source, scan
 from nanochat.stream import Stream, ledger
 from tests.token_files import Tokenizer, write_pair
@@ -144,7 +144,7 @@ def test_law_the_plan_matches_the_stream(tmp_path_factory, data):
     event(
         f"halted: {bool(plan.halt)}, dropped: {plan.allowed and any(b.dry_step for b in plan.buckets.values())}"
     )
-    assert Plan.from_json(plan.to_json()) == plan and describe(plan)
+    assert Plan.from_json(plan.to_json()) == plan and plan_lines(plan)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_text_is_estimated_from_a_sample(tmp_path):
         abs(plan.buckets["data"].tokens / (accounts["data"]["read"] + accounts["data"]["bos"]) - 1)
         < 0.25
     )
-    assert "estimated" in describe(plan)[0] and "about" in describe(plan)[-1]
+    assert "estimated" in plan_lines(plan)[0] and "about" in plan_lines(plan)[-1]
 
 
 def test_an_entry_longer_than_a_row_is_named(tmp_path):

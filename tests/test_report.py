@@ -12,7 +12,7 @@ from nanochat.checkpoint import load_checkpoint
 from nanochat.common import duration, show, write_json
 from nanochat.run_dir import read_config
 from nanochat.run_reader import RunReader
-from nanochat.stream import LEDGER, ledger, share
+from nanochat.stream import LEDGER, ledger, token_share
 from scripts import page, report
 from scripts.report import fenced, make_report, markdown
 from tests import training
@@ -109,7 +109,7 @@ def test_every_figure_is_the_one_on_disk(run):
         ],
         "data": [
             *(show(account[name]) for name in LEDGER),
-            f"{100 * share(account, 'cropped'):.2f}",
+            f"{100 * token_share(account, 'cropped'):.2f}",
         ],
         "digest of the batch of step 0": [f"`{steps[0]['digest']}`"],
         "digest of the batch of step 7": [f"`{steps[7]['digest']}`"],

@@ -18,9 +18,18 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from nanochat import checkpoint, gpt, run_journal, run_owner, start_run, trainer
+from nanochat import (
+    checkpoint,
+    gpt,
+    run_guard,
+    run_owner,
+    run_saves,
+    run_summary,
+    start_run,
+)
 from nanochat.checkpoint import MODEL_NAME, load_checkpoint
 from nanochat.run_dir import read_log
+from nanochat.run_owner import OWNER_NAME
 from scripts import base_train, inspect_data, status
 from tests import faults, training
 from tests.faults import die, on_rank
@@ -93,16 +102,16 @@ def test_a_run_resumes_from_a_named_checkpoint_and_keeps_newer_ones(reference, t
 def test_a_resume_sees_the_last_save_of_a_launch_that_is_just_ending(
     reference, monkeypatch, ends_at
 ):
-    """Checkpoints must be listed after the check that no launch owns the run."""
+    """Checkpoints must be listed after the run is locked."""
     take_over(reference["path"], "checkpoint-4")
 
-    def save_and_end(run, check=run_owner.check_free):
+    def save_and_end(run, claim=run_owner.claim):
         name = "final" if ends_at == STEPS else f"checkpoint-{ends_at}"
         shutil.copytree(reference["path"] / "checkpoints" / name, run / "checkpoints" / name)
         shutil.rmtree(run / "checkpoints" / "checkpoint-4")  # like --keep-last-k=1
-        return check(run)
+        return claim(run)
 
-    monkeypatch.setattr(start_run, "check_free", save_and_end)
+    monkeypatch.setattr(run_guard, "claim", save_and_end)
     outcome = succeed()
     assert (
         "nothing to do" in outcome.out
@@ -143,7 +152,8 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over_by_itself(ref
     succeed(resume="scratch", force=True)
     assert state_of(final()) == reference["final"]
     aside = training.fingerprint(training.run_dir("run.old-1"))
-    assert aside.keys() >= before.keys() and all(
+    # the lock's file stays with the launch that holds it
+    assert aside.keys() >= before.keys() - {OWNER_NAME} and all(
         aside[name] == before[name] for name in before if "checkpoint" in name
     )
 
@@ -459,7 +469,7 @@ def test_a_failed_evaluation_is_logged_and_the_run_completes(
     """Every call fails once the run has started."""
     monkeypatch.setattr(start_run, "read_bundle", lambda *args: [])
     fails = partial(monkeypatch.setattr, function, out_of_memory)
-    monkeypatch.setattr(run_journal.Journal, "started", lambda *args, **how: fails())
+    monkeypatch.setattr(base_train, "announce", lambda *args: fails())
     outcome = succeed(**SHORT, **flags)
     failed = [event for event in events("evaluation_failed") if event["what"] == what]
     assert [event["step"] for event in failed] == failures
@@ -476,7 +486,7 @@ def test_if_an_evaluation_fails_on_one_rank_the_other_does_not_wait():
 
 
 def a_save_is_always_due():
-    trainer.SAVE_EVERY_S = 0.0
+    run_saves.SAVE_EVERY_S = 0.0
 
 
 @pytest.mark.parametrize(
@@ -490,14 +500,14 @@ def a_save_is_always_due():
     ],
 )
 def test_saves_by_time_are_the_default_and_keep_the_newest_two(monkeypatch, flags, kept):
-    monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(run_saves, "SAVE_EVERY_S", 0.0)
     succeed(**{"num_iterations": 6, "save_every": -1, **flags})
     assert checkpoints() == [*kept, "final"]
 
 
 def test_saves_by_time_keep_the_saves_of_an_earlier_launch_with_save_every(monkeypatch):
     succeed(save_every=1, num_iterations=3)
-    monkeypatch.setattr(trainer, "SAVE_EVERY_S", 0.0)
+    monkeypatch.setattr(run_saves, "SAVE_EVERY_S", 0.0)
     succeed(save_every=-1, num_iterations=7)
     assert checkpoints() == [*(f"checkpoint-{step}" for step in (1, 2, 3, 5, 6)), "final"]
 
@@ -526,7 +536,7 @@ def test_running_out_of_gpu_memory_is_explained_and_keeps_the_last_save(monkeypa
     succeed(**{**SHORT, "num_iterations": 2})
     with monkeypatch.context() as patch:
         patch.setattr(function, out_of_memory)
-        patch.setattr(start_run, "peak_memory", lambda device: 7_000_000_000, raising=False)
+        patch.setattr(run_summary, "peak_memory", lambda device: 7_000_000_000, raising=False)
         error = refuse(**SHORT)
     assert re.search(
         r"out of GPU memory: the estimate was \d+\.\d GB, the peak 7.0 GB; final is kept.*"

@@ -9,7 +9,8 @@ import torch
 
 from nanochat.common import read_json, write_json
 from nanochat.run_dir import RowLosses
-from nanochat.start_run import build_model, open_run
+from nanochat.run_settings import build_model
+from nanochat.start_run import open_run
 from nanochat.stream import open_stream
 from scripts import verify
 from tests import training

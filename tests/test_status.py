@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import run_owner, run_state
+from nanochat import run_state
 from nanochat.run_owner import exit_code
 from nanochat.run_state import STATE_NAME, identify, read_state
 from nanochat.run_stop import FLAG_NAME
 from scripts import status, stop
-from tests.training import PATIENCE_S, wait_for
+from tests.training import PATIENCE_S, owner_of, wait_for
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 TRAINER = """
 import os, sys, time
 from pathlib import Path
-from nanochat.run_owner import RunState, acquire
+from nanochat.run_owner import RunState, claim
 from nanochat.run_stop import StopWatch
 from nanochat.run_state import identify, read_state
 from nanochat.watchdog import Watchdog
@@ -37,7 +37,8 @@ with StopWatch() as stop:
     run_dir = Path(os.environ["NANOCHAT_BASE_DIR"]) / "runs" / sys.argv[1]
     while not Path(os.environ.get("CLAIM_AFTER", "/")).exists():
         time.sleep(0.01)
-    owner = acquire(run_dir)
+    owner = claim(run_dir)
+    owner.sign()
     saved = (read_state(run_dir) or {}).get("checkpoint")
     step = int(saved.split("-")[1]) if saved else 0
     me = [identify()]
@@ -58,7 +59,7 @@ with StopWatch() as stop:
                 status = "completed" * (step == 20) or "stopped" * bool(reason)
             if status or step % number("SAVE_EVERY", 1000) == 0:
                 run.update(checkpoint=f"checkpoint-{step}")
-        run.close(status, reason)
+        run.end(status, reason)
 sys.exit(3 if status == "halted" else 0)
 """
 
@@ -117,7 +118,7 @@ def fake_run(base, name, status, **fields):
     path = run_dir(base, name)
     path.mkdir(parents=True)
     if status in run_state.ACTIVE and all(rank["start"] != "1" for rank in fields.get("ranks", [])):
-        OWNED.append(run_owner.acquire(path))
+        OWNED.append(owner_of(path))
     (path / STATE_NAME).write_text(
         json.dumps(
             {

@@ -20,8 +20,8 @@ from nanochat import gpt, optim, reduce, trainer
 from nanochat.config import Settings
 from nanochat.dataloader import MicroBatch, StepLayout
 from nanochat.reduce import LeafAccumulator
+from nanochat.run_settings import build_model
 from nanochat.schedule import Schedule
-from nanochat.start_run import build_model
 from scripts.base_train import forward_backward
 
 T, B = 32, 1
@@ -116,7 +116,6 @@ def waits_of_a_step(**changed):
         leaves=leaves,
         loader=loader,
         schedule=Schedule.of(settings, 100, peak_weight_decay=0.1),
-        dog=mock.Mock(),
         progress=trainer.Progress(step=20, window=[(2.0, 1.0)] * 20),
     )
     with Waits() as waits:
@@ -155,7 +154,7 @@ def planted(owner, name, wait):
 PLACES = {
     "the forward pass": (gpt, "apply_rotary"),
     "the leaves": (reduce, "merge"),
-    "the message of a step": (trainer, "grad_scale"),
+    "the message of a step": (trainer, "judge"),
     "the optimizer": (optim, "adamw_rates"),
 }
 WAYS = {
@@ -177,6 +176,6 @@ def test_a_planted_item_is_caught(place):
 @pytest.mark.parametrize("wait", WAYS.values(), ids=WAYS)
 def test_every_way_to_wait_is_caught(wait):
     message = torch.ones(trainer.FLAGS + 3, device=META)
-    with planted(trainer, "grad_scale", wait), Waits() as waits:
-        trainer.grad_scale(message, num_buckets=0, num_targets=1)
+    with planted(trainer, "judge", wait), Waits() as waits:
+        trainer.judge(message, num_buckets=0, num_targets=1)
     assert waits.seen == ["waits"]

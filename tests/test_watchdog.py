@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from nanochat import watchdog
 from nanochat.dist import gather_all
-from nanochat.run_owner import RunState, acquire
+from nanochat.run_owner import RunState
 from nanochat.run_state import identify, read_state
 from nanochat.watchdog import Watchdog, open_store
 from tests import training
@@ -60,11 +60,11 @@ def rank_main(how, bad, run_dir, argv):
     dist.init_process_group("gloo")
     state, more = None, {}
     if rank == 0:
-        state = RunState(acquire(run_dir), [identify()], status="running")
+        state = RunState(training.owner_of(run_dir), [identify()], status="running")
         # its heartbeat hangs, too
         more = {
             "refresh": partial(stall, state) if how == "disk" else state.refresh,
-            "on_failure": lambda verdict: state.close("failed", verdict),
+            "on_failure": lambda verdict: state.end("failed", verdict),
         }
     with Watchdog(
         open_store(3),
@@ -88,7 +88,7 @@ def rank_main(how, bad, run_dir, argv):
             if rank == bad:  # it leaves late, and needs rank 0's store
                 time.sleep(0.5)
     if state:
-        state.close("completed")
+        state.end("completed")
 
 
 def start(folder, how, bad=2):

@@ -37,6 +37,7 @@ import torch
 from nanochat import checkpoint as checkpoint_module
 from nanochat.cli import run_main
 from nanochat.run_dir import TrainLog, iter_log, read_log
+from nanochat.run_owner import Owner, claim
 from nanochat.run_state import read_state
 from nanochat.run_stop import StopWatch
 from nanochat.tokenizer import RustBPETokenizer
@@ -389,6 +390,13 @@ def finish(world_size: int = 1, **changed: Any) -> str:
     group = start(world_size, **changed)
     assert group.wait() == [0] * world_size, group.text()
     return group.text()
+
+
+def owner_of(run_dir: Path) -> Owner:
+    """Own a run from now on."""
+    owner = claim(run_dir)
+    owner.sign()
+    return owner
 
 
 # ---- hooks, which act inside a process -----------------------------------------------------------

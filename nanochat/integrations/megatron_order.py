@@ -51,6 +51,7 @@ from nanochat.integrations.megatron import (
     normalize,
     split_matrix,
 )
+from nanochat.integrations.megatron_settings import MegatronSettings
 from nanochat.integrations.megatron_tables import blend_sources, cached
 from nanochat.rows import Row
 from nanochat.schedule import Horizon
@@ -253,7 +254,7 @@ class SampleConfig:
     framed: ClassVar[bool] = True  # validation reads documents as `[BOS] + ids`
 
     @classmethod
-    def of(cls, settings: Settings) -> "SampleConfig":
+    def of(cls, settings: MegatronSettings) -> "SampleConfig":
         """The configuration in a run's resolved settings."""
         weights = settings.blend_weights
         index_cache = settings.index_cache or get_base_dir() / "index_cache"
@@ -297,14 +298,21 @@ def samples_needed(settings: Settings, cursors: Sequence[Cursor] | None, steps: 
     return before + steps * per_step
 
 
+def _own(settings: Settings) -> MegatronSettings:
+    """The settings of a run in this order, under their own type."""
+    assert isinstance(settings, MegatronSettings)
+    return settings
+
+
 class MegatronOrder:
     """Megatron's order as a run's settings describe it; a `nanochat.run_order.RunOrder`."""
 
+    settings = MegatronSettings
     feeds_lanes = has_plan = False
 
     def stream_config(self, settings: Settings) -> SampleConfig:
         """See `RunOrder.stream_config`."""
-        return SampleConfig.of(settings)
+        return SampleConfig.of(_own(settings))
 
     def settle(
         self, settings: Settings, horizon: Horizon, cursors: Sequence[Cursor] | None, steps: int
@@ -313,6 +321,7 @@ class MegatronOrder:
         samples as its steps need, or as many as the run whose data it continues, and keeps that
         number. ValueError if its steps need more."""
         needed = samples_needed(settings, cursors, steps)
+        settings = _own(settings)
         split = settings.split
         if not split:
             own_val = has_own_val(settings.data_path or "", settings.val_path)
@@ -333,7 +342,7 @@ class MegatronOrder:
 
     def pin(self, settings: Settings) -> Manifests:
         """See `RunOrder.pin`."""
-        return find_pairs(settings.data_path or "", settings.val_path, settings.split or "")
+        return find_pairs(settings.data_path or "", settings.val_path, _own(settings).split or "")
 
     def check(self, settings: Settings, sources: Mapping[str, Source]) -> None:
         """See `RunOrder.check`."""
@@ -347,7 +356,7 @@ class MegatronOrder:
     def describe(self, settings: Settings, cursors: Sequence[Cursor] | None, steps: int) -> str:
         """See `RunOrder.describe`."""
         needed = samples_needed(settings, cursors, steps)
-        return f"Megatron's order: {needed:,} of {settings.num_samples:,} samples"
+        return f"Megatron's order: {needed:,} of {_own(settings).num_samples:,} samples"
 
 
 def find_pairs(

@@ -1,7 +1,8 @@
-"""Trackers: wandb, TensorBoard and trackio plot a run while it trains, and PyTorch's profiler
-records some of its steps. `trainer.Journal` imports this module if a run asks for one of them.
+"""
+Trackers: wandb, TensorBoard and trackio plot a run while it trains, and PyTorch's profiler records
+some of its steps. The journal opens this sink if a run asks for one of them.
 
-    trainer.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
+    run_journal.Journal --{"step": 12, "train/loss": 3.1}--> Trackers --> wandb        --run=NAME
                                                          '--------> TensorBoard  --log-to=tensorboard
                                                          '--------> trackio      --log-to=trackio
                                                          '--------> profile      --profile-steps=A:B
@@ -25,6 +26,8 @@ import torch
 from nanochat.common import print0
 from nanochat.config import Settings
 from nanochat.run_reader import flat_numbers
+from nanochat.start_run import Run
+from nanochat.steps import Sink, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -69,31 +72,33 @@ class Trackio:
         self._run.finish()
 
 
-class Trackers:
-    """All trackers that a run asks for, and its profile. `wandb_id`: id of the wandb run to resume;
-    the attribute holds the id in use. `step`: the first step of this launch."""
+class Trackers(Sink):
+    """All trackers that a run asks for, and its profile. `wandb_id`: the id of its wandb run."""
 
-    def __init__(self, settings: Settings, run_dir: Path, *, wandb_id: str | None, step: int):
-        self.wandb_id = wandb_id
+    def __init__(self, run: Run) -> None:
+        settings = run.settings
+        run_dir = run.run_dir
+        self.wandb_id = run.wandb_id
         self._open: dict[str, Any] = {}
         for name in settings.trackers:
             with self._guard(name):
                 if name == "wandb":
                     import wandb  # takes a second to import
 
-                    run = wandb.init(
+                    tracked = wandb.init(
                         project="nanochat",
                         name=settings.run,
                         config=settings.to_json(),
                         dir=run_dir,
-                        id=wandb_id,
+                        id=self.wandb_id,
                         resume="allow",
                     )
-                    self._open["wandb"], self.wandb_id = run, run.id
+                    self._open["wandb"] = tracked
+                    self.wandb_id = tracked.id
+                elif name == "tensorboard":
+                    self._open[name] = TensorBoard(run_dir, run.step)
                 else:
-                    self._open[name] = (
-                        TensorBoard(run_dir, step) if name == "tensorboard" else Trackio(settings)
-                    )
+                    self._open[name] = Trackio(settings)
         if settings.profiled is not None:
             self._open["profile"] = Profile(run_dir, *settings.profiled)
 
@@ -112,16 +117,22 @@ class Trackers:
             with self._guard(name):
                 getattr(tracker, method, lambda *_: None)(*args)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Pass some values, among them "step", to all trackers."""
+    def event(self, name: str, step: int, record: dict[str, Any]) -> None:
+        # CORE has nanochat's names
+        values = record if name == "core" else {f"{name}/{k}": v for k, v in record.items()}
+        self._call("log", {"step": step, **values})
+        if name == "started":
+            self._call("at", step)
+
+    def step(self, report: StepReport) -> None:
+        values: dict[str, Any] = {"step": report.step}
+        for name, value in report.record.items():
+            if name != "digest":
+                values[name if name.startswith("total_") else f"train/{name}"] = value
         self._call("log", values)
+        self._call("at", report.step + 1)
 
-    def at(self, step: int) -> None:
-        """Called after `step` steps."""
-        self._call("at", step)
-
-    def finish(self) -> None:
-        """Called once at the end of a run."""
+    def close(self) -> None:
         self._call("finish")
 
 

@@ -1,0 +1,154 @@
+"""
+What a launch is protected by, as one context around all of it.
+
+    enter    signals are recorded from here on; the processes find each other; rank 0 locks the run
+    sign     the launch owns the run: its record, and RUN/.run_state.json
+    watch    a rank that hangs or dies ends all of them, within a stated time
+    leave    in reverse order. A command that was refused has left no trace
+
+    guard.reason()    why to stop: a signal, a request, the walltime (nanochat/run_stop.py)
+    guard.lost()      why to end at once: another launch owns the run (nanochat/run_owner.py)
+    guard.beat()      this rank is alive (nanochat/watchdog.py)
+"""
+
+import logging
+import os
+import time
+from contextlib import ExitStack
+from typing import Any
+
+from nanochat.config import Settings
+from nanochat.dist import (
+    autodetect_device_type,
+    compute_cleanup,
+    compute_init,
+    elastic_problem,
+    gather_all,
+    on_all_ranks,
+    write_collectives,
+)
+from nanochat.run_dir import run_path
+from nanochat.run_owner import Owner, RunState, claim
+from nanochat.run_state import identify
+from nanochat.run_stop import Stop, StopWatch, deadline, join_reasons
+from nanochat.watchdog import Watchdog, open_store
+
+log = logging.getLogger(__name__)
+
+LONG_S = 1800.0  # time limit of an evaluation or a save
+
+
+class Guard:
+    """Enter it on every rank. `rank`, `world_size`, `device`: of this process. `owner` and, once
+    the run is signed, `state`: on rank 0 only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.run_dir = run_path(settings.model_tag or f"d{settings.depth}")
+        reserve_s = settings.walltime_reserve_seconds
+        end = deadline(
+            settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s
+        )
+        self.owner: Owner | None = None
+        self.state: RunState | None = None
+        self._stop = StopWatch(end, reserve_s=reserve_s, run_dir=self.run_dir)
+        self._dog: Watchdog | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "Guard":
+        with ExitStack() as stack:
+            stack.enter_context(self._stop)
+            if problem := elastic_problem():
+                log.warning("%s", problem)
+            self._join(stack)
+            self.ranks = gather_all(identify())
+            self.owner = on_all_ranks(lambda: claim(self.run_dir) if self.rank == 0 else None)
+            if self.owner is not None:
+                stack.callback(self.owner.release)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def _join(self, stack: ExitStack) -> None:
+        """Find the other processes of this launch, and select the device."""
+        settings = self.settings
+        _, self.rank, _, self.world_size, self.device = compute_init(
+            settings.device_type or autodetect_device_type(),
+            deterministic=settings.deterministic,
+            timeout_s=2 * settings.collective_timeout_seconds + LONG_S,
+        )
+        stack.callback(compute_cleanup)
+
+    # ---- the lock
+
+    def set_aside(self) -> None:
+        """On rank 0: rename the run that is there; this launch owns the empty folder in its place."""
+        assert self.owner is not None, "only rank 0 owns a run"
+        self.owner.set_aside()
+
+    def sign(self, **news: object) -> None:
+        """On rank 0: own the run from here on. `news`: see `RunState.update`."""
+        assert self.owner is not None, "only rank 0 owns a run"
+        self.owner.sign()
+        state = RunState(self.owner, self.ranks, self._stop.check_flag, **news)
+        self.state = self._stack.enter_context(state)
+
+    def lost(self) -> str:
+        """'' while this launch owns the run, else the error to end with."""
+        return "" if self.owner is None else self.owner.lost()
+
+    # ---- the heartbeat
+
+    def watch(self) -> None:
+        """Collective. From here on, the main thread of each rank must beat."""
+
+        def failed(verdict: str) -> None:
+            if self.state is not None:
+                self.state.end("failed", verdict)
+            write_collectives(self.run_dir, self.rank)
+
+        dog = Watchdog(
+            open_store(self.world_size),
+            self.ranks,
+            rank=self.rank,
+            timeout_s=self.settings.collective_timeout_seconds,
+            refresh=str if self.state is None else self.state.refresh,
+            on_failure=failed,
+        )
+        self._dog = self._stack.enter_context(dog)
+
+    def beat(self, step: int | None = None, where: str = "", patience_s: float = 0.0) -> None:
+        """See `Watchdog.beat`."""
+        if self._dog is not None:
+            self._dog.beat(step, where, patience_s)
+
+    # ---- reasons to stop
+
+    def reason(self) -> str:
+        """Why this rank should stop after the current step, or ''. Call it once per step: it counts
+        how long steps take, and compares that with the walltime."""
+        return self._stop.check()
+
+    def asked(self) -> str:
+        """The reason that is known already, such as a signal, or ''. Call it at any time."""
+        return self._stop.requested()
+
+    def note(self, what: str, seconds: float) -> None:
+        """Some work between steps took so long; `reason` allows for that from now on."""
+        self._stop.note(what, seconds)
+
+    def note_save(self, seconds: float) -> None:
+        """A save took so long; the walltime keeps that for the last one."""
+        self._stop.note_save(seconds)
+
+    def stop_if_asked(self) -> None:
+        """Collective. Raise `Stop` on all ranks if any of them was asked to stop."""
+        reasons = gather_all(self.asked())
+        if any(reasons):
+            raise Stop(join_reasons(reasons))
+
+    def stop_waiting(self) -> None:
+        """The run is over: waits for object storage end at once."""
+        self._stop.ignore_stores()

@@ -1,0 +1,212 @@
+"""
+What follows from the settings of a run: its model, its memory, and every automatic setting.
+
+    depth, T, vocabulary --> shape of the model --> parameter counts --> batch size, horizon, rates
+    rows per step, data, processes --> lanes --> leaves
+    memory of the GPU --> rows per forward pass
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanochat.config import Settings
+from nanochat.dataloader import StepLayout, default_leaves
+from nanochat.fp8 import convert
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.order import MAX_LANES, default_lanes, fed_lanes
+from nanochat.schedule import REFERENCE_DEPTH, Horizon, resolve_horizon
+from nanochat.sources import Manifest, counts_and_means
+
+# share of a GPU's memory for a step, with one process and with several (NCCL)
+FIT_ALONE = 0.92
+FIT_TOGETHER = 0.88
+MAX_ROWS = 32  # in a forward pass, if the size of the memory is unknown
+
+
+def build_model(settings: Settings, depth: int | None = None) -> GPT:
+    """The model on the meta device: shapes and types without data. `depth` overrides that of the
+    settings."""
+    config = GPTConfig.from_depth(
+        settings.depth if depth is None else depth,
+        vocab_size=settings.vocab_size,
+        sequence_len=settings.max_seq_len,
+        aspect_ratio=settings.aspect_ratio,
+        head_dim=settings.head_dim,
+        window_pattern=settings.window_pattern,
+    )
+    with torch.device("meta"):
+        model = GPT(
+            config,
+            attention_mode=settings.attention_mode,
+            activation_checkpointing=settings.activation_checkpointing,
+            z_loss=settings.z_loss,
+        )
+    if settings.fp8:
+        convert(model)
+    return model
+
+
+def estimate_memory(settings: Settings, room: int | None = None) -> dict[str, int]:
+    """{part: bytes} of the GPU memory that resolved settings need, see `GPT.estimate_memory`.
+    `room`: the bytes that a step may use; if they do not suffice, pending sums of leaves are not
+    counted, because they stay on the host."""
+    layout = StepLayout(
+        settings.lanes,
+        settings.total_batch_size // settings.max_seq_len,
+        settings.device_batch_size,
+        0,
+        settings.world_size,
+        settings.leaves,
+    )
+    leaves = len(layout.leaves)
+    estimate = partial(
+        build_model(settings).estimate_memory,
+        settings.device_batch_size,
+        dtype=getattr(torch, settings.dtype),
+        compiled=is_compiled(settings),
+        world_size=settings.world_size,
+        micro_batches=leaves * layout.micro_batches_per_leaf,
+    )
+    parts = estimate(num_leaves=leaves)
+    if room is not None and sum(parts.values()) > room:
+        return estimate(num_leaves=1)
+    return parts
+
+
+def is_compiled(settings: Settings) -> bool:
+    """Whether the model is compiled: by default, on CUDA."""
+    if settings.compile == "auto":
+        return settings.device_type == "cuda"
+    return settings.compile == "on"
+
+
+def device_memory(device: torch.device, world_size: int) -> int | None:
+    """Bytes of a GPU's memory that a step may use: the rest is for CUDA, fragmentation and, with
+    several processes, NCCL's buffers. None if the device is not a GPU."""
+    if device.type != "cuda":
+        return None
+    return int(
+        (FIT_ALONE if world_size == 1 else FIT_TOGETHER)
+        * torch.cuda.get_device_properties(device).total_memory
+    )
+
+
+def is_tight(settings: Settings, device: torch.device) -> bool:
+    """Whether the GPU has no room for the pending sums of leaves (see `StepLayout`), which then
+    stay on the host."""
+    room = device_memory(device, settings.world_size)
+    return room is not None and sum(estimate_memory(settings).values()) > room
+
+
+def largest_batch(settings: Settings, layout: StepLayout, room: int | None) -> int:
+    """The number of rows per forward pass: the largest power of two that is at most a leaf's rows
+    and fits into `room` bytes (None: at most 32 rows), not counting pending sums of leaves, which
+    may be on the host. The largest also keeps a GPU busiest: the deterministic attention kernel
+    runs rows x heads thread blocks in waves, one block per multiprocessor, and doubling the blocks
+    never increases the idle share."""
+    rows_per_leaf = -(-layout.V // layout.num_blocks) * layout.rows_per_lane
+
+    def fits(B: int) -> bool:
+        if room is None:
+            return B <= MAX_ROWS
+        return sum(estimate_memory(replace(settings, device_batch_size=B), room).values()) <= room
+
+    B = 1
+    while rows_per_leaf >= 2 * B and fits(2 * B):
+        B *= 2
+    return B
+
+
+def resolve(
+    settings: Settings,
+    dtype: torch.dtype,
+    room: int | None,
+    train: Mapping[str, Manifest] | None = None,
+) -> tuple[Settings, Horizon, GPTConfig]:
+    """(settings, horizon, shape of the model) with all automatic settings resolved. ValueError for
+    settings that do not fit together. Batch size, horizon and learning rates follow from parameter
+    counts, so the model is built on the meta device first. `room`: see `device_memory`. `train`:
+    training files of a new run, which limit its lanes."""
+    model = build_model(settings)
+    scaling = [
+        sum(m.num_scaling_params()[k] for k in ("transformer_matrices", "lm_head"))
+        for m in (model, build_model(settings, REFERENCE_DEPTH))
+    ]
+    horizon = resolve_horizon(
+        num_iterations=settings.num_iterations,
+        target_flops=settings.target_flops,
+        target_param_data_ratio=settings.target_param_data_ratio,
+        total_batch_size=settings.total_batch_size,
+        weight_decay=settings.weight_decay,
+        sequence_len=settings.max_seq_len,
+        scaling_params=scaling[0],
+        reference_scaling_params=scaling[1],
+        flops_per_token=model.estimate_flops(),
+        curriculum_tokens=settings.curriculum_tokens,
+    )
+    rows = horizon.total_batch_size // settings.max_seq_len
+    lanes = settings.lanes
+    if lanes == -1:
+        fed = [
+            fed_lanes(
+                *counts_and_means(manifest),
+                T=settings.max_seq_len,
+                buffer_size=settings.buffer_size,
+            )
+            for manifest in (train or {}).values()
+        ]
+        lanes = default_lanes(rows, fed=min(fed, default=MAX_LANES), world_size=settings.world_size)
+    leaves = (
+        default_leaves(settings.world_size, lanes) if settings.leaves == -1 else settings.leaves
+    )
+    settings = replace(
+        settings,
+        total_batch_size=horizon.total_batch_size,
+        lanes=lanes,
+        leaves=leaves,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    automatic = settings.device_batch_size == -1
+    # both StepLayout and phase_rows raise ValueError for numbers that do not fit together
+    layout = StepLayout(
+        lanes, rows, 1 if automatic else settings.device_batch_size, 0, settings.world_size, leaves
+    )
+    if automatic:
+        settings = replace(settings, device_batch_size=largest_batch(settings, layout, room))
+    if settings.mix is not None:
+        settings.mix.phase_rows(settings.max_seq_len, lanes)
+        budget, total = settings.curriculum_tokens, horizon.total_tokens
+        if abs(total - budget) > horizon.total_batch_size and not settings.allow_budget_mismatch:
+            raise ValueError(
+                f"--curriculum: its phases add up to {budget:,} tokens, but the run trains on {total:,} "
+                f"({horizon.num_iterations:,} steps of {horizon.total_batch_size:,}); remove "
+                f"--num-iterations to train as long as the curriculum lasts, change its durations, set "
+                f"allow_budget_mismatch: true in it, or add --allow-budget-mismatch"
+            )
+    return settings, horizon, model.config
+
+
+def derive(settings: Settings, horizon: Horizon) -> dict[str, Any]:
+    """{name: figure} for the figures that follow from the settings."""
+    model = build_model(settings)
+    flops = model.estimate_flops()
+    return {
+        "num_iterations": horizon.num_iterations,
+        "total_tokens": horizon.total_tokens,
+        "tokens_per_step": horizon.total_batch_size,
+        "flops_per_token": flops,
+        "total_flops": float(flops * horizon.total_tokens),
+        "batch_lr_scale": horizon.batch_lr_scale,
+        "weight_decay_scaled": horizon.weight_decay_scaled,
+        **{f"params_{k}": v for k, v in model.num_scaling_params().items()},
+    }
+
+
+def describe_memory(parts: dict[str, int]) -> str:
+    """A memory estimate as one line."""
+    sizes = ", ".join(f"{name} {size / 1e9:,.1f}" for name, size in parts.items() if size)
+    return f"memory per GPU: about {sum(parts.values()) / 1e9:,.1f} GB ({sizes})"

@@ -1,0 +1,145 @@
+"""
+What a launch prints before its first step, and when it runs out of memory.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from nanochat.checkpoint import list_checkpoints
+from nanochat.common import counted, get_dist_info, is_remote, print0, show
+from nanochat.config import flag
+from nanochat.dataloader import StepLayout
+from nanochat.dist import peak_memory, write_memory
+from nanochat.files import FORMATS, data_at
+from nanochat.run_dir import CONFIG_NAME
+from nanochat.run_settings import derive, describe_memory, device_memory, estimate_memory
+from nanochat.splits import describe_split, files_of, last_file_validates
+from nanochat.start_run import Run, Start
+
+
+def print_split(run: Run) -> None:
+    """Print the validation files and the training files."""
+    settings = run.settings
+    train = run.data.manifests["train"]
+    val = run.data.manifests["val"]
+    # both splits are in the same files
+    if any("documents" in manifest for manifest in val.values()):
+        files = counted(len(files_of(train)), ".bin file")
+        print0(f"data: {files}, each with documents for training and for validation")
+        return
+    reads = f"this run trains on {run.horizon.total_tokens:,} tokens"
+    is_new = not run.config and settings.val_path is None
+    chosen = is_new and last_file_validates(data_at(settings.data_path or ""))
+    print0(
+        *describe_split(
+            files_of(train), files_of(val), reads=reads, shared=settings.val_fraction, chosen=chosen
+        ),
+        sep="\n",
+    )
+
+
+def print_summary(
+    start: Start, layout: StepLayout, device: torch.device, typed: Sequence[str]
+) -> None:
+    """Print what is about to run. For a new run: settings from the command line or its --config
+    file (`typed`) that differ from the defaults, and the values that follow from these, the data
+    and this machine. For a resume: the settings that differ from those of the run."""
+    if start.config:
+        print0(f"settings: those in {start.run_dir / CONFIG_NAME}")
+        for change, effect in start.notices.items():
+            print0(f"changed: {change}{effect and f' ({effect})'}")
+    else:
+        settings = start.settings.differing()
+        print0(
+            "set:",
+            *(
+                f"  {flag(name):32s} {show_short(settings[name])}"
+                for name in settings
+                if name in typed
+            ),
+            sep="\n",
+        )
+        worked_out = {
+            name: value
+            for name, value in {**settings, **derive(start.settings, start.horizon)}.items()
+            if name not in typed
+        }
+        print0(
+            "worked out from these settings, the data and this machine:",
+            *(f"  {name:32s} {show_short(value)}" for name, value in worked_out.items()),
+            sep="\n",
+        )
+    batches = counted(len(layout.leaves) * layout.micro_batches_per_leaf, "micro-batch")
+    print0(
+        f"step: {layout.rows_per_step} rows of T + 1 = {start.settings.max_seq_len + 1:,} tokens (inputs and "
+        f"targets overlap) from {layout.V} lanes; {counted(layout.world_size, 'process')} x {batches} of "
+        f"{layout.device_batch_size} rows; {layout.num_leaves} {'leaf' if layout.num_leaves == 1 else 'leaves'}"
+    )
+    with contextlib.suppress(OSError):  # a system may not know its load
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if device.type == "cpu" and torch.get_num_threads() > 1 and load > cores:
+            print0(
+                f"note: the load of this machine is {load:.1f} on {counted(cores, 'core')}. Threads then wait for "
+                f"each other, which can make a step ten times as long. OMP_NUM_THREADS=1 avoids that"
+            )
+    if (room := device_memory(device, start.settings.world_size)) is not None:
+        print0(
+            describe_memory(estimate_memory(start.settings, room))
+            + f"; {room / 1e9:,.1f} GB available"
+        )
+    if layout.num_leaves % layout.world_size:
+        print0(
+            f"note: {layout.world_size} processes do not divide {layout.num_leaves} leaves: same data, but "
+            f"results are rounded differently than with a number that divides them (--leaves is fixed when a run "
+            f"starts)"
+        )
+    if layout.dead_share > 0.1:
+        print0(
+            f"note: {layout.dead_share:.0%} of the computed rows are padding; to avoid that, choose a "
+            f"--device-batch-size that divides {layout.rows_per_step // layout.num_blocks}, the rows of a leaf"
+        )
+    are_token_files = FORMATS.get(start.settings.data_format) == (".bin",)
+    if are_token_files and not is_remote(start.settings.data_path or ""):
+        print0(
+            f"note: token files are read through memory maps. If SIGBUS kills this process, a file was truncated: "
+            f"scripts.status {start.run_dir.name} or the next launch names it"
+        )
+    if start.checkpoint is not None:
+        print0(f"resuming from {start.checkpoint.path} at step {start.step:,}")
+    elif start.cursors is not None and start.origin is not None:
+        print0(f"the data continues where {start.origin.path} stopped")
+
+
+def show_short(value: object) -> str:
+    """`show` of a setting. A list of hundreds of paths is cut."""
+    text = show(value)
+    return text if len(text) < 2000 else f"{text[:300]} ... ({len(text):,} characters)"
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(start: Start, device: torch.device) -> Iterator[None]:
+    """Context manager: running out of GPU memory becomes a ValueError with the estimate, the peak,
+    the settings to change, and the newest checkpoint."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        settings = start.settings
+        peak = peak_memory(device)
+        snapshot = write_memory(start.run_dir, get_dist_info()[1])
+        room = device_memory(device, settings.world_size)
+        estimate = sum(estimate_memory(settings, room).values())
+        figures = f"the estimate was {estimate / 1e9:,.1f} GB" + (
+            f", the peak {peak / 1e9:,.1f} GB" if peak else ""
+        )
+        kept = next(
+            (f"{path.name} is kept" for path in list_checkpoints(start.run_dir)),
+            "nothing is saved yet",
+        )
+        raise ValueError(
+            f"out of GPU memory: {figures}; {kept}. Lower --device-batch-size (now "
+            f"{settings.device_batch_size}), or add --activation-checkpointing, and run the "
+            f"command again ({str(e).partition(chr(10))[0][:200]}){snapshot}"
+        ) from e

@@ -25,6 +25,8 @@ file. Its entry also holds "parquet", the file that is read instead. That is a p
 where it does not exist, it is prepared again, and compared.
 """
 
+import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,8 +37,10 @@ import numpy as np
 from nanochat.common import (
     as_path,
     check_shape,
+    counted,
     each,
     etag_of,
+    few,
     hash_file,
     hash_json,
     local_copy,
@@ -44,7 +48,7 @@ from nanochat.common import (
     open_door,
     read_json,
 )
-from nanochat.files import BUCKET, data_at, list_files
+from nanochat.files import BUCKET, DataPath, data_at, list_files
 from nanochat.prepare import TextFile, prepare
 from nanochat.rows import Document
 from nanochat.text import (
@@ -58,6 +62,8 @@ from nanochat.text import (
 )
 from nanochat.text_kinds import count_nulls
 from nanochat.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 SOURCES = {  # the door for kinds of data files: {suffix: "module:class"}
     **dict.fromkeys((*SUFFIXES, *JSON_LINES), "nanochat.parquet_source:ParquetSource"),
@@ -463,6 +469,32 @@ def check(manifest: Manifest, folder: Path | None = None, *, strict: bool = Fals
     split = manifest.get("part", "train")
     found = check_files({split: {BUCKET: manifest}}, folder, folder, strict=strict)
     return found[split][BUCKET]
+
+
+def warn_of_arrivals(manifests: Manifests, data: DataPath, data_format: str, began: float) -> None:
+    """Warn about files that arrived in a run's data folder after it `began` (seconds since the
+    epoch). It does not read them. Files in object storage have no time of arrival."""
+    if data.files:
+        return
+    known = set()
+    for buckets in manifests.values():
+        for manifest in buckets.values():
+            known |= {as_path(manifest["root"]) / entry["name"] for entry in manifest["files"]}
+    root = data.folder.resolve()
+    arrived = []
+    with contextlib.suppress(OSError, ValueError):  # the run does not read what is wrong here
+        for file in list_files(data, data_format).data:
+            is_known = root / file.relative_to(data.folder) in known
+            if not is_known and file.stat().st_ctime > began:
+                arrived.append(file)
+    if arrived:
+        log.warning(
+            "%s: not reading %s that arrived after this run began: %s; to read them, start a new run "
+            "(--model-tag)",
+            data,
+            counted(len(arrived), "file"),
+            few(arrived, data.folder),
+        )
 
 
 def check_own_file(path: Path, entry: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanochat import prepare
+from nanochat.files import data_at
 from nanochat.run_dir import iter_log
 from nanochat.sources import (
     check,
@@ -19,6 +20,7 @@ from nanochat.sources import (
     open_source,
     read_manifests,
     scan,
+    warn_of_arrivals,
 )
 from nanochat.splits import pin_files
 from nanochat.text import Selection
@@ -324,6 +326,17 @@ def test_a_file_that_arrives_later_does_not_change_a_run(data):
     assert check_files(manifests, data) == manifests
 
 
+def test_a_file_that_arrived_after_the_run_began_is_named(data, caplog):
+    manifests = pin_files(data)
+    write_jsonl(data / "new/d.jsonl", DOCUMENTS)
+    began = (data / "new/d.jsonl").stat().st_ctime
+    warn_of_arrivals(manifests, data_at(data), "text", began)
+    assert not caplog.messages
+    warn_of_arrivals(manifests, data_at(data), "text", began - 0.01)
+    [message] = caplog.messages
+    assert "1 file that arrived after this run began: new/d.jsonl" in message
+
+
 @pytest.fixture
 def older(tmp_path):
     """A function that gives a manifest as older code pinned it: by the bytes of the parquet file
@@ -418,7 +431,9 @@ def test_a_run_on_jsonl_resumes_with_the_same_digests_after_its_folder_is_remove
         training.succeed(data_path=text)
         training.succeed(data_path=text, num_iterations=2, model_tag="resumed")
         assert prepare.main(["--remove"]) == 0
-        training.succeed(data_path=text, model_tag="resumed")
+        write_jsonl(text / "c.jsonl", ["new"])
+        outcome = training.succeed(data_path=text, model_tag="resumed")
+        assert "not reading 1 file that arrived after this run began: c.jsonl" in outcome.err
         assert training.digests() == training.digests("resumed") and len(training.digests()) == 4
 
         capsys.readouterr()

@@ -53,7 +53,6 @@ from nanochat.common import (
     each,
     etag_of,
     few,
-    get_base_dir,
     hash_file,
     hash_json,
     is_remote,
@@ -63,7 +62,7 @@ from nanochat.common import (
     table,
     write_json,
 )
-from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection
+from nanochat.text import ORIGIN, TEXT_BYTES, Numbered, Selection, prepared_dir
 from nanochat.text_kinds import describe_skipped, no_document, numbered_documents, warn_once
 
 log = logging.getLogger(__name__)
@@ -135,11 +134,6 @@ def prepare(files: Sequence[TextFile]) -> list[Path]:
     _report(folder, records, targets, was_ready=not missing)
     place_of = {file: folder / name for name, file in targets.items()}
     return [place_of[file] for file in files]
-
-
-def prepared_dir() -> Path:
-    """The folder of all prepared folders."""
-    return get_base_dir() / "prepared"
 
 
 def _title(file: TextFile) -> str:

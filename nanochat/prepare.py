@@ -53,6 +53,7 @@ from nanochat.common import (
     each,
     etag_of,
     few,
+    fsync_dir,
     hash_file,
     hash_json,
     is_remote,
@@ -219,8 +220,8 @@ def _make(
 
     def tick(documents: int) -> None:
         bar.update(documents)
-        if errors:
-            raise InterruptedError("another file failed")
+        if errors:  # of another file
+            raise errors[0]
 
     def make(name: str) -> tuple[str, Record | None]:
         file, place = missing[name], folder / name
@@ -284,6 +285,7 @@ def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
     try:
         place.unlink(missing_ok=True)
         os.link(other, place)
+        fsync_dir(place.parent)
     except OSError:  # deleted meanwhile, or a file system without hard links
         return None
     return record
@@ -292,7 +294,6 @@ def _link(known: tuple[Path, Record] | None, place: Path) -> Record | None:
 def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None]) -> Record:
     """Write the selected documents of a file as parquet, and return its record. `tick` is called
     with the number of documents of each group that is written, and may raise."""
-    version = file.version()
     source = local_copy(file.path)
     origin = {"size": source.stat().st_size, "hash": hash_file(source)}
     field = file.selection.text_field
@@ -313,7 +314,7 @@ def _convert(file: TextFile, key: str, place: Path, tick: Callable[[int], None])
             tick(len(group))
         if not num_documents:
             raise no_document(source, file.selection, skipped)
-        if file.version() != version:
+        if file.key() != key:
             raise ValueError(
                 f"{file.path}: it changed while being read; run the same command again when it is complete"
             )

@@ -49,6 +49,7 @@ from nanochat.cli import Parser, run_main
 from nanochat.common import (
     WRITABLE_BASE,
     atomic_open,
+    check_shape,
     counted,
     each,
     etag_of,
@@ -90,6 +91,13 @@ class Record(NamedTuple):
         return bool(self.skipped["count"] or self.skipped.get("nulls"))
 
 
+RECORD = {
+    "key": str,
+    "source": str,
+    "documents": int,
+    "num_bytes": int,
+    "skipped": {"count": int, "lines": [list], "short": int},
+}
 Records = dict[str, Record]  # by the name of the parquet file, relative to its folder
 
 
@@ -162,6 +170,7 @@ def _read_records(folder: Path) -> Records:
     """The records of a prepared folder; {} if it does not exist, or if its file is corrupt."""
     try:
         files = read_json(folder / RECORDS, {"files": dict})["files"]
+        check_shape(files, dict.fromkeys(files, RECORD), folder / RECORDS)
         return {name: Record(**record) for name, record in files.items()}
     except (FileNotFoundError, ValueError, TypeError):
         return {}

@@ -199,7 +199,9 @@ def test_launches_that_prepare_at_once_do_not_harm_each_other(
 # ---- damage --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["folder", "file", "truncated", "records", "nonsense"])
+@pytest.mark.parametrize(
+    "how", ["folder", "file", "truncated", "records", "no JSON", "no record", "other types"]
+)
 def test_what_is_gone_or_damaged_is_prepared_again(data, base_dir, how):
     manifest = scan(data)
     [folder] = folders(base_dir)
@@ -212,8 +214,13 @@ def test_what_is_gone_or_damaged_is_prepared_again(data, base_dir, how):
         victim.write_bytes(victim.read_bytes()[:-9])
     elif how == "records":
         (folder / "prepared.json").unlink()
-    else:
+    elif how == "no JSON":
+        (folder / "prepared.json").write_text('{"files": ')
+    elif how == "no record":
         (folder / "prepared.json").write_text('{"files": {"train/a.jsonl.parquet": {}}}')
+    else:
+        text = (folder / "prepared.json").read_text()
+        (folder / "prepared.json").write_text(text.replace('"lines": []', '"lines": 7'))
     assert check(manifest) == manifest
     source = open_source(manifest, ByteTokenizer())
     assert [text for g in range(len(source.groups)) for text in source.texts(g)] == DOCUMENTS

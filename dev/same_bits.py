@@ -68,7 +68,7 @@ CASES = {
         "--data-path={work}/text --curriculum={work}/mix.yaml --allow-bucket-exhaustion",
     ),
     "lines.all": (1, "--data-path={work}/lines"),
-    "lines.some": (2, "--data-path={work}/lines --val-fraction=0.05 --min-chars=200"),
+    "lines.some": (2, "--data-path={work}/lines --val-fraction=0.4 --min-chars=200"),
     "notes.part": (1, "--data-path={work}/notes --val-fraction=0.1"),
     "shards.crop": (1, "--data-path={work}/shards --data-format=shards"),
     "megatron.order": (

@@ -79,24 +79,23 @@ def _number(value: object, what: str, *, whole: bool = False, minimum: int = 0) 
 
     YAML reads 5e9 as a string, so strings that are numbers are accepted.
     """
-    number = value
-    if isinstance(value, str) and NUMBER.fullmatch(value):
-        number = float(value)
+    number = float(value) if isinstance(value, str) and NUMBER.fullmatch(value) else value
     if isinstance(number, float) and number.is_integer():
         number = int(number)
-    is_int = isinstance(number, int) and not isinstance(number, bool)
-    is_number = is_int or (isinstance(number, float) and not whole)
-    if is_number and minimum <= number < 2**63:  # type: ignore[operator]
-        return number  # type: ignore[return-value]
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        is_right_kind = isinstance(number, int) or not whole
+        if is_right_kind and minimum <= number < 2**63:
+            return number
     kind = "a whole number" if whole else "a number"
     raise ValueError(f"{what}: got {_show(value)}, expected {kind} >= {minimum}")
 
 
 def _check_fields(
-    value: Mapping[str, Any], what: str, required: dict[str, Any], optional: dict[str, Any]
+    value: object, what: str, required: dict[str, Any], optional: dict[str, Any]
 ) -> None:
     """ValueError unless a value is an object with fields of these shapes and no others."""
     check_shape(value, dict, what)
+    assert isinstance(value, dict)
     known = required | optional
     for key in value:  # checked before missing keys, because a misspelled key is also missing
         if key not in known:

@@ -27,7 +27,6 @@ trace. scripts.validate runs everything but the guard and `begin_run`.
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
 import math
 from collections.abc import Mapping
@@ -50,6 +49,7 @@ from nanochat.cli import EXIT_HALTED
 from nanochat.common import (
     as_path,
     begin_launch,
+    open_door,
     print0,
     write_json,
 )
@@ -91,6 +91,7 @@ from nanochat.sources import (
     leave_out,
     open_data,
     read_manifests,
+    warn_of_arrivals,
 )
 from nanochat.steps import Progress
 from nanochat.stream import (
@@ -205,7 +206,7 @@ class Run(Start):
 def command(settings: Settings, world_size: int, device_type: str) -> tuple[Settings, Tokenizer]:
     """(settings, tokenizer): the settings of a command line, completed with those that follow from
     this machine. ValueError and FileNotFoundError for settings that cannot work here."""
-    begin_launch(settings.object_storage_cache)
+    begin_launch()
     data_path = str(as_path(settings.data_path or default_data_path()).expanduser())
     tokenizer = find_tokenizer(settings, data_path)
     if settings.data_format == "text" or settings.core_metric_every > 0:
@@ -227,11 +228,8 @@ def command(settings: Settings, world_size: int, device_type: str) -> tuple[Sett
             "not have; remove it"
         )
     activate_kernel(settings.attention_kernel, device_type, deterministic=settings.deterministic)
-    for name in settings.trackers:
-        if name != "wandb" and importlib.util.find_spec(name) is None:
-            raise ValueError(
-                f"--log-to={name}: {name} is not installed; run pip install -e '.[{name}]'"
-            )
+    for sink in settings.sinks.values():
+        open_door(sink).check()
     tag = settings.model_tag or f"d{settings.depth}"
     run_path(tag)  # ValueError for an invalid name
     return replace(
@@ -424,7 +422,10 @@ def find_data(start: Start, tokenizer: Tokenizer, rank: int = 0) -> Run:
                 )
         data = data_at(settings.data_path or "")
         val = None if settings.val_path is None else data_at(settings.val_path).folder
-        return check_files(manifests, data.folder, val, strict=settings.strict)
+        found = check_files(manifests, data.folder, val, strict=settings.strict)
+        began = (start.run_dir / CONFIG_NAME).stat().st_mtime
+        warn_of_arrivals(found, data, settings.data_format, began)
+        return found
 
     manifests = start.manifests or on_rank0(pinned)
 
@@ -487,7 +488,7 @@ def open_run(run_dir: Path) -> tuple[RunData, Any, Settings]:
     disk are compared with their pins first. FileNotFoundError if the run has pinned no files."""
     settings = Settings.from_json(read_config(run_dir))
     manifests = read_manifests(run_dir / DATA_MANIFEST)
-    begin_launch(settings.object_storage_cache)
+    begin_launch()
     if not manifests:
         raise FileNotFoundError(
             f"{run_dir / DATA_MANIFEST}: missing, so this run has read no data; start it first"

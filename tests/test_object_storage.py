@@ -33,9 +33,9 @@ from nanochat.common import (
     local_copy,
     make_local_copies,
 )
-from nanochat.files import find_files
+from nanochat.files import data_at, find_files
 from nanochat.integrations import object_storage
-from nanochat.integrations.megatron import IndexedDatasetBuilder
+from nanochat.integrations.megatron_api import IndexedDatasetBuilder
 from nanochat.integrations.object_storage import (
     Patience,
     RemotePath,
@@ -232,6 +232,12 @@ def test_a_local_copy_is_written_once_and_is_the_listed_version(store, tmp_path)
     make_local_copies([path, path.with_name("none.idx"), Path("/etc/hosts")])
     new, old = local_copy(path), copy
     assert new.read_bytes() == b"two" * 1000 and set(copy.parent.iterdir()) == {new, old}
+
+
+def test_a_key_with_a_comma_names_one_object(store):
+    store.put("x/a,b.jsonl", b'{"text": "one"}')
+    path = store.path("x/a,b.jsonl")
+    assert data_at(path).files == (as_path(path),)
 
 
 # ---- temporary faults ----------------------------------------------------------------------------
@@ -687,8 +693,8 @@ def test_profiles_of_multi_storage_client(monkeypatch, real, tmp_path):
 WORKERS = """
 import sys
 import torch
-from nanochat.integrations.megatron_order import BlendedMegatronDatasetBuilder
-from nanochat.integrations.megatron import GPTDataset, GPTDatasetConfig
+from nanochat.integrations.megatron_api import BlendedMegatronDatasetBuilder
+from nanochat.integrations.megatron_api import GPTDataset, GPTDatasetConfig
 
 if __name__ == "__main__":
     config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=(sys.argv[1:], None), split="1,0,0")

@@ -254,7 +254,7 @@ def open_regular(path: Path, flags: int) -> BinaryIO:
     return os.fdopen(fd, "r+b", buffering=0)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """A copy of a value in which NaN and infinities are None: bare NaN is not JSON, and many
     parsers reject it."""
     if isinstance(value, float):

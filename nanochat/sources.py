@@ -530,7 +530,7 @@ def _find_again(manifest: Manifest, folder: Path | None) -> Manifest:
     return {**manifest, "root": new_root}
 
 
-def _check_same(path: Path, what: str, then: Any, now: Any) -> None:
+def _check_same(path: Path, what: str, then: object, now: object) -> None:
     """ValueError if a pin of a file has changed."""
     if then != now:
         raise ValueError(

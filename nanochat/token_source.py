@@ -48,8 +48,10 @@ class TokenSource(Source):
 
     def _limit_to(self, first: int, end: int) -> None:
         """Read only documents first .. end - 1 of the only pair."""
-        edges = np.array([*range(first, end, GROUP_ENTRIES), end])
-        self.groups, self._first_entry = np.diff(edges), edges[:-1]
+        beginnings = [*range(first, end, GROUP_ENTRIES)]
+        edges = np.array([*beginnings, end])
+        self.groups = np.diff(edges)
+        self._first_entry = edges[:-1]
         self.means = np.full(len(self.groups), self.means[0])
         self._first_group = np.array([0, len(self.groups)])
         self.fingerprint = hash_json([self.fingerprint, first, end])
@@ -98,7 +100,11 @@ class TokenSource(Source):
         distinct, positions = np.unique(rows, return_inverse=True)
         entries = distinct + self._first_entry[group]
         gaps = np.flatnonzero(np.diff(entries) > 1) + 1
-        runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(entries, gaps)]
+        runs = []
+        for run in np.split(entries, gaps):
+            first = int(run[0])
+            last = int(run[-1])
+            runs.append((first, last + 1))
         file, _ = self.file_of(group)
         return Runs(self._pair(file), runs, positions.tolist())
 
@@ -107,8 +113,12 @@ class TokenSource(Source):
         pair, runs, positions = self._runs(group, rows)
         documents: list[Document] = []
         for first, end in runs:
-            ids = pair.read(first, end) if self.as_stored else pair.documents(first, end, self.bos)
-            documents += map(Document, ids, pair.prefixes(first, end).tolist())
+            if self.as_stored:
+                ids = pair.read(first, end)
+            else:
+                ids = pair.documents(first, end, self.bos)
+            contexts = pair.prefixes(first, end).tolist()
+            documents += map(Document, ids, contexts)
         return [documents[position] for position in positions]
 
     def lengths(self, group: int, rows: np.ndarray) -> tuple[list[int], list[int]]:

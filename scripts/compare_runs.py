@@ -405,12 +405,12 @@ def explain_left_out(a: Side, b: Side) -> str:
     listed_a, listed_b = a.run.listed(), b.run.listed()
     if listed_a == listed_b:
         return ""
-    from scripts.inspect_data import describe, open_stream_of
+    from scripts.inspect_data import open_stream_of, places_in
 
     opened = open_stream_of(a.run.run_dir)
     with opened.stream_at(step) as stream:
         for row in stream.next_rows(opened.rows_per_lane):
-            for place in describe(opened, stream, row):
+            for place in places_in(opened, stream, row):
                 a_omits, b_omits = is_listed(place, listed_a), is_listed(place, listed_b)
                 if a_omits == b_omits:
                     continue

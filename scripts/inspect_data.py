@@ -51,7 +51,7 @@ from nanochat.run_reader import RunReader, ledger_table, unbalanced
 from nanochat.sources import RunData, is_prepared
 from nanochat.spikes import ENOUGH, NORMAL, WINDOW
 from nanochat.start_run import command, find_data, inspect_run, open_run
-from nanochat.stream import Cursor, Stream, ledger, open_stream
+from nanochat.stream import AnyStream, Cursor, Stream, ledger, open_stream
 from scripts.receipt import open_receipt
 
 log = logging.getLogger(__name__)
@@ -250,12 +250,12 @@ def show_digests(opened: Opened, args: argparse.Namespace) -> int:
 # ---- rows ---------------------------------------------------------------------------------------
 
 
-def describe(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
+def places_in(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any]]:
     """The documents of a row. Tokens `start` to `stop` - 1 of a document, which has `of` tokens and
     BOS as token 0, are in the row from position `at` on. `tokens` also counts the BOS that is put
     in front of a continuation."""
     if not isinstance(stream, Stream):  # Megatron's order
-        return stream.describe(row)
+        return stream.describe(row)  # type: ignore[attr-defined]
     source = opened.data.train[row.bucket]
     is_bestfit = opened.config.layout == "bestfit"
     at = 0
@@ -339,7 +339,7 @@ def show_rows(opened: Opened, args: argparse.Namespace) -> int:
             }
             if losses:
                 head["loss"] = losses[number]
-            documents = describe(opened, stream, row)
+            documents = places_in(opened, stream, row)
             for document in documents:
                 lines.append(head | document)
                 if args.text:
@@ -443,10 +443,10 @@ def worst_rows(opened: Opened, step: int) -> list[dict[str, Any]]:
     return worst
 
 
-def documents_of(opened: Opened, stream: Any, row: Row) -> list[dict[str, Any]]:
+def documents_of(opened: Opened, stream: AnyStream, row: Row) -> list[dict[str, Any]]:
     """The documents of a row, each with its first words in the row."""
     documents = []
-    for place in describe(opened, stream, row):
+    for place in places_in(opened, stream, row):
         document = {
             "document": f"{place['file']}:{place['document']}",
             "start": place["start"],

@@ -188,7 +188,7 @@ def problems(call: Callable[[Any], object], items: Sequence[Any], *, num_workers
     """The error of `call` for each item, '' for success. Several calls run at once, with a progress
     bar."""
 
-    def problem_of(item: Any) -> str:
+    def problem_of(item: object) -> str:
         try:
             call(item)
         except (OSError, ValueError) as e:

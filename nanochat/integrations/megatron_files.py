@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import ArrayLike, DTypeLike
 
 from nanochat.common import LAUNCH, is_remote
 from nanochat.pretokenize import MegatronWriter
@@ -237,13 +237,16 @@ class IndexedDatasetBuilder:
         self._writer.modes = array("b") if multimodal else None
         self._open = 0  # sequences of the open document
 
-    def add_item(self, tensor: Any, mode: int = 0) -> None:
+    def add_item(self, tensor: Sequence[int] | np.ndarray, mode: int = 0) -> None:
         """Append a sequence (n,) of ids to the open document."""
         self._append(tensor, [len(tensor)], [mode])
         self._open += 1
 
     def add_document(
-        self, tensor: Any, lengths: Sequence[int], modes: Sequence[int] | None = None
+        self,
+        tensor: Sequence[int] | np.ndarray,
+        lengths: Sequence[int],
+        modes: Sequence[int] | None = None,
     ) -> None:
         """Append a document: its ids, and the length and mode of each of its sequences."""
         self._append(tensor, lengths, [0] * len(lengths) if modes is None else modes)
@@ -277,7 +280,10 @@ class IndexedDatasetBuilder:
         self._writer.end_documents(np.diff(other.document_indices).tolist())
 
     def _append(
-        self, ids: Any, lengths: Sequence[int] | np.ndarray, modes: Sequence[int] | np.ndarray
+        self,
+        ids: ArrayLike,
+        lengths: Sequence[int] | np.ndarray,
+        modes: Sequence[int] | np.ndarray,
     ) -> None:
         numbers = np.asarray(modes, np.int64)
         if len(numbers) != len(lengths) or not np.array_equal(numbers, numbers.astype(np.int8)):

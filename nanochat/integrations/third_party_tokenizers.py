@@ -300,7 +300,7 @@ class HuggingFaceTokenizer(ThirdPartyTokenizer):
             for encoding in self.library.encode_batch_fast(texts, add_special_tokens=False)
         ]
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: "Sequence[int] | np.ndarray | torch.Tensor") -> str:
         return self.library.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def sizes(self) -> Iterator[tuple[int, int]]:
@@ -372,7 +372,7 @@ class IdsTokenizer(ThirdPartyTokenizer):
     def can_be_text(self, token: int) -> bool:
         return False
 
-    def decode(self, ids: Any) -> str:
+    def decode(self, ids: "Sequence[int] | np.ndarray | torch.Tensor") -> str:
         return " ".join(str(int(i)) for i in ids)
 
 

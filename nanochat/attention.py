@@ -33,12 +33,6 @@ Rejected: `flex` for everything. It is fast only when compiled, and compiling it
 such as those of generation, takes minutes. `flash` is an ordinary operator that torch.compile keeps
 in one graph.
 
-On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel.
-`activate_kernel` replaces it with version 3 from a separate package. Left to itself, PyTorch would
-give full windows to cuDNN on a Hopper GPU, but only without deterministic mode. So cuDNN is off
-(`prepare_cuda`), the same kernel runs in both modes, and the price of determinism is not the
-difference between two kernels. --attention-kernel=cudnn turns cuDNN on.
-
 Repeatability: the backward pass of `flash` adds up dq with atomics, in no fixed order, unless
 `torch.use_deterministic_algorithms(True)` is set. `flex` has no atomics. `sdpa` on a CPU gives the
 same bits for the same number of threads.
@@ -271,6 +265,12 @@ def activate_kernel(kernel: str, device_type: str, *, deterministic: bool) -> No
     `cudnn` is for full windows alone. ValueError if its package is missing, if it does not run on
     this GPU or, in deterministic mode, if repeated backward passes give different bits (as with
     windows in FlashAttention-3 before September 2025).
+
+    On CUDA, `flash` and unmasked 16-bit `sdpa` use FlashAttention-2 from PyTorch's wheel. `fa3` is
+    version 3, from a separate package. Left to itself, PyTorch would give full windows to cuDNN on
+    a Hopper GPU, but only without deterministic mode. So cuDNN is off (`prepare_cuda`), the same
+    kernel runs in both modes, and the price of determinism is not the difference between two
+    kernels. --attention-kernel=cudnn turns cuDNN on.
     """
     if device_type != "cuda":
         if kernel != "wheel":

@@ -593,12 +593,10 @@ class GPT(nn.Module):
         unit = tokens * self.config.n_embd * size
         all_layers, one_layer = self._kept_tensors(compiled)
         layers = int(unit * all_layers)
-
         gradients = weights if micro_batches == 1 else 4 * total
         # a leaf's only micro-batch has gradients when its layers are free again
         if micro_batches == num_leaves:
             gradients = max(0, gradients - layers)
-
         logits = 18 * min(tokens, LOSS_CHUNK) * self.config.vocab_size
         if compiled:
             logits = size * tokens * self.config.padded_vocab_size

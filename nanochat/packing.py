@@ -15,36 +15,10 @@ where every token goes, and finds the documents of any step.
                b # c c c c c c
     binned     a a a a a / b /      stored entries (/ is EOD), whole; padding fills the row
 
-**A new packer** is a subclass of `Packer` and a line in `LAYOUTS` at the end of this file.
---packing=NAME selects it. It must implement:
-
-    push(key, length, start, place)    add a document, or a piece that `waiting` returned
-    next_row()                         return the placements of the next row
-    waiting()                          return {key: Piece} of all pending documents; `push` restores the packer from it
-    key in packer                      whether any part of a document is still pending
-
-`push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up to
-date. The packer may override:
-
-    ready, wants(target), pending      if the number `tokens` alone does not decide them
-    of(config)                         if it needs more settings than T
-    lead(keys)                         if it changes the order of documents: the next row starts with these
-    whole_length(piece)                if a piece is shorter than its document
-    framed, own_bos, max_tokens        if documents have no BOS, tails get one, or rows hold only part of a document
-
-`tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity: to
-change any placement of an existing layout, rename it or raise VERSION.
-
 A **placement** is `(key, start, length, off)`: `length` tokens of the row come from document `key`,
 beginning at its token `start`. Token 0 of a document is its BOS. In `bestfit`, a placement with
 `start > 0` begins with a BOS of its own, which `length` counts, and the `off` tokens after that BOS
 are repeated context whose targets are off.
-
-**Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all fillers
-are stored as bits of a Python integer: bit n is 1 if a filler of n tokens is pending. A second
-integer is its mirror image, where bit T + 1 - n is 1. One mask and one `bit_length` find the
-largest filler that fits r tokens. Two fillers fill r exactly if `bits & (mirror >> (T + 1 - r))`
-has a bit set: an n for which both bit n and bit r - n are 1.
 
 **The token clock.** Each pending piece has a place: the number of tokens that arrived before it,
 counting at most one row per piece. A document that fills a row is due once the number of tokens
@@ -128,6 +102,26 @@ class Packer:
     Counts are in tokens and cover the packer's whole life, including before a resume. `state` and
     `restore` carry everything over: a restored packer places documents exactly as the original
     would.
+
+    A new packer is a subclass and a line in `LAYOUTS` at the end of this file. --packing=NAME
+    selects it. It must implement:
+
+        push(key, length, start, place)    add a document, or a piece that `waiting` returned
+        next_row()                         return the placements of the next row
+        waiting()                          return {key: Piece} of all pending documents
+        key in packer                      whether any part of a document is still pending
+
+    `push` and `next_row` keep `tokens`, the number of pending tokens, and the counts in `COUNTS` up
+    to date. The packer may override:
+
+        ready, wants(target), pending      if the number `tokens` alone does not decide them
+        of(config)                         if it needs more settings than T
+        lead(keys)                         if it changes the order of documents: the next row starts with these
+        whole_length(piece)                if a piece is shorter than its document
+        framed, own_bos, max_tokens        if documents have no BOS, tails get one, or rows hold only part of a document
+
+    `tests/test_hacks.py` adds a packer in 30 lines. A layout's rows are part of a run's identity:
+    to change any placement of an existing layout, rename it or raise VERSION.
     """
 
     # whether documents are `[BOS] + ids`; otherwise entries are used as they are stored
@@ -214,6 +208,12 @@ class BestFit(Packer):
     """Rows that start with BOS and are always full.
 
     The tail of a cut document is packed later if `split`; otherwise it is dropped.
+
+    **Fitting.** A whole document that is shorter than a row is a *filler*. The lengths of all
+    fillers are stored as bits of a Python integer: bit n is 1 if a filler of n tokens is pending. A
+    second integer is its mirror image, where bit T + 1 - n is 1. One mask and one `bit_length` find
+    the largest filler that fits r tokens. Two fillers fill r exactly if `bits & (mirror >> (T + 1 -
+    r))` has a bit set: an n for which both bit n and bit r - n are 1.
     """
 
     own_bos = True
@@ -232,7 +232,7 @@ class BestFit(Packer):
         self.fillers: dict[Key, Piece] = {}  # whole documents shorter than a row, oldest first
         self.timed: dict[Key, Piece] = {}  # documents that fill a row, and tails, oldest first
         self.by_length: dict[int, list[Key]] = {}  # the fillers of each length, oldest first
-        self.bits = self.mirror = 0  # the lengths of the fillers, see the head of this file
+        self.bits = self.mirror = 0  # the lengths of the fillers, see above
         self.counted = 0  # pending tokens, counting at most one row per piece
         self.context = 0  # BOS and repeated tokens of the pending tails
 

@@ -272,20 +272,8 @@ def make_plan(
     corrupt files.
     """
     n = rows_per_step // config.V
-    lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
-    fingerprint = next(iter(sources.values())).tokenizer.fingerprint
-    stream = Stream(
-        config,
-        lengths,  # type: ignore[arg-type]
-        range(config.V),
-        tokenizer=fingerprint,
-        cursors=cursors,
-        num_threads=0,
-        drop_dry=drop_dry,
-        feed=Rehearsal,
-    )
-    buckets = stream.buckets
-    lengths = {bucket: lengths[bucket] for bucket in buckets}
+    stream, lengths = _open_rehearsal(config, sources, cursors, drop_dry)
+    buckets = [*lengths]
 
     # what the mix requests; the run takes rows `first` to `stop` - 1 of each lane
     first = stream.rows[0] - start_step * n
@@ -302,15 +290,12 @@ def make_plan(
     all_plenty = all(of_bucket.plenty for of_bucket in lengths.values())
     steps = range(num_steps if all_plenty else start_step, num_steps)
     rehearsed = _rehearse_steps(stream, n, steps)
-    accounts: dict[str, dict[str, int] | None] = dict.fromkeys(buckets)
-    if not all_plenty:
-        accounts |= ledger(stream.cursors(rehearsed.state), config.T)
+    accounts = {} if all_plenty else ledger(stream.cursors(rehearsed.state), config.T)
 
     plans = {}
     for bucket, of_bucket in lengths.items():
-        plans[bucket] = _bucket_plan(
-            config, bucket, of_bucket, asked[bucket], accounts[bucket], rehearsed
-        )
+        account = accounts.get(bucket)
+        plans[bucket] = _bucket_plan(config, bucket, of_bucket, asked[bucket], account, rehearsed)
     return Plan(
         estimate=any(of_bucket.sample is not None for of_bucket in lengths.values()),
         T=config.T,
@@ -324,6 +309,28 @@ def make_plan(
         phases=phases,
         buckets=plans,
     )
+
+
+def _open_rehearsal(
+    config: StreamConfig,
+    sources: Mapping[str, Source],
+    cursors: Sequence[Cursor] | None,
+    drop_dry: bool,
+) -> tuple[Stream, dict[str, Lengths]]:
+    """(a stream of lengths in all lanes, its buckets)."""
+    lengths = {bucket: Lengths(source, config) for bucket, source in sources.items()}
+    fingerprint = next(iter(sources.values())).tokenizer.fingerprint
+    stream = Stream(
+        config,
+        lengths,  # type: ignore[arg-type]
+        range(config.V),
+        tokenizer=fingerprint,
+        cursors=cursors,
+        num_threads=0,
+        drop_dry=drop_dry,
+        feed=Rehearsal,
+    )
+    return stream, {bucket: lengths[bucket] for bucket in stream.buckets}
 
 
 def crops(config: StreamConfig) -> bool:

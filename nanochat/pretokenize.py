@@ -25,18 +25,6 @@ two processes may make the same pair. A manifest appears when all its pairs exis
 before one of them is made again. An input that cannot be read to its end has no pair. A batch in
 memory ends at 256 documents or two million characters.
 
-**Writing a pair.** Ids go to a temporary file as they arrive. When the `with` block ends without an
-exception, the .bin is renamed first and the .idx last: a pair without a good .idx counts as
-missing. An exception leaves no new file, and an older pair is unchanged or has lost its .idx.
-
-    with ShardWriter("OUT/web", vocab_size=32768) as writer:        .web.bin.1f2e3d4c.tmp grows
-        writer.add(ids, lengths, prefixes)                          ...
-    writer.written                                                  web.bin, then web.idx
-
-Several processes may write the same pair at once, since they write the same bytes. An old .idx with
-different contents is deleted before the new .bin appears, so that a .bin and its .idx always match.
-An identical one stays, so the pair never seems to be missing.
-
 Rejected: converting jsonl to parquet first, as training from text does. The text would be written
 once more.
 """
@@ -112,6 +100,18 @@ class TokenWriter:
 
     Takes about 10 bytes of memory per entry. ValueError for ids outside the vocabulary or the range
     of the type: they never wrap around.
+
+    Ids go to a temporary file as they arrive. When the `with` block ends without an exception, the
+    .bin is renamed first and the .idx last: a pair without a good .idx counts as missing. An
+    exception leaves no new file, and an older pair is unchanged or has lost its .idx.
+
+        with ShardWriter("OUT/web", vocab_size=32768) as writer:        .web.bin.1f2e3d4c.tmp grows
+            writer.add(ids, lengths, prefixes)                          ...
+        writer.written                                                  web.bin, then web.idx
+
+    Several processes may write the same pair at once, since they write the same bytes. An old .idx
+    with different contents is deleted before the new .bin appears, so that a .bin and its .idx
+    always match. An identical one stays, so the pair never seems to be missing.
     """
 
     format: ClassVar[str]  # one of `tokens.HEADERS`

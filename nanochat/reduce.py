@@ -1,9 +1,11 @@
 r"""
-The order in which the gradients of a step are added: a fixed binary tree over K leaves, for any number of processes.
+The order in which the gradients of a step are added: a fixed binary tree over K leaves, for any
+number of processes.
 
-float32 addition commutes (a + b and b + a have the same bits) but is not associative: (a + b) + c and a + (b + c)
-differ in the last bit, and after a thousand steps the models differ. So the brackets are fixed when a run starts, and
-each of W processes computes a part of the same tree. Leaf j is the gradient of block j of a step's K blocks; K = 8:
+float32 addition commutes (a + b and b + a have the same bits) but is not associative: (a + b) + c
+and a + (b + c) differ in the last bit, and after a thousand steps the models differ. So the
+brackets are fixed when a run starts, and each of W processes computes a part of the same tree. Leaf
+j is the gradient of block j of a step's K blocks; K = 8:
 
     0   1   2   3   4   5   6   7        W = 1: one process adds all of it
      \ /     \ /     \ /     \ /         W = 2: {0 1 2 3} and {4 5 6 7} inside a rank, the last + across
@@ -13,52 +15,39 @@ each of W processes computes a part of the same tree. Leaf j is the gradient of 
            \_____________/
                   +
 
-**In a leaf**, `backward` adds the micro-batches in order: `.grad` is the first one's gradient (not 0 + gradient), and
-each later gradient is added to it.
+**In a leaf**, `backward` adds the micro-batches in order: `.grad` is the first one's gradient (not
+0 + gradient), and each later gradient is added to it.
 
-**Inside a rank**, finished leaves carry as in a binary counter: a sum of 2^i leaves is pending until the next
-sum of 2^i leaves is complete. With m = K / W = 4 leaves, the pending sums after each leaf are:
+**Inside a rank**, finished leaves carry as in a binary counter: a sum of 2^i leaves is pending
+until the next sum of 2^i leaves is complete. With m = K / W = 4 leaves, the pending sums after each
+leaf are:
 
     leaf 0 -> [0]     leaf 1 -> [01]     leaf 2 -> [01, 2]     leaf 3 -> [01, 23] -> [0123] -> .grad
 
-While leaf j is computed, as many sums are pending as j has 1-bits: at most log2(m) tensors per parameter. With m = 1
-no sum is pending, and nothing is added. A pending sum is not a copy: it is the tensor that was `.grad`.
+While leaf j is computed, as many sums are pending as j has 1-bits: at most log2(m) tensors per
+parameter. With m = 1 no sum is pending, and nothing is added. A pending sum is not a copy: it is
+the tensor that was `.grad`.
 
-**Across ranks**, each message of W equal chunks goes through an all-to-all: rank r receives chunk r of every rank's
-message, in rank order, and adds the W parts as in the lower part of the drawing. Each rank sends and receives as much
-as in a reduce-scatter, (W - 1) / W of a message. The extra cost is memory for the received parts, one whole message.
+**Across ranks**, each message of W equal chunks goes through an all-to-all: rank r receives chunk r
+of every rank's message, in rank order, and adds the W parts as in the lower part of the drawing.
+Each rank sends and receives as much as in a reduce-scatter, (W - 1) / W of a message. The extra
+cost is memory for the received parts, one whole message. On several nodes, the same sum takes two
+stages (`reduce_over_nodes`).
 
-**Across nodes**, the same sum takes two stages, so that a node sends only 1/L of its L ranks' messages. Two
-nodes of L = 2 ranks (each digit is a chunk of the message):
+All sums are float32: the gradients of a bfloat16 parameter are widened (exactly) before they are
+added, in a leaf (by `grad_dtype`), inside a rank and across ranks. So a step of many micro-batches
+on one GPU has the same arithmetic as a step on eight. A rank with a single micro-batch has nothing
+to add: its gradients travel as bfloat16 and are widened on arrival. A gradient of None counts as
++0.0 inside a rank and across ranks; since -0.0 + 0.0 is 0.0, this zero is added and not skipped.
 
-    ranks 0 and 1   0123  0123   inside a node: rank 0 adds chunks 0 and 2, rank 1 adds 1 and 3
-    ranks 2 and 3   0123  0123                  rank 2 adds chunks 0 and 2, rank 3 adds 1 and 3
-                                 across nodes: ranks 0, 2 swap 02, ranks 1, 3 swap 13
+If W does not divide K, each rank owns one block (dataloader.StepLayout). The ranks' parts are then
+added in pairs, and a leftover part is carried up: the sum is reproducible for this W, but differs
+from that of another W.
 
-If L is a power of two, the tree is the same, because a node is one of its branches. With any other L, there is only
-the one all-to-all.
-
-All sums are float32: the gradients of a bfloat16 parameter are widened (exactly) before they are added, in a leaf (by
-`grad_dtype`), inside a rank and across ranks. So a step of many micro-batches on one GPU has the same arithmetic as a
-step on eight. A rank with a single micro-batch has nothing to add: its gradients travel as bfloat16 and are widened on
-arrival. A gradient of None counts as +0.0 inside a rank and across ranks; since -0.0 + 0.0 is 0.0, this zero is added
-and not skipped.
-
-If W does not divide K, each rank owns one block (dataloader.StepLayout). The ranks' parts are then added in pairs, and
-a leftover part is carried up: the sum is reproducible for this W, but differs from that of another W.
-
-**Messages.** Flattened tensors are laid out in messages of W equal chunks, and rank r owns chunk r of every message.
-With W = 2 (`.` is padding), an embedding E, matrices A B C, and small tensors s and t:
-
-                 rank 0         rank 1
-    message 1  | E E E E E E | E E E E E E |   a large AdamW tensor is cut between its grains (spans that stay whole)
-    message 2  | A A A A A   | B B B B B   |   matrices of one shape are dealt out, one to each rank,
-    message 3  | C C C C C   | . . . . .   |   larger tensors to the rank that has less; a matrix is never cut
-    message 4  | s s s .     | t t t t     |   small tensors are dealt out in the same way
-
-Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks are idle, and latency
-grows with log2(W)); an all-gather (W times the bytes); a plain reduce-scatter (backends choose the order by topology
-and size); exact sums in fixed point (three words per element, and gradients have no bounded exponent).
+Rejected: a tree in which each rank sends its sum to a partner, log2(W) times (half of the ranks are
+idle, and latency grows with log2(W)); an all-gather (W times the bytes); a plain reduce-scatter
+(backends choose the order by topology and size); exact sums in fixed point (three words per
+element, and gradients have no bounded exponent).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -196,11 +185,28 @@ def tree_reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Ten
     return finish
 
 
+def _new_groups(ranks: Tensor) -> dist.ProcessGroup:
+    """A process group for each row of `ranks`; returns this rank's. Collective."""
+    # long before this timeout, the watchdog reports a rank that hangs
+    group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(hours=1))
+    return group
+
+
 def reduce_over_nodes(ranks_per_node: int) -> Reduce:
     """`tree_reduce` in two stages, with the same bits. Collective: it creates process groups.
 
     First inside nodes of `ranks_per_node` consecutive ranks, then across nodes. If two stages gain
     nothing or would add in a different order, returns `tree_reduce` itself.
+
+    So a node sends only 1/L of its L ranks' messages. Two nodes of L = 2 ranks (each digit is a
+    chunk of the message):
+
+        ranks 0 and 1   0123  0123   inside a node: rank 0 adds chunks 0 and 2, rank 1 adds 1 and 3
+        ranks 2 and 3   0123  0123                  rank 2 adds chunks 0 and 2, rank 3 adds 1 and 3
+                                     across nodes: ranks 0, 2 swap 02, ranks 1, 3 swap 13
+
+    If L is a power of two, the tree is the same, because a node is one of its branches. With any
+    other L, there is only the one all-to-all.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     sizes = [ranks_per_node] * world_size
@@ -212,16 +218,9 @@ def reduce_over_nodes(ranks_per_node: int) -> Reduce:
     is_power_of_two = L & (L - 1) == 0
     if not nodes_are_equal or not is_power_of_two or not 1 < L < world_size:
         return tree_reduce
-
-    def new_groups(ranks: Tensor) -> dist.ProcessGroup:
-        """A process group for each row of ranks; returns this rank's."""
-        # long before this timeout, the watchdog reports a rank that hangs
-        group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timedelta(hours=1))
-        return group
-
     by_node = torch.arange(world_size).view(nodes, L)
-    inside = new_groups(by_node)
-    across = new_groups(by_node.T)
+    inside = _new_groups(by_node)
+    across = _new_groups(by_node.T)
 
     def reduce(message: Tensor, rank: int, world_size: int) -> Callable[[], Tensor]:
         """A `Reduce` that starts the exchange across nodes only when its result is requested."""
@@ -276,7 +275,16 @@ class Part:
 class Message:
     """One chunk of `chunk` elements for each rank: the part that the rank owns, then padding.
 
-    A rank may own nothing. The layout is the same on every rank.
+    A rank may own nothing. The layout is the same on every rank. A matrix is never cut, and a
+    large AdamW tensor only between its grains, spans that stay whole.
+
+    With W = 2 (`.` is padding), an embedding E, matrices A B C, and small tensors s and t:
+
+                     rank 0         rank 1
+        message 1  | E E E E E E | E E E E E E |  a large AdamW tensor is cut between grains
+        message 2  | A A A A A   | B B B B B   |  matrices of one shape are dealt out, one to each rank,
+        message 3  | C C C C C   | . . . . .   |  larger tensors to the rank that has less
+        message 4  | s s s .     | t t t t     |  small tensors are dealt out in the same way
     """
 
     parts: list[Part | None]  # by rank

@@ -147,12 +147,19 @@ def assemble(
         off.append((at, T + 1))
 
     tokens = np.concatenate(pieces)
-    ranges = [span for span in off if span[0] < span[1]]
+    return tokens, _live(tokens, off, bos=bos, framed=framed)
+
+
+def _live(
+    tokens: np.ndarray, off: Sequence[tuple[int, int]], *, bos: int, framed: bool
+) -> np.ndarray | None:
+    """(T + 1,) u8: 0 in the ranges `off`, else 1; None if all tokens are targets."""
+    ranges = [(begin, end) for begin, end in off if begin < end]
     if framed and not ranges:
-        return tokens, None
+        return None
     live = np.ones(len(tokens), np.uint8)
     for begin, end in ranges:
         live[begin:end] = 0
     if not framed:  # stored entries end with EOD, which does not predict the token after it
         live[1:] &= tokens[:-1] != bos
-    return tokens, live
+    return live

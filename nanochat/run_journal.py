@@ -44,7 +44,8 @@ class Journal:
         self.wandb_id = wandb_id
 
     def event(self, name: str, step: int, **record: object) -> None:
-        """Report an event after `step` steps. `record`: JSON."""
+        """Report an event after `step` steps, or in that step. `record`: JSON. Like all reports, it
+        may raise on rank 0 alone; the watchdog then ends the others."""
         for sink in self.sinks:
             sink.event(name, step, record)
 
@@ -164,9 +165,16 @@ class Optional(Sink):
         with self._guard():
             self.sink.step(report)
 
+    def end(self, status: str, reason: str) -> None:
+        """Finish now, while this launch owns the run's folder."""
+        with self._guard():
+            self.sink.end(status, reason)
+        self.close()
+
     def close(self) -> None:
         with self._guard():
             self.sink.close()
+        self.sink = Sink()
 
 
 class Log(Sink):

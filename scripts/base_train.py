@@ -41,7 +41,7 @@ from nanochat.run_journal import Journal, open_journal
 from nanochat.run_order import stream_config
 from nanochat.run_saves import Saves
 from nanochat.run_settings import is_compiled, is_tight
-from nanochat.run_stop import Stop, join_reasons
+from nanochat.run_stop import Diverged, Stop, join_reasons
 from nanochat.run_summary import explain_out_of_memory, print_split, print_summary
 from nanochat.schedule import Schedule
 from nanochat.spikes import MOST_IN_A_ROW, remember
@@ -105,8 +105,12 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
     """Collective. Begin the run on disk, then build the parts of this launch, and close them."""
     settings = run.settings
     device = guard.device
-    print_split(run)
-    on_all_ranks(lambda: begin_run(run, guard) if guard.rank == 0 else None)
+
+    def begin() -> None:
+        print_split(run)
+        begin_run(run, guard)
+
+    on_all_ranks(lambda: begin() if guard.rank == 0 else None)
     guard.watch()
     print0("start: building the model")
     with ExitStack() as stack:
@@ -230,12 +234,16 @@ def loop(run: Run, training: Training, guard: Guard, journal: Journal, saves: Sa
             saves.save(f"checkpoint-{progress.step}-shutdown", e.status, last=True, **why)
         journal.end(e.status, progress.step, e.reason)
         return report_stop(run, progress, e)
-    except ArithmeticError as e:
+    except Diverged as e:
         saves.report(wait=True)
         journal.end("failed", progress.step, str(e))
         if guard.rank != 0:
             raise SystemExit(1) from e  # rank 0 prints the error
         raise ValueError(f"{e}. {after_failure(run)}") from e
+    except Exception as e:
+        with suppress(Exception):  # the log may be what failed
+            journal.event("failed", progress.step, reason=f"{type(e).__name__}: {e}")
+        raise
     journal.end("completed", progress.step)
     report_completed(run, progress, peak_memory(guard.device))
     return 0
@@ -338,7 +346,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
         save=saves.clock_says(),
         beat=guard.beat,
     )
-    saves.all_agreed = totals.save
+    saves.due_by_clock = totals.save
 
     # Every rank has the same totals, so all ranks take the same branch.
     if totals.unsaved:
@@ -349,7 +357,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
         why, all_dry = next(entry for entry in gather_all(dry) if entry[0])
         raise Stop(why, "halted", all_dry=all_dry)
     if totals.outcome is Outcome.VOID:
-        raise ArithmeticError(
+        raise Diverged(
             f"step {progress.step}: the loss is {totals.loss}, the gradient norm {totals.grad_norm}"
         )
 
@@ -378,7 +386,7 @@ def note_dropped(training: Training, journal: Journal, totals: StepTotals) -> No
 
 def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None:
     """Update the statistics that spikes are measured against, or warn that the step was a spike.
-    ArithmeticError after too many spikes in a row."""
+    Diverged after too many spikes in a row."""
     progress = training.progress
     if totals.outcome is Outcome.APPLIED:
         progress.skipped_in_a_row = 0
@@ -403,7 +411,7 @@ def note_spike(training: Training, journal: Journal, totals: StepTotals) -> None
         skipped=progress.skipped,
     )
     if progress.skipped_in_a_row == MOST_IN_A_ROW:
-        raise ArithmeticError(
+        raise Diverged(
             f"step {progress.step}: {MOST_IN_A_ROW} steps in a row were skipped as spikes, so the "
             f"run has diverged"
         )

@@ -54,7 +54,7 @@ class Guard:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.run_dir = run_path(settings.model_tag or f"d{settings.depth}")
+        self.run_dir = run_path(settings.tag)
         reserve_s = settings.walltime_reserve_seconds
         end = deadline(
             settings.max_runtime_seconds, os.environ, time.monotonic(), reserve_s=reserve_s

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -72,22 +72,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Start or resume a run. Returns the exit code (docs/reference.md). ValueError and OSError for
     bad input."""
     words = sys.argv[1:] if argv is None else argv
-    asked = from_flags(parse_args(argv))
+    given = from_flags(parse_args(argv))
     setup_logging()
-    with lasting_output(), Guard(asked) as guard:
-        start, tokenizer = look(asked, guard)
+    with lasting_output(), Guard(given) as guard:
+        start, tokenizer = look(given, guard)
         over = start.over()
         if over is not None:
             return report_over(start, over)
         run = find_data(start, tokenizer, guard.rank)
         with build(run, guard) as (training, journal, saves):
-            announce(run, training, guard, journal, asked, words)
+            announce(run, training, guard, journal, given, words)
             return loop(run, training, guard, journal, saves)
 
 
-def look(asked: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
-    """Collective. How the command's run starts or resumes, and its tokenizer. Changes nothing."""
-    settings, tokenizer = on_all_ranks(lambda: command(asked, guard.world_size, guard.device.type))
+def look(given: Settings, guard: Guard) -> tuple[Start, Tokenizer]:
+    """Collective. How the command's run starts or resumes, and its tokenizer. Writes nothing into
+    the run; text may be prepared."""
+    settings, tokenizer = on_all_ranks(lambda: command(given, guard.world_size, guard.device.type))
     print0("start: reading the run directory and the data files")
     return inspect_run(settings, guard.device), tokenizer
 
@@ -123,7 +124,7 @@ def build(run: Run, guard: Guard) -> Iterator[tuple[Training, Journal, Saves]]:
         model, optimizer, progress = make_model(run, schedule, device)
         compiled = torch.compile(model, dynamic=False) if is_compiled(settings) else model
 
-        journal = open_journal(run, device, guard.owner, guard.state)
+        journal = open_journal(run, guard)
         stack.callback(journal.close)
         loader = stack.enter_context(open_loader(run, guard))
         stack.callback(guard.stop_waiting)  # before the loader closes, which waits for its threads
@@ -175,11 +176,11 @@ def announce(
     training: Training,
     guard: Guard,
     journal: Journal,
-    asked: Settings,
+    given: Settings,
     words: Sequence[str],
 ) -> None:
     """Print what is about to run, and log the command and the names of the settings it changed."""
-    typed = [*asked.differing()]
+    typed = [*given.differing()]
     print_summary(run, training.loader.layout, guard.device, typed)
     journal.event(
         "started",
@@ -283,12 +284,18 @@ def between_steps(
 # ---- a step --------------------------------------------------------------------------------------
 
 
-def forward_backward(training: Training) -> tuple[torch.Tensor, bool, tuple[str, bool]]:
+class Shortage(NamedTuple):
+    """Why a rank does not have all of its rows of a step."""
+
+    reason: str = ""  # why its data ran dry; '' if a requested stop ended its wait for data
+    all_dry: bool = False  # whether every bucket is dry
+
+
+def forward_backward(training: Training) -> tuple[torch.Tensor, Shortage | None]:
     """Run this rank's micro-batches and leave the sum of their gradients in the model.
 
-    Returns (table, complete, dry): the (R, 3) table of the step with this rank's rows filled in,
-    whether the rank had all of its rows, and, if its data ran dry, the reason and whether every
-    bucket is dry.
+    Returns (table, shortage): the (R, 3) table of the step with this rank's rows filled in, and
+    None if the rank had all of its rows.
     """
     loader = training.loader
     num_targets = training.settings.total_batch_size
@@ -315,11 +322,11 @@ def forward_backward(training: Training) -> tuple[torch.Tensor, bool, tuple[str,
             live = (batch.targets >= 0).sum(dim=1)
             values = torch.stack([losses.detach(), live, batch.buckets], dim=1)  # (B, 3)
             table[rows.start : rows.stop] = values[: len(rows)]
-        return table, True, ("", False)
+        return table, None
     except Dry as e:
-        return table, False, (str(e), e.bucket is None)
-    except StopAsked:  # a stop was requested while the loader waited for object storage
-        return table, False, ("", False)
+        return table, Shortage(str(e), all_dry=e.bucket is None)
+    except StopAsked:  # a stop was requested while the loader waited for data
+        return table, Shortage()
 
 
 def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves: Saves) -> None:
@@ -329,7 +336,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     began = time.perf_counter()
     waited = training.loader.wait_s
     guard.beat(progress.step)
-    rows, complete, dry = forward_backward(training)
+    rows, shortage = forward_backward(training)
     if (progress.step + 1) % RANKS_EVERY == 0:
         log_ranks(training, journal, began)
 
@@ -340,7 +347,7 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     totals = take_step(
         training,
         rows,
-        dry=not complete,
+        dry=shortage is not None,
         stop=bool(reason),
         unsaved=unsaved is not None,
         save=saves.clock_says(),
@@ -354,8 +361,8 @@ def one_step(run: Run, training: Training, guard: Guard, journal: Journal, saves
     if totals.dry and totals.stop:  # an interrupted wait for data: this step was not applied
         raise Stop(join_reasons(gather_all(reason)))
     if totals.dry:
-        why, all_dry = next(entry for entry in gather_all(dry) if entry[0])
-        raise Stop(why, "halted", all_dry=all_dry)
+        first = next(found for found in gather_all(shortage) if found is not None and found.reason)
+        raise Stop(first.reason, "halted", all_dry=first.all_dry)
     if totals.outcome is Outcome.VOID:
         raise Diverged(
             f"step {progress.step}: the loss is {totals.loss}, the gradient norm {totals.grad_norm}"

@@ -164,6 +164,14 @@ class Optional(Sink):
         with self._guard():
             self.sink.step(report)
 
+    def ending(self, reason: str) -> None:
+        with self._guard():
+            self.sink.ending(reason)
+
+    def end(self, status: str, reason: str) -> None:
+        with self._guard():
+            self.sink.end(status, reason)
+
     def close(self) -> None:
         with self._guard():
             self.sink.close()

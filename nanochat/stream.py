@@ -103,7 +103,7 @@ class LaneState(NamedTuple):
     lane: int
     row: int  # number of rows that the lane has produced
     dropped: frozenset[str]  # buckets that have run dry
-    feeds: Any  # {bucket: FeedState}; for Megatron's order, that stream's own counts
+    feeds: Any  # {bucket: FeedState}; another kind of stream has its own counts
 
 
 class RowsConfig(Protocol):
@@ -118,6 +118,10 @@ class RowsConfig(Protocol):
 
 class OpensStream(RowsConfig, Protocol):
     """A configuration of an order other than that of lanes."""
+
+    @property
+    def framed(self) -> bool:
+        """See `StreamConfig.framed`."""
 
     def open(
         self, sources: Mapping[str, Source], lanes: Sequence[int], **arguments: Any
